@@ -1,0 +1,65 @@
+# Two commands are enough: `make run` and `make test`. Both set up .venv first if need be.
+PYTHON ?= python3
+TORCH := 2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+CONFIG ?= configs/demo.toml
+export HF_HUB_OFFLINE := 1
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch for this machine
+
+run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts anew)
+	@$(BIN)/python bin/lan local @ $(CONFIG) $(ARGS)
+
+run-chaos: setup  ## The same while workers are killed, with a report of what was lost
+	@rm -rf runs/chaos
+	@$(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
+
+test: setup  ## Run the tests (under five minutes on two cores)
+	@$(BIN)/python -m pytest
+
+test-slow: setup  ## The tests that train for minutes
+	@$(BIN)/python -m pytest -m slow --timeout 900
+
+test-chaos: setup  ## The tests that kill processes
+	@$(BIN)/python -m pytest -m chaos --timeout 900
+
+lint: setup  ## ruff and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+data: setup  ## Rewrite the three data files from their seed
+	@$(BIN)/python -m peralta_zmq.tasks.calculator_rows
+
+base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
+	@$(BIN)/python -m peralta_zmq.base
+
+clean:  ## Remove the environment and every run
+	rm -rf .venv runs
+
+fresh:
+	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
+
+.venv/ready: pyproject.toml .ci/constraints.txt Makefile
+	@echo "setting up .venv (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
+	@$(MAKE) --no-print-directory torch
+	@$(PIP) --editable '.[plot,dev]'
+	@touch $@
+
+# CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.
+# A Jetson brings NVIDIA's own torch: VENV_OPTIONS=--system-site-packages make setup.
+torch:
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then :; \
+	elif [ -e /etc/nv_tegra_release ]; then \
+	  echo "Jetson: install NVIDIA's torch first, see README"; exit 1; \
+	elif [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+	  $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || \
+	  $(PIP) 'torch==$(TORCH)+cpu' --extra-index-url https://download.pytorch.org/whl/cpu; \
+	else $(PIP) 'torch==$(TORCH)'; fi
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run run-chaos test test-slow test-chaos lint data base-model clean fresh torch
