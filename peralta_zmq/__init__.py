@@ -1,0 +1,27 @@
+"""peralta_zmq: reinforcement learning with verifiable rewards on the machines you own.
+
+Generators make scored groups of rollouts and push them; one trainer turns groups into optimizer
+steps and publishes weights. They meet in two places only: the wire (ZeroMQ) and the weight store
+(a folder that all machines see).
+
+     generator                                    wire                  trainer
+     Problem -> ask -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
+        ^        (engine) (task)                                          |
+        |                                                         Batch -> loss -> step
+        |      <=== announcements (PUB/SUB: a hint, never the truth) ===  |
+        '-- apply <- verify <- newest STABLE <- store: step_N/ <- publish-'
+
+Read in this order; it takes half an hour, and everything else is a plug:
+    rollout     the nouns
+    wire        sockets and bytes
+    generator   its loop
+    trainer     its loop
+    learning    advantages, losses, batches, the step
+
+Layers, each importing only from above:
+    words       rollout errors durable
+    leaves      config registry wire policy tasks learning curriculum stores recovery observe
+    engines     ways to sample
+    loops       generator trainer (and base, which teaches the embedded model)
+    outside     operate and the doors in bin/
+"""

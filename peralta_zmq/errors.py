@@ -1,0 +1,35 @@
+"""Every error that a person can cause or meet, named after the boundary that failed.
+
+PeraltaError
+ +-- ConfigError    a setting, a file it names, or a combination of settings
+ +-- WireError      an address, a port, a message that does not fit
+ +-- StoreError     a weights folder, or a version in it
+ +-- JournalError   a journal or a checkpoint
+ +-- TaskError      a data file, a row, a target, a reward
+
+Each carries one line: the value and the remedy. A door prints it and exits with code 2.
+"""
+
+
+class PeraltaError(Exception):
+    """Base of all; `str(error)` is one line for a person."""
+
+
+class ConfigError(PeraltaError):
+    """A setting is unknown, mistyped, contradictory, or names something that is not there."""
+
+
+class WireError(PeraltaError):
+    """A socket cannot be bound or a message breaks the protocol."""
+
+
+class StoreError(PeraltaError):
+    """A weights folder cannot be used, or a version in it does not verify."""
+
+
+class JournalError(PeraltaError):
+    """A journal or checkpoint cannot be read, or belongs to another run."""
+
+
+class TaskError(PeraltaError):
+    """A data file, a row of it, or a reward function is at fault."""

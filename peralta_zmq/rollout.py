@@ -1,0 +1,149 @@
+"""The nouns. Everything else makes, moves or consumes these.
+
+Knows field names and invariants; knows nothing of models, sockets or files.
+Index t of every per-token array speaks about token t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Role: TypeAlias = Literal["system", "user", "assistant"]
+Int32Array: TypeAlias = NDArray[np.int32]
+Float32Array: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question with a checkable answer; `answer` never reaches the model."""
+
+    id: str
+    task: str
+    messages: tuple[Message, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    max_completion_length: int = 48  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion wanted; the siblings of a group are equal requests."""
+
+    index: int  # returned with the completion, which may come in any order
+    prompt_ids: Int32Array  # [P]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one request; arrays hold the generated tokens only."""
+
+    index: int  # the request's
+    prompt_ids: Int32Array  # [P]
+    token_ids: Int32Array  # [T], with the end token if there was one
+    logprobs: Float32Array  # [T], as defined on Rollout.logprobs
+    policy_steps: Int32Array  # [T], the weights that sampled each token
+    finish_reason: FinishReason
+    text: str  # without special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One scored completion with its prompt, as the trainer sees it."""
+
+    token_ids: Int32Array  # [T], prompt and completion
+    loss_mask: BoolArray  # [T], True on generated tokens
+    logprobs: Float32Array  # [T], 0 on the prompt
+    """Log-probability of the sampled token under the weights that sampled it, at the sampling
+    temperature, over the full vocabulary, before top-k, top-p or min-p truncation."""
+    reward: float
+    finish_reason: FinishReason
+    rewards: dict[str, float] = field(default_factory=dict[str, float])  # parts by name
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, the end token included."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The siblings of one problem: one wire message, never split."""
+
+    run_id: str
+    generator_id: str
+    boot: bytes  # 8 random bytes, new with each start of the generator
+    sequence: int  # counts up from 0 within a boot
+    problem_id: str
+    task: str
+    policy_step: int  # the oldest weights used in the group
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def sender(self) -> str:
+        """One start of one generator; `sequence` counts within it."""
+        return sender_of(self.generator_id, self.boot)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the siblings, in order."""
+        return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def has_signal(self) -> bool:
+        """False when all rewards are equal, so that every advantage would be zero."""
+        return len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A held-out problem, what the policy said to it, and what that was worth."""
+
+    problem: str
+    answer: str
+    reward: float
+
+
+def sender_of(generator_id: str, boot: bytes) -> str:
+    """The name of one start of a generator: 'NAME/0123456789abcdef'."""
+    return f"{generator_id}/{boot.hex()}"
+
+
+def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:
+    """Join prompt and completion into one sequence; named parts of a reward add up to it."""
+    named = reward if isinstance(reward, dict) else {}
+    parts = {name: float(value) for name, value in named.items()}  # a task may return a bool
+    num_prompt = len(completion.prompt_ids)
+    no_logprobs = np.zeros(num_prompt, dtype=np.float32)
+    return Rollout(
+        token_ids=np.concatenate([completion.prompt_ids, completion.token_ids]),
+        loss_mask=np.arange(num_prompt + len(completion.token_ids)) >= num_prompt,
+        logprobs=np.concatenate([no_logprobs, completion.logprobs]),
+        reward=float(sum(parts.values()) if isinstance(reward, dict) else reward),
+        finish_reason=completion.finish_reason,
+        rewards=parts,
+    )

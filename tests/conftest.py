@@ -1,0 +1,26 @@
+"""What every test gets: one torch thread, no hub, and no socket left open."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+
+
+@pytest.fixture(autouse=True)
+def context() -> Iterator[None]:
+    """Fail the test that leaves a ZeroMQ socket open, then close it for the next one."""
+    yield
+    if "zmq" not in sys.modules:
+        return
+    import zmq
+
+    left = [each for each in zmq.Context.instance()._sockets if not each.closed]
+    for each in left:
+        each.close(linger=0)
+    assert not left, f"sockets left open: {left}"

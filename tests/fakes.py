@@ -1,0 +1,101 @@
+"""Small real things for tests: a random model, groups with chosen rewards, a tiny learner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from peralta_zmq.rollout import Rollout, RolloutGroup
+
+VOCAB_SIZE = 64
+RUN = "demo-0011aabb"
+BOOT = b"bootboot"
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
+    """A random Qwen3 of some thousand parameters, fp32; `settings` override TINY."""
+    from peralta_zmq import policy
+
+    return policy.new_model({**TINY, **settings}, seed=seed).eval()
+
+
+def rollout_with(
+    reward: float, *, num_prompt: int = 3, num_generated: int = 4, seed: int = 0, **fields: Any
+) -> Rollout:
+    """A rollout of random tokens whose old logprobs are those of a guess among 20."""
+    random = np.random.default_rng(seed)
+    total = num_prompt + num_generated
+    mask = np.arange(total) >= num_prompt
+    logprobs = np.where(mask, -np.log(random.uniform(15, 25, total)), 0).astype(np.float32)
+    return Rollout(
+        token_ids=random.integers(3, VOCAB_SIZE, total).astype(np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        reward=reward,
+        finish_reason=fields.pop("finish_reason", "stop"),
+        **fields,
+    )
+
+
+def group_of(
+    rewards: Sequence[float],
+    *,
+    lengths: Sequence[int] | None = None,  # generated tokens
+    num_prompt: int = 3,
+    seed: int = 0,
+    **fields: Any,
+) -> RolloutGroup:
+    """Siblings with these rewards; `fields` override the group's own."""
+    lengths = lengths or [4] * len(rewards)
+    rollouts = tuple(
+        rollout_with(reward, num_prompt=num_prompt, num_generated=length, seed=seed * 100 + index)
+        for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+    )
+    named = {
+        "run_id": RUN, "generator_id": "ann", "boot": BOOT, "sequence": 0,
+        "problem_id": "math_1k/7", "task": "calculator", "policy_step": 0,
+    }  # fmt: skip
+    return RolloutGroup(**{**named, **fields}, rollouts=rollouts)
+
+
+def tiny_learner(model: Any, **options: Any) -> Any:
+    """A learner over `model` with REINFORCE; `options` override its own."""
+    from peralta_zmq import policy
+    from peralta_zmq.learning.advantages import group_mean
+    from peralta_zmq.learning.learner import Learner
+    from peralta_zmq.learning.losses import reinforce
+
+    chosen: dict[str, Any] = {
+        "score": functools.partial(policy.token_logprobs, model),
+        "loss": reinforce,
+        "advantage": group_mean,
+        "learning_rate": constant(1e-2),
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "max_tokens_per_microbatch": 1000,
+    }
+    return Learner(dict(model.named_parameters()), **{**chosen, **options})
+
+
+def constant(rate: float) -> Callable[[int], float]:
+    """A schedule that never changes."""
+    return lambda step: rate

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fakes import group_of, rollout_with
+
+from peralta_zmq.rollout import Completion, rollout_of
+
+COMPLETION = Completion(
+    index=0,
+    prompt_ids=np.array([7, 8, 9], np.int32),
+    token_ids=np.array([4, 2], np.int32),
+    logprobs=np.array([-0.5, -0.25], np.float32),
+    policy_steps=np.array([6, 6], np.int32),
+    finish_reason="stop",
+    text="four",
+)
+
+
+def test_prompt_and_completion_are_joined_in_order() -> None:
+    assert rollout_of(COMPLETION, 1.0).token_ids.tolist() == [7, 8, 9, 4, 2]
+
+
+def test_only_generated_tokens_are_in_the_loss_mask() -> None:
+    assert rollout_of(COMPLETION, 1.0).loss_mask.tolist() == [False, False, False, True, True]
+
+
+def test_prompt_tokens_have_logprob_zero_and_generated_keep_theirs() -> None:
+    assert rollout_of(COMPLETION, 1.0).logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
+
+
+def test_arrays_keep_their_narrow_types() -> None:
+    rollout = rollout_of(COMPLETION, 1.0)
+    kinds = (rollout.token_ids.dtype, rollout.loss_mask.dtype, rollout.logprobs.dtype)
+    assert kinds == (np.int32, np.bool_, np.float32)
+
+
+def test_end_token_counts_as_generated() -> None:
+    assert rollout_of(COMPLETION, 1.0).num_generated == 2
+
+
+def test_named_parts_of_a_reward_add_up_to_it() -> None:
+    rollout = rollout_of(COMPLETION, {"right": 1.0, "short": 0.25})
+    assert (rollout.reward, rollout.rewards) == (1.25, {"right": 1.0, "short": 0.25})
+
+
+def test_parts_of_a_reward_are_floats_whatever_the_task_returned() -> None:
+    parts = rollout_of(COMPLETION, {"right": True, "short": np.float32(0.5)}).rewards
+    assert [type(value) for value in parts.values()] == [float, float]
+
+
+def test_single_reward_has_no_parts() -> None:
+    assert rollout_of(COMPLETION, 0.5).rewards == {}
+
+
+def test_arrays_of_unequal_length_are_our_own_mistake() -> None:
+    rollout = rollout_with(1.0)
+    with pytest.raises(AssertionError):
+        dataclasses.replace(rollout, logprobs=rollout.logprobs[1:])
+
+
+def test_fields_cannot_be_set() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollout_with(1.0).reward = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"),
+    [([1, 0, 0, 1], True), ([0, 0, 0, 0], False), ([0.5, 0.5], False), ([1.0], False)],
+)
+def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool) -> None:
+    assert group_of(rewards).has_signal is signal
+
+
+def test_rewards_of_a_group_keep_the_order_of_its_rollouts() -> None:
+    assert group_of([0.25, 1, 0]).rewards == [0.25, 1, 0]
+
+
+def test_sender_names_the_generator_and_its_start() -> None:
+    group = group_of([1.0], generator_id="ann", boot=bytes(range(8)))
+    assert group.sender == "ann/0001020304050607"
