@@ -1,0 +1,1 @@
+"""Which problem comes next."""

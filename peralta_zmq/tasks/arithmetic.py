@@ -1,0 +1,107 @@
+"""Arithmetic out of a stranger's hands: one expression in, one exact rational out, or ValueError.
+
+Knows digits, + - * / // % ** and parentheses as Python reads them, within bounds that are checked
+before anything is computed. Knows nothing of tasks, rewards or models; never calls `eval`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import accumulate
+
+MAX_LENGTH = 256  # characters, without the whitespace around the expression
+MAX_NODES = 128  # numbers and operations
+MAX_DEPTH = 40  # of parentheses, and of operations inside operations
+MAX_MAGNITUDE = 10**15  # of every numerator and denominator on the way
+MAX_EXPONENT = 64
+CHARACTERS = frozenset("0123456789.+-*/%() \n\t")
+
+BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda left, right: left + right,
+    ast.Sub: lambda left, right: left - right,
+    ast.Mult: lambda left, right: left * right,
+    ast.Div: lambda left, right: left / right,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: lambda left, right: left % right,
+    ast.Pow: lambda left, right: _power(left, right),
+}
+
+
+def evaluate(text: str) -> Fraction:
+    """The exact value of an arithmetic expression, whitespace around it ignored.
+
+    Raises ValueError with the reason for everything else: other characters, other syntax,
+    a division by zero, a fractional exponent, or a bound that is exceeded.
+    """
+    source = text.strip()
+    _check_text(source)
+    tree = _parse(source)
+    if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES} numbers and operations")
+    return _value(tree, source.split("\n"), depth=1)
+
+
+def _check_text(source: str) -> None:
+    """Refuse what the parser need not see."""
+    if not source:
+        raise ValueError("an empty text")
+    if len(source) > MAX_LENGTH:
+        raise ValueError(f"more than {MAX_LENGTH} characters")
+    if strange := sorted(set(source) - CHARACTERS):
+        raise ValueError(f"{strange[0]!a} is not arithmetic")
+    if max(accumulate((char == "(") - (char == ")") for char in source)) > MAX_DEPTH:
+        raise ValueError(f"parentheses deeper than {MAX_DEPTH}")
+
+
+def _parse(source: str) -> ast.expr:
+    """The expression as a tree; only the charset above reaches this."""
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError, OverflowError):
+        raise ValueError("not an expression") from None
+
+
+def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
+    """The value of one node, all bounds checked; `lines` hold the text of decimal literals."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"operations deeper than {MAX_DEPTH}")
+    match node:
+        case ast.Constant():
+            value = _literal(node, lines)
+        case ast.UnaryOp(op=ast.USub()):
+            value = -_value(node.operand, lines, depth=depth + 1)
+        case ast.UnaryOp(op=ast.UAdd()):
+            value = _value(node.operand, lines, depth=depth + 1)
+        case ast.BinOp():
+            left = _value(node.left, lines, depth=depth + 1)
+            value = _binary(node.op, left, _value(node.right, lines, depth=depth + 1))
+        case _:
+            raise ValueError("not arithmetic")
+    if max(abs(value.numerator), value.denominator) > MAX_MAGNITUDE:
+        raise ValueError(f"a number beyond {MAX_MAGNITUDE:.0e}")
+    return value
+
+
+def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
+    """A number as it is written: 0.1 is one tenth, not the nearest double."""
+    if type(node.value) not in (int, float):
+        raise ValueError("not arithmetic")
+    return Fraction(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
+
+
+def _binary(kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    try:
+        return BINARY[type(kind)](left, right)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Both are bounded, so that the result has at most 64 times the digits of the base."""
+    if exponent.denominator != 1:
+        raise ValueError("an exponent that is not a whole number")
+    if abs(exponent) > MAX_EXPONENT:
+        raise ValueError(f"an exponent beyond {MAX_EXPONENT}")
+    return Fraction(base ** int(exponent))
