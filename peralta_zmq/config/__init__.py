@@ -1,0 +1,23 @@
+"""Every knob, read by both programs from the same files, and how a door starts.
+
+    sections   the knobs: default, bounds and one line of meaning each
+    names      foreign and misspelt names, answered with the right one
+    help       the text of --help
+    load       command line and TOML to a Config; errors become one line
+    resolved   the settings a run was made with, kept in its folder
+
+Knows nothing of models, sockets or rewards; never imports torch.
+"""
+
+from peralta_zmq.config.load import load_config, run_door
+from peralta_zmq.config.resolved import check_same_run, toml_text, write_resolved
+from peralta_zmq.config.sections import Config
+
+__all__ = [
+    "Config",
+    "check_same_run",
+    "load_config",
+    "run_door",
+    "toml_text",
+    "write_resolved",
+]

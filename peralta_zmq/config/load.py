@@ -1,0 +1,139 @@
+"""From a command line to a Config, and from a door to its loop.
+
+Knows argv, TOML files and exit codes; whatever is wrong with them becomes one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_config import (  # pyright: ignore[reportMissingTypeStubs]
+    ConfigFileError,
+    cli,
+)
+
+from peralta_zmq.config.help import help_text
+from peralta_zmq.config.names import shown
+from peralta_zmq.config.sections import Config, known_fields
+from peralta_zmq.errors import ConfigError, PeraltaError
+
+FILE_SIGN = "@"
+INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+def run_door(
+    main: Callable[[Config], int | None] | str, program: str, *, commands: Sequence[str] = ()
+) -> int:
+    """Parse the command line, run `main`, and return the exit code.
+
+    A dotted name is imported only when the command line is known to be right. With `commands`,
+    the first argument must be one of them. An error that a person can cause is one line on
+    stderr and code 2.
+    """
+    usage = f"{program} {{{','.join(commands)}}}" if commands else program
+    try:
+        config = load_config(usage, _without_command(program, sys.argv[1:], commands))
+        _set_up_logs(program, config.log.level)
+        start: Any = pkgutil.resolve_name(main) if isinstance(main, str) else main
+        return start(config) or 0
+    except PeraltaError as error:
+        sys.stderr.write(f"{program}: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def load_config(program: str, arguments: Sequence[str]) -> Config:
+    """The settings that `arguments` (without the program's name) describe.
+
+    `--help` prints and exits. Raises ConfigError, always one line, for anything else.
+    """
+    words = _with_separate_signs(arguments)
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(help_text(program))
+        raise SystemExit(0)
+    try:
+        _check_files(words)
+        _check_missing_values(words)
+        return cli(Config, args=words)
+    except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(" ".join(_reason(error, program).split())) from None
+
+
+def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
+    words: list[str] = []
+    for argument in arguments:
+        stuck = argument.startswith(FILE_SIGN) and argument != FILE_SIGN
+        words += [FILE_SIGN, argument[1:]] if stuck else [argument]
+    return words
+
+
+def _check_files(words: Sequence[str]) -> None:
+    for sign, name in pairwise(words):
+        path = Path(name)
+        if sign != FILE_SIGN:
+            continue
+        if path.suffix != ".toml":
+            raise ConfigError(f"config file {name} is not a TOML file; name one that ends in .toml")
+        if not path.is_file():
+            raise ConfigError(f"config file {name} does not exist; {_files_beside(path)}")
+
+
+def _files_beside(path: Path) -> str:
+    there = sorted(file.name for file in path.parent.glob("*.toml"))
+    if near := get_close_matches(path.name, there, n=1):
+        return f"did you mean {path.parent / near[0]}?"
+    return f"{path.parent}/ has {', '.join(there) or 'no .toml file'}"
+
+
+def _check_missing_values(words: Sequence[str]) -> None:
+    known = known_fields()
+    for flag, following in pairwise([*words, "--"]):
+        section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
+        kind = known.get(section, {}).get(leaf)
+        if flag.startswith("--") and kind not in (None, bool) and following.startswith("--"):
+            raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
+
+
+def _reason(error: Exception, program: str) -> str:
+    if isinstance(error.__cause__, ValidationError):
+        return _refusal(error.__cause__)
+    if isinstance(error, ConfigFileError):
+        return f"{error}; {program} --help lists all settings"
+    if isinstance(error, OSError):
+        return f"config file {error.filename}: {error.strerror}; make it readable"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a config file is not UTF-8 text ({error}); save it as UTF-8"
+    return str(error)
+
+
+def _refusal(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc']))} = {shown(each['input'])} is wrong: "
+        f"{each['msg'].removeprefix('Input ')}"
+        for each in error.errors(include_url=False)
+    )
+
+
+def _without_command(
+    program: str, arguments: Sequence[str], commands: Sequence[str]
+) -> Sequence[str]:
+    if not commands or {"-h", "--help"} & set(arguments):
+        return [each for each in arguments if each not in commands]
+    if not arguments or arguments[0] not in commands:
+        given = f"{arguments[0]!r} is not a command" if arguments else "the command is missing"
+        raise ConfigError(f"{given}; write {' or '.join(f'{program} {each}' for each in commands)}")
+    return arguments[1:]
+
+
+def _set_up_logs(program: str, level: str) -> None:
+    logging.basicConfig(format=f"%(asctime)s {program} %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("peralta_zmq").setLevel(level.upper())

@@ -1,0 +1,185 @@
+"""Foreign and misspelt names of settings, answered with the right one.
+
+Knows how others call things; knows no defaults and no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import TypeAlias, cast
+
+from peralta_zmq.errors import ConfigError
+
+Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> leaf -> type
+
+SECTIONS = {
+    "adv": "advantage",
+    "broadcast": "weights",
+    "ckpt": "checkpoint",
+    "dataset": "data",
+    "env": "task",
+    "evaluation": "eval",
+    "generation": "sampling",
+    "inference": "engine",
+    "logging": "log",
+    "network": "wire",
+    "optim": "train",
+    "optimizer": "train",
+    "rollout": "sampling",
+    "sampler": "sampling",
+    "scheduler": "train",
+    "trainer": "train",
+    "training": "train",
+    "transport": "wire",
+    "weight_broadcast": "weights",
+    "zmq": "wire",
+}
+
+# Names from TRL, prime-rl, Surogate, AReaL, PipelineRL and the original, by the right name.
+FOREIGN = {
+    "advantage.eps": "advantage.epsilon adv_eps advantage_eps",
+    "advantage.name": "advantage_type advantage_estimator adv_estimator scale_rewards",
+    "checkpoint.interval": "ckpt_interval save_every save_interval save_steps save_freq",
+    "checkpoint.keep_last": "checkpoint.keep keep_checkpoints save_total_limit",
+    "data.answer_column": "answer_field answer_key label_column target_column",
+    "data.eval": "eval_data eval_dataset eval_dataset_name eval_file eval_path test_file",
+    "data.prompt_column": "prompt_field prompt_key question_column",
+    "data.system_prompt": "system system_message",
+    "data.train": "dataset_name dataset_path train_data train_dataset train_file train_path",
+    "engine.prompts_per_batch": "num_prompts prompt_batch_size prompts_per_step",
+    "eval.num_examples": "eval_examples num_eval_examples num_eval_samples",
+    "eval.eval_base_model": "eval_base eval_before_train eval_on_start val_before_train",
+    "generator.count": "num_shards world_size",
+    "generator.index": "generator_id generator_rank rank shard worker_id",
+    "generator.name": "generator_name worker_name",
+    "generator.num_workers": "generator.workers generator.threads generator.num_threads",
+    "log.level": "log_level loglevel verbosity",
+    "loss.epsilon": "loss.eps clip_eps clip_range clip_ratio clip_ratio_low cliprange "
+    "epsilon_low eps_clip eps_low",
+    "loss.epsilon_high": "clip_eps_high clip_higher clip_ratio_high eps_high",
+    "loss.name": "algo algorithm loss_fn loss_type",
+    "model.dtype": "precision torch_dtype",
+    "model.name": "base_model model_id model_name model_name_or_path model_path",
+    "run.dir": "output_dir outputs_dir run_dir",
+    "run.num_local_generators": "local_generators num_generators num_local_workers",
+    "run.name": "exp_name experiment experiment_name run_name",
+    "sampling.max_completion_length": "completion_length max_completion_len max_gen_len "
+    "max_length max_new_tokens max_output_tokens max_response_length max_tokens seq_len",
+    "sampling.num_generations": "g_size group_size k n n_samples n_samples_per_prompt "
+    "num_completions num_return_sequences num_rollouts num_samples rollouts_per_example "
+    "rollouts_per_prompt rollouts_per_problem samples_per_prompt",
+    "sampling.temperature": "temp",
+    "sampling.top_k": "topk",
+    "sampling.top_p": "nucleus topp",
+    "task.name": "env_name environment task_name",
+    "train.adam_beta1": "beta1 betas betas1",
+    "train.adam_beta2": "beta2 betas2",
+    "train.batch_size": "batch generation_batch_size global_batch_size "
+    "per_device_train_batch_size rollouts_per_step train_batch_size",
+    "train.learning_rate": "lr",
+    "train.lr_scheduler_type": "lr_decay_style lr_schedule lr_scheduler schedule scheduler",
+    "train.max_async_level": "async_level async_steps max_head_offpolicyness steps_ahead",
+    "train.max_grad_norm": "clip_grad grad_clip grad_norm_clip gradient_clip gradient_clipping "
+    "max_grad max_norm",
+    "train.max_off_policy_steps": "max_lag max_off_policy max_staleness staleness",
+    "train.max_steps": "max_train_steps n_steps num_steps num_train_steps num_training_steps "
+    "steps total_steps train_steps",
+    "train.max_tokens_per_microbatch": "max_tokens_per_batch max_tokens_per_mb "
+    "micro_batch_tokens token_budget",
+    "train.num_workers": "workers threads num_threads",
+    "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
+    "train.weight_decay": "wd",
+    "weights.dir": "broadcast_dir weight_dir weights_dir weights_path",
+    "weights.keep_last": "keep keep_weights",
+    "weights.poll_seconds": "poll poll_interval polling_interval",
+    "wire.bind": "bind_address listen listen_address",
+    "wire.host": "address hostname ip master_addr trainer_address trainer_host",
+    "wire.hwm": "high_water_mark queue_size sndhwm rcvhwm",
+    "wire.port": "master_port trainer_port zmq_port",
+}
+RIGHT_NAMES = {foreign: right for right, names in FOREIGN.items() for foreign in names.split()}
+
+
+def refuse_strange_settings(settings: Mapping[str, object], known: Known) -> None:
+    """Raise ConfigError for the first setting that has no place, or is no setting at all."""
+    for section, content in settings.items():
+        if section not in known:
+            raise ConfigError(_unknown_section(section, content, known))
+        if isinstance(content, Mapping):
+            _refuse_strange_leaves(section, cast("Mapping[str, object]", content), known)
+        elif not hasattr(content, "model_fields_set"):  # a section made in Python
+            raise ConfigError(
+                f"'{section}' is a section, not a setting ({section} = {shown(content)}); "
+                f"its settings: {', '.join(known[section])}"
+            )
+
+
+def _refuse_strange_leaves(section: str, content: Mapping[str, object], known: Known) -> None:
+    for leaf, setting in content.items():
+        if leaf not in known[section]:
+            hint = right_name(section, leaf, known)
+            raise ConfigError(f"unknown setting {section}.{leaf} = {shown(setting)}; {hint}")
+        if isinstance(setting, bool) and known[section][leaf] is not bool:
+            raise ConfigError(  # pydantic would read true as the number 1
+                f"{section}.{leaf} = {shown(setting)} is not a number or text; "
+                "give it a value, or leave it out for the default"
+            )
+
+
+def _unknown_section(section: str, content: object, known: Known) -> str:
+    if not isinstance(content, Mapping):
+        hint = right_name("", section, known)
+        return f"unknown setting {section} = {shown(content)}; {hint}"
+    for leaf, setting in cast("Mapping[str, object]", content).items():
+        hint = right_name(section, leaf, known)
+        return f"unknown setting {section}.{leaf} = {shown(setting)}; {hint}"
+    return f"unknown section [{section}]; the sections are {', '.join(known)}"
+
+
+def right_name(section: str, leaf: str, known: Known) -> str:
+    """Half a sentence that leads from a wrong name to the right one."""
+    home = section if section in known else _meant_section(section, known)
+    if leaf in known.get(home, {}):
+        return f"did you mean {home}.{leaf}?"
+    foreign = leaf.lower().replace("-", "_")
+    if right := RIGHT_NAMES.get(f"{home}.{foreign}"):
+        return _renamed(leaf, right)
+    if homes := [name for name, leaves in known.items() if leaf in leaves]:
+        return f"'{leaf}' is a setting of {' and '.join(f'[{name}]' for name in homes)} here"
+    if right := RIGHT_NAMES.get(foreign):
+        return _renamed(leaf, right)
+    return _nearest(home, leaf, known)
+
+
+def _meant_section(section: str, known: Known) -> str:
+    near = get_close_matches(section, known, n=1)
+    return SECTIONS.get(section) or (near[0] if near else "")
+
+
+def _renamed(leaf: str, right: str) -> str:
+    section, _, name = right.partition(".")
+    return f"'{leaf}' is called '{name}' here, in [{section}]: write {right}"
+
+
+def _nearest(home: str, leaf: str, known: Known) -> str:
+    leaves = {name: right for right, name in _dotted(known)}
+    if near := get_close_matches(leaf, known.get(home, ()), n=1):
+        return f"did you mean {home}.{near[0]}?"
+    if near := get_close_matches(leaf, leaves, n=1):
+        return f"did you mean {leaves[near[0]]}?"
+    if home:
+        return f"the settings of [{home}] are {', '.join(known[home])}"
+    return f"the sections are {', '.join(known)}"
+
+
+def _dotted(known: Known) -> Iterator[tuple[str, str]]:
+    for section, leaves in known.items():
+        for leaf in leaves:
+            yield f"{section}.{leaf}", leaf
+
+
+def shown(setting: object) -> str:
+    """A value as a person would recognise it, on one line and not too long."""
+    text = repr(setting)
+    return text if len(text) <= 60 else f"{text[:56]} ..."

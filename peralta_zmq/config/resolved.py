@@ -1,0 +1,102 @@
+"""The settings a run was made with, kept in its folder, and what may change between two starts.
+
+Knows TOML and one file, config.toml; knows nothing else of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from peralta_zmq import durable
+from peralta_zmq.config.load import load_config
+from peralta_zmq.config.names import shown
+from peralta_zmq.config.sections import Config, Section
+from peralta_zmq.errors import ConfigError
+
+RESOLVED = "config.toml"
+WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=1 make run)"
+
+# What only says where and how long, not what is learned: free to change when a run goes on.
+FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "weights", "wire"}
+FREE_SETTINGS = {"model.device", "run.dir", "run.num_local_generators", "train.num_workers"}
+GROWING_SETTINGS = {"train.max_steps"}
+
+
+def write_resolved(config: Config, folder: Path) -> None:
+    """Write every setting to folder/config.toml, whole; `load_config` reads it back.
+
+    Raises ConfigError when the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.replace_file(folder / RESOLVED, toml_text(config).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
+        ) from None
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """Raise ConfigError when `folder` holds a run made with other settings."""
+    if not (folder / RESOLVED).exists():
+        return
+    before, now = dict(_settings(_read(folder))), dict(_settings(config))
+    changes = [
+        f"{key} {shown(before[key])} -> {shown(now[key])}"
+        for key in now
+        if before[key] != now[key] and not _may_change(key, before[key], now[key])
+    ]
+    if changes:
+        raise ConfigError(
+            f"run folder {folder} was made with other settings: {', '.join(changes)}; {WAYS_ON}"
+        )
+
+
+def toml_text(config: Config) -> str:
+    """The whole config as TOML; None is written as "None", which is read as None."""
+    sections = (
+        "\n".join([f"[{name}]", *(f"{leaf} = {_toml(setting)}" for leaf, setting in section)])
+        for name, section in _sections(config)
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _read(folder: Path) -> Config:
+    path = folder / RESOLVED
+    try:
+        return load_config("config", ["@", str(path)])
+    except ConfigError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be continued, its {RESOLVED} does not load "
+            f"({error}); {WAYS_ON}"
+        ) from None
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Section]]:
+    for name, section in config:
+        assert isinstance(section, Section)
+        yield name, section
+
+
+def _settings(config: Config) -> Iterator[tuple[str, object]]:
+    for name, section in _sections(config):
+        for leaf, setting in section:
+            yield f"{name}.{leaf}", setting
+
+
+def _may_change(key: str, before: object, now: object) -> bool:
+    if key in GROWING_SETTINGS:
+        assert isinstance(before, int) and isinstance(now, int)
+        return now > before
+    return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS
+
+
+def _toml(setting: object) -> str:
+    if isinstance(setting, bool):
+        return str(setting).lower()
+    if isinstance(setting, (int, float)):
+        return repr(setting)
+    # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
+    return json.dumps(str(setting), ensure_ascii=False).replace("\x7f", "\\u007F")

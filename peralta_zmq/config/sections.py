@@ -1,0 +1,331 @@
+"""The knobs: one model per TOML section, every field with its default, bounds and meaning.
+
+Leaf names are TRL's where TRL has one. Knows what combinations make sense; reads no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, cast
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
+
+from peralta_zmq.config.names import refuse_strange_settings
+from peralta_zmq.errors import ConfigError
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65534)]  # port + 1 is used too
+
+
+class Section(BaseConfig):
+    """Settings are read once and never change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunSection(Section):
+    """Which run this is."""
+
+    name: Text = "demo"
+    """name of the run and of its folder"""
+    dir: Text = "runs"
+    """folder that holds the folders of runs"""
+    seed: NonNegativeInt = 0
+    """source of all randomness of the run"""
+    num_local_generators: PositiveInt = 2
+    """generators that `bin/lan local` starts beside the trainer on this machine"""
+
+
+class ModelSection(Section):
+    """The language model."""
+
+    name: Text = "embedded"
+    """a Hugging Face folder, a name in the local hub cache, or 'embedded'"""
+    device: Text = "auto"
+    """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """number format in which generators compute; the trainer's master weights are float32"""
+
+
+class TaskSection(Section):
+    """What is to be learned."""
+
+    name: Text = "calculator"
+    """a shipped task, or the dotted name of a module of your own"""
+
+
+class DataSection(Section):
+    """The problems; None = what the task itself says."""
+
+    train: Text | None = None
+    """problems to train on: a shipped set (math_1k) or a path to CSV or JSONL"""
+    eval: Text | None = None
+    """held-out problems: a shipped set (math_250) or a path to CSV or JSONL"""
+    prompt_column: Text | None = None
+    """column that holds the question"""
+    answer_column: Text | None = None
+    """column that holds the answer; the model never sees it"""
+    system_prompt: str | None = None
+    """system message before every question"""
+
+
+class SamplingSection(Section):
+    """How completions are drawn."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """completions per problem, compared with each other (a group)"""
+    temperature: PositiveFloat = 1.0
+    """divides the logits before the softmax"""
+    top_p: Fraction = 1.0
+    """keep the most likely tokens up to this probability mass; 1 = off"""
+    top_k: NonNegativeInt = 0
+    """keep this many most likely tokens; 0 = off"""
+    max_completion_length: PositiveInt = 48
+    """generated tokens at most, the end token included"""
+
+
+class EngineSection(Section):
+    """The machinery that samples."""
+
+    name: Text = "hf"
+    """a shipped engine, or a dotted name of your own (module:attribute)"""
+    prompts_per_batch: PositiveInt = 4
+    """problems sampled together; each brings num_generations completions"""
+
+
+class GeneratorSection(Section):
+    """This one generator."""
+
+    name: Text | None = None
+    """name in metrics and logs; None = hostname-index"""
+    index: NonNegativeInt = 0
+    """which share of the problems this generator walks, from 0 to count - 1"""
+    count: PositiveInt = 1
+    """shares into which the problems are split, one per generator"""
+    num_workers: PositiveInt = 1
+    """processes that share the cores of the generator's machine"""
+
+
+class TrainSection(Section):
+    """The optimizer and its pace."""
+
+    batch_size: PositiveInt = 128
+    """rollouts per optimizer step, a multiple of sampling.num_generations"""
+    max_steps: PositiveInt = 60
+    """optimizer steps of the whole run"""
+    learning_rate: PositiveFloat = 2e-4
+    """peak step size of AdamW"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """course of the learning rate after the warm-up"""
+    warmup_steps: NonNegativeInt = 0
+    """steps in which the learning rate rises from 0 to its peak"""
+    adam_beta1: Decay = 0.9
+    """memory of AdamW's mean of gradients"""
+    adam_beta2: Decay = 0.95
+    """memory of AdamW's mean of squared gradients"""
+    weight_decay: NonNegativeFloat = 0.0
+    """pull of the weights towards 0, decoupled from the gradient"""
+    max_grad_norm: PositiveFloat = 1.0
+    """longer gradients are scaled down to this norm"""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """tokens in one forward and backward pass; less memory, same gradient"""
+    max_async_level: NonNegativeInt = 1
+    """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
+    max_off_policy_steps: NonNegativeInt = 8
+    """groups sampled by weights older than this many steps are dropped"""
+    num_workers: PositiveInt = 1
+    """processes that share the cores of the trainer's machine"""
+
+
+class LossSection(Section):
+    """The objective."""
+
+    name: Text = "reinforce"
+    """a shipped loss, or a dotted name of your own (module:function)"""
+    epsilon: PositiveFloat = 0.2
+    """clipped losses: how far the importance ratio may fall below 1"""
+    epsilon_high: PositiveFloat | None = None
+    """clipped losses: how far the ratio may rise above 1; None = epsilon"""
+
+
+class AdvantageSection(Section):
+    """From the rewards of a group to advantages."""
+
+    name: Text = "group_mean"
+    """a shipped estimator, or a dotted name of your own (module:function)"""
+    eps: NonNegativeFloat = 1e-8
+    """group_zscore: added to the standard deviation"""
+    ddof: Annotated[int, Field(ge=0, le=1)] = 0
+    """group_zscore: 0 = standard deviation of a population, 1 = of a sample"""
+
+
+class EvalSection(Section):
+    """Held-out accuracy before and after."""
+
+    num_examples: Annotated[int, Field(ge=-1)] = -1
+    """held-out problems to answer; -1 = all"""
+    eval_base_model: bool = True
+    """also measure the model before training"""
+
+
+class WireSection(Section):
+    """Where trainer and generators meet."""
+
+    host: Text = "127.0.0.1"
+    """machine of the trainer, as generators reach it"""
+    port: Port = 5555
+    """port for rollouts; announcements use the next one"""
+    bind: Text = "127.0.0.1"
+    """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
+    hwm: PositiveInt = 1
+    """groups that one generator's queue holds before it waits"""
+
+
+class WeightsSection(Section):
+    """Where the trainer publishes and generators look."""
+
+    dir: Text | None = None
+    """folder that all machines see; None = weights in the run's folder"""
+    keep_last: PositiveInt = 3
+    """published versions to keep"""
+    poll_seconds: PositiveFloat = 2.0
+    """seconds between two looks at the folder when nothing was announced"""
+
+
+class CheckpointSection(Section):
+    """What a restarted trainer continues from."""
+
+    interval: PositiveInt = 20
+    """optimizer steps between two checkpoints"""
+    keep_last: PositiveInt = 2
+    """checkpoints to keep"""
+
+
+class LogSection(Section):
+    """Messages."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """the least important messages to show"""
+
+
+class Config(Section):
+    """All settings of a run, the same for the trainer and every generator."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    data: DataSection = DataSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    generator: GeneratorSection = GeneratorSection()
+    train: TrainSection = TrainSection()
+    loss: LossSection = LossSection()
+    advantage: AdvantageSection = AdvantageSection()
+    eval: EvalSection = EvalSection()
+    wire: WireSection = WireSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of this run."""
+        return Path(self.run.dir).expanduser() / self.run.name
+
+    @property
+    def weights_folder(self) -> Path:
+        """The folder of published versions."""
+        folder = self.weights.dir
+        return Path(folder).expanduser() if folder else self.run_folder / "weights"
+
+    @property
+    def data_options(self) -> dict[str, str]:
+        """What [data] says, as keywords for the task's `problems`; defaults left to the task."""
+        return self.data.model_dump(exclude_none=True)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups in one optimizer step."""
+        return self.train.batch_size // self.sampling.num_generations
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_strange_settings(cls, settings: object) -> object:
+        if isinstance(settings, Mapping):
+            refuse_strange_settings(cast("Mapping[str, object]", settings), known_fields())
+        return cast(object, settings)
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        _check_names(self)
+        _check_batch(self)
+        _check_ranges(self)
+        return self
+
+
+def sections() -> dict[str, type[Section]]:
+    """The model of every section by its name."""
+    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
+
+
+def known_fields() -> dict[str, dict[str, object]]:
+    """The type of every setting by section and leaf name."""
+    return {
+        name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
+        for name, section in sections().items()
+    }
+
+
+def _check_names(config: Config) -> None:
+    names = {"run.name": config.run.name, "generator.name": config.generator.name}
+    for key, name in names.items():
+        if name is not None and not PLAIN_NAME.fullmatch(name):
+            raise ConfigError(f"{key} {name!r} is not a plain name; use letters, digits, . _ and -")
+
+
+def _check_batch(config: Config) -> None:
+    batch_size, num_generations = config.train.batch_size, config.sampling.num_generations
+    if batch_size % num_generations:
+        below = max(1, batch_size // num_generations) * num_generations
+        raise ConfigError(
+            f"train.batch_size {batch_size} is not a multiple of sampling.num_generations "
+            f"{num_generations}; use {below} or {below + num_generations}"
+        )
+
+
+def _check_ranges(config: Config) -> None:
+    train, generator = config.train, config.generator
+    if config.eval.num_examples == 0:
+        raise ConfigError("eval.num_examples 0 measures nothing; use -1 for all, or 1 or more")
+    if train.warmup_steps > train.max_steps:
+        raise ConfigError(
+            f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
+            f"{train.max_steps}; use {train.max_steps} or less"
+        )
+    if generator.index >= generator.count:
+        raise ConfigError(
+            f"generator.index {generator.index} is not below generator.count {generator.count}; "
+            "indices start at 0, and the count is the same for all generators"
+        )

@@ -1,0 +1,172 @@
+"""The plug points: what each kind of part must do, and the short names of the shipped ones.
+
+Knows names and contracts; imports a part only when a run asks for it by name.
+A name with a dot is a part of your own: `my_lab.sudoku` is a module (a task), `my_lab.losses.mine`
+or `my_lab.losses:mine` an attribute of one (all others).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, overload
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Completion, Problem, Request, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind: TypeAlias = Literal["task", "engine", "loss", "advantage"]
+VersionT = TypeVar("VersionT")
+
+TABLES: dict[Kind, dict[str, str]] = {
+    "task": {
+        "calculator": "peralta_zmq.tasks.calculator",
+    },
+    "engine": {
+        "hf": "peralta_zmq.engines.hf:HfEngine",
+    },
+    "loss": {
+        "reinforce": "peralta_zmq.learning.losses:reinforce",
+        "grpo": "peralta_zmq.learning.losses:grpo",
+    },
+    "advantage": {
+        "group_mean": "peralta_zmq.learning.advantages:group_mean",
+        "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
+        "leave_one_out": "peralta_zmq.learning.advantages:leave_one_out",
+        "length_weighted": "peralta_zmq.learning.advantages:length_weighted",
+    },
+}
+
+
+class Task(Protocol):
+    """A module that asks and judges."""
+
+    def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
+        """The problems of 'train' or 'eval'; options are the settings in [data]."""
+        ...
+
+    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
+        """What an answer is worth; a dict names parts that are added up."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples completions from the weights of `step`."""
+
+    step: int
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """One completion per request, in any order; `index` tells whose it is."""
+        ...
+
+    def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Sample from `weights` from now on, in place. Raises ValueError with nothing changed."""
+        ...
+
+
+class EngineMaker(Protocol):
+    """Makes an engine over a loaded model."""
+
+    def __call__(self, model: Any, tokenizer: Any, *, step: int = 0) -> Engine: ...
+
+
+class Loss(Protocol):
+    """A formula per token, [B, T]; masking, summing and normalizing are the trainer's."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        **options: Any,
+    ) -> Tensor: ...
+
+
+class Advantage(Protocol):
+    """K advantages from the K rewards of a group and the generated tokens of each."""
+
+    def __call__(
+        self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
+    ) -> list[float]: ...
+
+
+class Store(Protocol[VersionT]):
+    """Published weights; VersionT names one version of them."""
+
+    def publish(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        companions: Mapping[str, bytes],
+        keep_last: int = 3,
+    ) -> VersionT:
+        """Make the weights of `step` the newest version, whole or not at all."""
+        ...
+
+    def newest(self) -> VersionT | None:
+        """The newest version that verifies."""
+        ...
+
+    def load(self, version: VersionT) -> AbstractContextManager[Path]:
+        """A local copy of its folder for as long as the context lasts."""
+        ...
+
+
+@overload
+def resolve(kind: Literal["task"], name: str) -> Task: ...
+@overload
+def resolve(kind: Literal["engine"], name: str) -> EngineMaker: ...
+@overload
+def resolve(kind: Literal["loss"], name: str) -> Loss: ...
+@overload
+def resolve(kind: Literal["advantage"], name: str) -> Advantage: ...
+def resolve(kind: Kind, name: str) -> Any:
+    """The part that `name` stands for.
+
+    Raises ConfigError when the name is unknown, cannot be imported, or is not such a part.
+    """
+    target = TABLES[kind].get(name) or _own(kind, name)
+    if kind == "task" and ":" not in target:
+        target += ":"  # a module; without the colon an import error inside it would be hidden
+    try:
+        part: Any = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{kind} '{name}' cannot be imported: {reason}; "
+            "check the name, and that its folder is on PYTHONPATH"
+        ) from None
+    _check_contract(kind, name, part)
+    return part
+
+
+def _own(kind: Kind, name: str) -> str:
+    if ":" in name or (kind == "task" and "." in name):
+        return name
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
+        return f"{module}:{attribute}"
+    menu = ", ".join(sorted(TABLES[kind]))
+    near = get_close_matches(name, TABLES[kind], n=1)
+    hint = f"did you mean {near[0]}? Choose" if near else "choose"
+    raise ConfigError(
+        f"unknown {kind} '{name}'; {hint} one of {menu}, or a dotted name of your own"
+    )
+
+
+def _check_contract(kind: Kind, name: str, part: Any) -> None:
+    if kind != "task":
+        if not callable(part):
+            raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
+        return
+    if missing := [each for each in ("problems", "reward") if not callable(getattr(part, each, 0))]:
+        raise ConfigError(
+            f"task '{name}' has no {missing[0]}(); a task is a module with problems() and reward()"
+        )
