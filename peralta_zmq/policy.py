@@ -1,0 +1,244 @@
+"""The model: load it, choose device and dtype, write the chat prompt, score tokens.
+
+Knows transformers and torch; knows nothing of rewards, sockets or files of a run.
+`token_logprobs` is the only place that shifts tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from peralta_zmq.durable import PLAIN_NAME
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Message
+
+transformers_logging.disable_progress_bar()
+
+Model: TypeAlias = PreTrainedModel
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+
+EMBEDDED = Path(__file__).parent / "base_model"
+COMPANIONS = (".json", ".txt", ".jinja")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def use_threads(num_workers: int = 1) -> int:
+    """Give this process its share of the cores it may use; returns the number of threads.
+
+    Two 2-thread torch processes on 2 cores slow each other tenfold, because every barrier waits
+    for a thread that has no core. Call before the first torch operation.
+    """
+    threads = max(1, available_cores() // max(1, num_workers))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def available_cores() -> int:
+    """Cores that affinity and the cgroup quota leave to this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores or 1, max(1, int(quota) // int(period)))
+    return cores or 1
+
+
+def choose_device(device: str = "auto") -> torch.device:
+    """The accelerator of this machine when there is one, else the CPU.
+
+    Raises ConfigError for a device that torch does not know or cannot reach.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and torch.backends.mps.is_available():
+            device = "mps"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{device}' cannot be used here ({reason}); try 'auto'") from None
+
+
+def model_folder(name: str) -> Path:
+    """Where the model lies: 'embedded', a folder, or a name in the local Hugging Face cache.
+
+    Raises ConfigError when there is no such model; nothing is ever downloaded.
+    """
+    folder = EMBEDDED if name == "embedded" else Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _cached_folder(name)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model '{name}' has no config.json; give a Hugging Face model folder")
+    return folder
+
+
+def _cached_folder(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"model '{name}' is neither a folder nor in the Hugging Face cache; "
+            f"fetch it once with: hf download {name}"
+        ) from None
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Model:
+    """The causal language model in `folder`, in evaluation mode.
+
+    Raises ConfigError when the folder is not a model that transformers can read.
+    """
+    try:
+        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model folder {folder} cannot be loaded: {reason}") from None
+    # transformers would make random ones
+    if missing := sorted(cast("set[str]", report["missing_keys"])):
+        raise ConfigError(f"model folder {folder} cannot be loaded: it lacks {missing[0]}")
+    return cast(Model, model.to(device).eval())
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in `folder`. Raises ConfigError when there is none, or no chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model folder {folder} has no usable tokenizer: {reason}") from None
+    if not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")
+    return cast(Tokenizer, tokenizer)
+
+
+def new_model(settings: Mapping[str, Any], *, seed: int) -> Model:
+    """A randomly initialised fp32 model from the settings of a config.json."""
+    torch.manual_seed(seed)
+    settings = dict(settings)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return cast(Model, AutoModelForCausalLM.from_config(config))
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own tensors by name, tied ones once, as `save_pretrained` names them."""
+    named: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            named[name] = tensor
+    return named
+
+
+def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into the live model: all of them, or none and ValueError says why.
+
+    Tensors are taken from `weights` one at a time, so a lazy mapping needs no second model.
+    """
+    live = weights_of(model)
+    if strange := sorted(live.keys() ^ weights.keys()):
+        raise ValueError(f"tensor names differ, first {strange[0]}")
+    for name, target in live.items():
+        tensor = weights[name]
+        if tensor.shape != target.shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(target.shape)}"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} is not finite")
+    with torch.no_grad():
+        for name, target in live.items():
+            target.copy_(weights[name])
+
+
+def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
+    """Compute dtype for sampling: the narrowest the hardware multiplies natively, else fp32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.type == "mps":
+        return torch.float16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and "avx512_bf16" in flags.read_text(encoding="ascii", errors="replace")
+
+
+def companion_files(folder: Path) -> dict[str, bytes]:
+    """Config, generation config and tokenizer: what `from_pretrained` needs beside the weights."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(folder.iterdir())
+        if file.suffix in COMPANIONS
+        and file.is_file()
+        and "index" not in file.name
+        and PLAIN_NAME.fullmatch(file.name)
+    }
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Token ids of the chat so far with the opening of the assistant's turn; thinking off."""
+    chat = [{"role": message.role, "content": message.content} for message in messages]
+    text = tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    return tokenizer.encode(cast(str, text), add_special_tokens=False)
+
+
+def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.int32]) -> str:
+    """The tokens as text, special tokens included."""
+    return cast(str, tokenizer.decode(token_ids.tolist()))
+
+
+def token_logprobs(
+    model: Model,
+    token_ids: torch.Tensor,  # [B, T]
+    attention_mask: torch.Tensor,  # [B, T]
+    *,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Log-probability of token t given the tokens before it, [B, T], 0 for t = 0.
+
+    Over the full vocabulary at `temperature`: the definition on Rollout.logprobs.
+    """
+    logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+    logprobs = selected_logprobs(logits[:, :-1], token_ids[:, 1:], temperature=temperature)
+    return torch.nn.functional.pad(logprobs, (1, 0))
+
+
+def selected_logprobs(
+    logits: torch.Tensor,  # [..., V]
+    token_ids: torch.Tensor,  # [...]
+    *,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """log softmax(logits / temperature) at `token_ids`, in fp32, [...]."""
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import TINY, tiny_model
+
+from peralta_zmq import policy
+from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.rollout import Completion, Message, Request, Sampling
+
+PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46]]
+END = 2
+GREEDY = Sampling(temperature=0.0, max_completion_length=6)
+OPTIONS = {
+    "plain": Sampling(max_completion_length=12),
+    "temperature": Sampling(temperature=0.7, max_completion_length=12),
+    "top_k": Sampling(top_k=5, max_completion_length=12),
+    "top_p": Sampling(top_p=0.9, max_completion_length=12),
+    "all": Sampling(temperature=0.7, top_k=20, top_p=0.9, max_completion_length=12),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return policy.load_tokenizer(policy.EMBEDDED)
+
+
+@pytest.fixture
+def model() -> Any:
+    return sharp_model()
+
+
+@pytest.fixture
+def engine(model: Any, tokenizer: Any) -> HfEngine:
+    model.generation_config.eos_token_id = END
+    return HfEngine(model, tokenizer, step=3)
+
+
+def sharp_model(seed: int = 0) -> Any:
+    """A random model whose context, temperature and truncation make a difference."""
+    model = tiny_model(seed=seed, tie_word_embeddings=False)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.mul_(30 if name == "lm_head.weight" else 5 if tensor.ndim == 2 else 1)
+    return model
+
+
+def requests(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
+    return [Request(index, np.array(ids, np.int32)) for index, ids in enumerate(prompts)]
+
+
+def sampled(
+    engine: HfEngine, sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS, seed: int = 0
+) -> list[Completion]:
+    torch.manual_seed(seed)
+    return list(engine.generate(requests(prompts), sampling))
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [each.token_ids.tolist() for each in completions]
+
+
+def scored(model: Any, completion: Completion, temperature: float) -> list[float]:
+    """The trainer's logprobs of the generated tokens."""
+    ids = np.concatenate([completion.prompt_ids, completion.token_ids])
+    row = torch.from_numpy(ids).long()[None]
+    with torch.no_grad():
+        logprobs = policy.token_logprobs(model, row, torch.ones_like(row), temperature=temperature)
+    return logprobs[0, len(completion.prompt_ids) :].tolist()
+
+
+def test_greedy_equals_plain_generate(engine: HfEngine, model: Any) -> None:
+    for completion in sampled(engine, GREEDY):
+        alone = torch.from_numpy(completion.prompt_ids).long()[None]
+        plain = model.generate(
+            alone, attention_mask=torch.ones_like(alone), do_sample=False, max_new_tokens=6,
+            eos_token_id=END, pad_token_id=0,
+        )[0, alone.shape[1] :]  # fmt: skip
+        assert completion.token_ids.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_recorded_logprobs_are_the_trainers_at_equal_weights(
+    engine: HfEngine, model: Any, name: str
+) -> None:
+    sampling = OPTIONS[name]
+    for completion in sampled(engine, sampling, PROMPTS * 4):
+        expected = scored(model, completion, sampling.temperature)
+        assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_recorded_logprobs_of_greedy_are_at_temperature_one(engine: HfEngine, model: Any) -> None:
+    (completion,) = sampled(engine, GREEDY, PROMPTS[:1])
+    assert completion.logprobs.tolist() == pytest.approx(scored(model, completion, 1.0), abs=1e-4)
+
+
+def test_logprobs_are_over_the_full_vocabulary_before_truncation(
+    engine: HfEngine, model: Any
+) -> None:
+    # with one candidate left a truncated softmax would give log 1 = 0
+    for completion in sampled(engine, Sampling(top_k=1, max_completion_length=6)):
+        expected = scored(model, completion, 1.0)
+        assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+        assert completion.logprobs.min() < -0.01
+
+
+def test_top_k_draws_only_the_likeliest(engine: HfEngine, model: Any) -> None:
+    for completion in sampled(engine, Sampling(top_k=5, max_completion_length=1), [[5, 9]] * 64):
+        likeliest = model(input_ids=torch.tensor([[5, 9]])).logits[0, -1].topk(5).indices
+        assert completion.token_ids[0] in likeliest.tolist()
+
+
+def test_completions_come_back_in_order_with_their_prompts(engine: HfEngine) -> None:
+    completions = sampled(engine, OPTIONS["plain"])
+    assert [each.index for each in completions] == [0, 1, 2]
+    assert [each.prompt_ids.tolist() for each in completions] == PROMPTS
+
+
+def test_arrays_speak_about_the_generated_tokens(engine: HfEngine) -> None:
+    for each in sampled(engine, OPTIONS["plain"]):
+        assert len(each.token_ids) == len(each.logprobs) == len(each.policy_steps) <= 12
+        kinds = (each.token_ids.dtype, each.logprobs.dtype, each.policy_steps.dtype)
+        assert kinds == (np.int32, np.float32, np.int32)
+
+
+def ending_with(model: Any, tokenizer: Any, end: int | list[int]) -> HfEngine:
+    model.generation_config.eos_token_id = end
+    return HfEngine(model, tokenizer)
+
+
+def test_end_token_stops_and_is_kept(model: Any, tokenizer: Any, engine: HfEngine) -> None:
+    (free,) = sampled(engine, GREEDY, PROMPTS[:1])
+    third = int(free.token_ids[2])
+    first = free.token_ids.tolist().index(third)  # it may have come before
+    (ended,) = sampled(ending_with(model, tokenizer, third), GREEDY, PROMPTS[:1])
+    assert ended.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert ended.finish_reason == "stop"
+
+
+def test_any_of_several_end_tokens_stops(model: Any, tokenizer: Any, engine: HfEngine) -> None:
+    (free,) = sampled(engine, GREEDY, PROMPTS[:1])
+    ends = [63, int(free.token_ids[0])]
+    (ended,) = sampled(ending_with(model, tokenizer, ends), GREEDY, PROMPTS[:1])
+    assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
+
+
+def test_running_out_of_tokens_is_named_length(engine: HfEngine) -> None:
+    (completion,) = sampled(engine, Sampling(max_completion_length=1, top_k=1), [[5, 9, 33]])
+    assert completion.token_ids[0] != END
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+def test_end_token_in_the_last_place_is_a_stop(model: Any, tokenizer: Any) -> None:
+    first = sampled(ending_with(model, tokenizer, 63), GREEDY, PROMPTS[:1])[0].token_ids[0]
+    one = Sampling(temperature=0.0, max_completion_length=1)
+    (ended,) = sampled(ending_with(model, tokenizer, int(first)), one, PROMPTS[:1])
+    assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
+
+
+def test_end_of_one_sibling_does_not_end_the_others(model: Any, tokenizer: Any) -> None:
+    engine = ending_with(model, tokenizer, 63)
+    free = sampled(engine, GREEDY)
+    early = int(free[0].token_ids[0])
+    ended = sampled(ending_with(model, tokenizer, early), GREEDY)
+    assert len(ended[0].token_ids) == 1
+    for before, after in zip(free, ended, strict=True):
+        ids = before.token_ids.tolist()
+        length = ids.index(early) + 1 if early in ids else len(ids)
+        assert after.token_ids.tolist() == ids[:length]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_longer_prompts_beside_it_do_not_change_an_answer(engine: HfEngine, index: int) -> None:
+    together = sampled(engine, GREEDY)[index]
+    (alone,) = sampled(engine, GREEDY, [PROMPTS[index]])
+    assert together.token_ids.tolist() == alone.token_ids.tolist()
+    assert together.logprobs.tolist() == pytest.approx(alone.logprobs.tolist(), abs=1e-4)
+
+
+def test_equal_seeds_give_equal_samples(engine: HfEngine) -> None:
+    sampling = OPTIONS["all"]
+    assert tokens(sampled(engine, sampling, seed=4)) == tokens(sampled(engine, sampling, seed=4))
+
+
+def test_siblings_differ_and_so_do_seeds(engine: HfEngine) -> None:
+    first = tokens(sampled(engine, OPTIONS["plain"], [PROMPTS[0]] * 2, seed=4))
+    assert first[0] != first[1]
+    assert first != tokens(sampled(engine, OPTIONS["plain"], [PROMPTS[0]] * 2, seed=5))
+
+
+def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) -> None:
+    before = sampled(engine, GREEDY)
+    other = sharp_model(seed=8)
+    engine.apply(policy.weights_of(other), 4)
+    after = sampled(engine, GREEDY)
+    assert tokens(after) != tokens(before)
+    for completion in after:
+        assert completion.logprobs.tolist() == pytest.approx(
+            scored(other, completion, 1.0), abs=1e-4
+        )
+
+
+def test_each_token_names_the_weights_that_sampled_it(engine: HfEngine) -> None:
+    steps = set(sampled(engine, GREEDY)[0].policy_steps.tolist())
+    engine.apply(policy.weights_of(sharp_model(seed=8)), 9)
+    assert (steps, set(sampled(engine, GREEDY)[0].policy_steps.tolist())) == ({3}, {9})
+
+
+def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> None:
+    before = tokens(sampled(engine, GREEDY))
+    weights = dict(policy.weights_of(sharp_model(seed=8)))
+    weights["model.norm.weight"] = torch.full((TINY["hidden_size"],), float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        engine.apply(weights, 9)
+    assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
+
+
+def test_defaults_of_the_model_do_not_change_our_sampling(model: Any, tokenizer: Any) -> None:
+    plain = sampled(HfEngine(model, tokenizer), OPTIONS["plain"])
+    model.generation_config.update(top_k=1, temperature=0.1, repetition_penalty=5.0)
+    assert tokens(sampled(HfEngine(model, tokenizer), OPTIONS["plain"])) == tokens(plain)
+
+
+def test_text_leaves_out_special_tokens(tokenizer: Any) -> None:
+    base = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    prompt = policy.chat_prompt(tokenizer, [Message("user", "What is 1 plus 2?")])
+    sampling = Sampling(temperature=0.0, max_completion_length=32)
+    (said,) = sampled(HfEngine(base, tokenizer), sampling, [prompt])
+    assert said.finish_reason == "stop" and said.token_ids[-1] == tokenizer.eos_token_id
+    assert said.text == tokenizer.decode(said.token_ids[:-1]) and "<|" not in said.text
