@@ -1,0 +1,1 @@
+"""From groups to an optimizer step: `learner` is the story; the rest are its formulas and parts."""

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import group_of, tiny_learner, tiny_model
+
+from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
+from peralta_zmq.rollout import RolloutGroup
+
+
+def groups_of(step: int) -> list[RolloutGroup]:
+    return [group_of([1, 0, 0, 1], seed=step, lengths=[4, 2, 6, 3])]
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def identical(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+
+
+def test_each_learn_is_one_step() -> None:
+    learner = tiny_learner(tiny_model())
+    for step in range(1, 4):
+        learner.learn(groups_of(step))
+    assert learner.step == 3
+
+
+def test_step_makes_the_better_rollouts_likelier() -> None:
+    model = tiny_model()
+    learner = tiny_learner(model, weight_decay=0.0)
+    losses = [learner.learn(groups_of(1))["loss"] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_metrics_tell_the_rate_of_their_step() -> None:
+    learner = tiny_learner(tiny_model(), learning_rate=lambda step: step / 1000)
+    assert [learner.learn(groups_of(1))["learning_rate"] for _ in range(2)] == [0.001, 0.002]
+
+
+def test_rate_zero_changes_nothing() -> None:
+    model = tiny_model()
+    before = weights(model)
+    tiny_learner(model, learning_rate=lambda step: 0.0).learn(groups_of(1))
+    assert identical(weights(model), before)
+
+
+def test_step_without_signal_counts_and_changes_nothing() -> None:
+    model = tiny_model()
+    before, learner = weights(model), tiny_learner(model)
+    row = learner.learn([group_of([1, 1])])
+    assert identical(weights(model), before)
+    assert (learner.step, row["reward"], row["frac_reward_zero_std"]) == (1, 1, 1)
+
+
+def test_gradient_that_is_not_finite_leaves_the_parameters() -> None:
+    model = tiny_model()
+    before = weights(model)
+    row = tiny_learner(model, loss=lambda pi, old, a, mask: pi * math.nan).learn(groups_of(1))
+    assert identical(weights(model), before)
+    assert row["skipped"] == 1
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_restored_learner_takes_the_same_steps_bit_by_bit(tmp_path: Path, steps: int) -> None:
+    model = tiny_model(seed=1)
+    learner = tiny_learner(model)
+    for step in range(steps):
+        learner.learn(groups_of(step))
+    save(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1", keep_last=1)
+    expected = [learner.learn(groups_of(step))["loss"] for step in range(10, 13)]
+
+    saved = restore(tmp_path, run_id="run-1")
+    assert saved is not None
+    other_model = tiny_model(seed=2)
+    other = tiny_learner(other_model)
+    other.restore(saved.step, saved.tensors)
+    assert [other.learn(groups_of(step))["loss"] for step in range(10, 13)] == expected
+    assert identical(weights(other_model), weights(model))
+    assert other.step == learner.step
+
+
+def test_restored_learner_draws_the_same_random_numbers() -> None:
+    learner = tiny_learner(tiny_model())
+    torch.manual_seed(11)
+    state = {name: tensor.clone() for name, tensor in learner.state().items()}
+    expected = torch.rand(3)
+    learner.restore(0, state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    state = tiny_learner(tiny_model()).state()
+    with pytest.raises(KeyError, match=r"layers\.2"):
+        tiny_learner(tiny_model(num_hidden_layers=3)).restore(0, state)
