@@ -1,0 +1,1 @@
+"""What lets a killed trainer go on: `journal` (accepted groups) and `checkpoint` (a snapshot)."""

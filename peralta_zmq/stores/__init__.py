@@ -1,0 +1,1 @@
+"""Where weights go to reach the generators: `directory` now; watched by `watch`."""

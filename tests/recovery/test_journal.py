@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.errors import JournalError
+from peralta_zmq.recovery.journal import RECORD, Journal
+
+FRAMES = [b"first", b"the second one", b"3"]
+ENDS = [13, 35, 44]  # bytes after each record: 8 of header and the frame
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with closing(Journal(tmp_path / "journal")) as opened:
+        yield opened
+
+
+def written(folder: Path, frames: list[bytes] = FRAMES) -> Path:
+    """A journal file of step 4 whose writer is gone."""
+    with closing(Journal(folder)) as journal:
+        for frame in frames:
+            journal.append(4, frame)
+    return folder / "step_000004.msgpack"
+
+
+def read(folder: Path) -> list[bytes]:
+    with closing(Journal(folder)) as journal:
+        return journal.read(4)
+
+
+def test_records_come_back_in_order(journal: Journal) -> None:
+    for frame in FRAMES:
+        journal.append(4, frame)
+    assert journal.read(4) == FRAMES
+
+
+def test_records_outlive_their_writer(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert read(tmp_path) == FRAMES
+
+
+def test_record_is_on_disk_when_append_returns(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = os.fsync
+
+    def seen(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    journal.append(4, b"first")
+    monkeypatch.setattr(os, "fsync", seen)
+    journal.append(4, b"the second one")
+    assert sizes == [35]
+
+
+def test_each_step_has_its_own_records(journal: Journal) -> None:
+    journal.append(4, b"four")
+    journal.append(5, b"five")
+    journal.append(4, b"four again")
+    assert (journal.read(4), journal.read(5)) == ([b"four", b"four again"], [b"five"])
+
+
+def test_step_never_written_has_no_records(journal: Journal) -> None:
+    assert journal.read(9) == []
+
+
+@pytest.mark.parametrize("size", range(ENDS[-1]))
+def test_torn_tail_costs_only_the_record_it_tears(tmp_path: Path, size: int) -> None:
+    os.truncate(written(tmp_path), size)
+    assert read(tmp_path) == FRAMES[: sum(end <= size for end in ENDS)]
+
+
+def test_journal_goes_on_after_a_torn_tail(tmp_path: Path) -> None:
+    os.truncate(written(tmp_path), ENDS[1] + 3)
+    with closing(Journal(tmp_path)) as journal:
+        journal.read(4)
+        journal.append(4, b"new")
+    assert read(tmp_path) == [*FRAMES[:2], b"new"]
+
+
+@pytest.mark.parametrize("position", range(ENDS[0], ENDS[1]))
+def test_bit_flip_never_yields_the_damaged_record(tmp_path: Path, position: int) -> None:
+    file = written(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[position] ^= 4
+    file.write_bytes(bytes(content))
+    assert read(tmp_path) == FRAMES[:1]
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 64, 4096])
+def test_zeros_after_a_power_cut_are_no_records(tmp_path: Path, zeros: int) -> None:
+    file = written(tmp_path)
+    os.truncate(file, ENDS[-1] + zeros)
+    assert read(tmp_path) == FRAMES
+
+
+def test_length_beyond_the_file_is_a_torn_record(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_bytes(file.read_bytes() + RECORD.pack(2**32 - 1, 0) + b"x")
+    assert read(tmp_path) == FRAMES
+
+
+def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 1000):
+        journal.append(step, b"frame")
+    journal.prune(3)
+    names = sorted(os.listdir(tmp_path / "journal"))
+    assert names == ["step_000003.msgpack", "step_001000.msgpack"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "open"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_disk_that_refuses_is_reported_with_its_reason(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(JournalError, match=os.strerror(code)):
+        journal.append(4, b"frame")
+
+
+def test_disk_that_takes_half_a_record_is_reported(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
+    with pytest.raises(JournalError, match="step_000004"):
+        journal.append(4, b"frame")
+
+
+def test_closing_twice_is_harmless(journal: Journal) -> None:
+    journal.append(4, b"frame")
+    journal.close()
+    journal.close()
