@@ -1,0 +1,1 @@
+"""What people see of a run: its files, its table, its report."""

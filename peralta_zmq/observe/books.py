@@ -1,0 +1,107 @@
+"""Everything a run writes for people: metrics, samples, events, evaluations, table, last words.
+
+Knows rows and texts; knows nothing of training. A step that an earlier session has written is not
+written again, so that a replay leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, cast
+
+from peralta_zmq.observe import report
+from peralta_zmq.observe.metrics import (
+    EVENTS,
+    METRICS,
+    SAMPLES,
+    Events,
+    JsonLines,
+    last_step,
+    number,
+    read_rows,
+)  # fmt: skip
+from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.rollout import Answer
+
+EVALUATIONS = "eval.jsonl"
+CLOSING_SAMPLES = 6
+
+
+class Books:
+    """The run's files and its table, open for one session. Use with `with`."""
+
+    def __init__(self, folder: Path, *, run: str, max_steps: int) -> None:
+        self.resuming = any(row.get("event") == "start" for row in read_rows(folder / EVENTS))
+        self._folder = folder
+        self._last_step = last_step(folder / METRICS) or 0
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(JsonLines(folder / METRICS))
+            self._samples = stack.enter_context(JsonLines(folder / SAMPLES))
+            self._evaluations = stack.enter_context(JsonLines(folder / EVALUATIONS))
+            self._events = stack.enter_context(Events(folder / EVENTS))
+            self._terminal = stack.enter_context(Terminal(max_steps, run=run))
+            self._stack = stack.pop_all()
+
+    def event(self, name: str, **fields: object) -> None:
+        """Something happened beside the steps."""
+        self._events.record(name, **fields)
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches."""
+        self._terminal.note(text)
+
+    def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
+        """Write a step's metrics and one whole group; False when it is already written."""
+        step = int(number(row, "step"))
+        if step <= self._last_step:
+            return False
+        self._last_step = step
+        self._metrics.append(row)
+        self._samples.append(sample)
+        self._terminal.step(dict(row))
+        return True
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the held-out problems were answered at this step."""
+        return any(row.get("step") == step for row in read_rows(self._folder / EVALUATIONS))
+
+    def evaluation(self, step: int, answers: Sequence[Answer]) -> None:
+        """Write the held-out accuracy and a few answers."""
+        accuracy = fmean(answer.reward for answer in answers)
+        shown = [asdict(answer) for answer in answers[:CLOSING_SAMPLES]]
+        self._evaluations.append({"step": step, "accuracy": accuracy, "answers": shown})
+        self.note(f"held-out accuracy at step {step}: {accuracy:.3f}")
+
+    def close_run(self, weights_folder: Path) -> None:
+        """Summary, plot and last words, all from the run's files."""
+        rows = read_rows(self._folder / EVALUATIONS)
+        base = next((row for row in rows if row["step"] == 0), None)
+        summary = report.write_summary(
+            self._folder,
+            eval_before=number(base, "accuracy") if base else None,
+            eval_after=number(rows[-1], "accuracy"),
+        )
+        if report.write_reward_plot(self._folder) is None:
+            self.note("no reward plot: pip install 'peralta_zmq[plot]'")
+        before, after = _answers(base or rows[-1]), _answers(rows[-1])
+        self.note(report.closing_text(self._folder, summary, before, after, weights_folder))
+
+    def __enter__(self) -> Books:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _answers(row: Mapping[str, object]) -> list[Answer]:
+    return [Answer(**answer) for answer in cast("list[dict[str, Any]]", row["answers"])]

@@ -1,0 +1,141 @@
+"""A run one can watch: a live table on a terminal, one plain line per step anywhere else.
+
+Knows metric rows and a stream; knows nothing of where the rows come from.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from types import TracebackType
+from typing import TextIO
+
+from rich.bar import Bar
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from peralta_zmq.observe.metrics import Row, number
+
+NUM_SHOWN = 12
+NUM_FRAME_LINES = 6  # title, rules, header and one line to spare
+COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
+
+
+class Terminal:
+    """Shows a run on `stream` (standard output by default) while the `with` block lasts."""
+
+    def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
+        self._max_steps = max_steps
+        self._run = run
+        self._stream = stream or sys.stdout
+        self._rows: deque[Row] = deque(maxlen=NUM_SHOWN)
+        console = Console(file=self._stream, highlight=False)
+        lively = self._stream.isatty() and not console.is_dumb_terminal
+        self._live = Live(console=console, auto_refresh=False) if lively else None
+
+    def __enter__(self) -> Terminal:
+        if self._live:
+            self._live.start()
+            self._live.update(Text("waiting for the first step"), refresh=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print one line, above the table if there is one."""
+        if self._live:
+            self._live.console.print(text, markup=False, soft_wrap=True)
+            self._live.refresh()
+        else:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def step(self, row: Row) -> None:
+        """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s)."""
+        self._rows.append(row)
+        if self._live:
+            self._live.update(self._table(), refresh=True)
+        else:
+            self._stream.write(f"{self._line()}\n")
+            self._stream.flush()
+
+    def _line(self) -> str:
+        row = self._rows[-1]
+        names = ("no_signal", "staleness", "queue", "wait", "rollouts/s", "generators")
+        fields = " ".join(f"{name}={text}" for name, text in zip(names, _cells(row), strict=True))
+        reward = _text(number(row, "reward"), ".2f")
+        progress = f"step={number(row, 'step'):.0f}/{self._max_steps}"
+        return f"{progress} reward={reward} {fields} eta={self._eta()}"
+
+    def _table(self) -> Table:
+        assert self._live
+        table = Table(title=self._title(), title_justify="left")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("reward", justify="right", no_wrap=True)
+        table.add_column("", width=10)
+        for name in COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        num_lines = max(1, self._live.console.height - NUM_FRAME_LINES)
+        for row in list(self._rows)[-num_lines:]:
+            reward = number(row, "reward")
+            bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
+            step, shown = f"{number(row, 'step'):.0f}", _text(reward, ".2f")
+            table.add_row(step, shown, "" if math.isnan(reward) else bar, *_cells(row))
+        return table
+
+    def _title(self) -> str:
+        done = number(self._rows[-1], "step")
+        share = 100 * done / self._max_steps
+        progress = f"step {done:.0f} of {self._max_steps} ({share:.0f}%)"
+        return f"{self._run}  {progress}  {self._eta()} left".strip()
+
+    def _eta(self) -> str:
+        """Steps left at the pace of the steps shown; the first step speaks for itself."""
+        first, last = self._rows[0], self._rows[-1]
+        num_steps = number(last, "step") - number(first, "step")
+        seconds = number(last, "time") - number(first, "time")
+        pace = seconds / num_steps if num_steps > 0 else number(last, "step_time")
+        return duration(pace * max(0.0, self._max_steps - number(last, "step")))
+
+
+def duration(seconds: float) -> str:
+    """42s, 3m05s, 1h02m; a dash for NaN."""
+    if math.isnan(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """One text for each of COLUMNS."""
+    return (
+        _text(100 * number(row, "frac_reward_zero_std"), ".0f", "%"),
+        _text(number(row, "staleness/mean"), ".1f"),
+        _text(number(row, "queue/depth"), ".0f"),
+        _text(number(row, "time/wait_for_batch"), ".2f", "s"),
+        _text(_rollouts_per_second(row), ".0f"),
+        _text(number(row, "generators"), ".0f"),
+    )
+
+
+def _rollouts_per_second(row: Row) -> float:
+    seconds = number(row, "step_time")
+    return number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
+
+
+def _text(value: float, form: str, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}{unit}"

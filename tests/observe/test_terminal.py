@@ -1,0 +1,118 @@
+"""What a person sees while a run goes on, on a real pseudo-terminal and off one."""
+
+import io
+import os
+import pty
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.terminal import Terminal, duration
+
+pytestmark = pytest.mark.timeout(20)
+
+ROW: Row = {
+    "step": 12, "time": 1000.0, "reward": 0.71, "frac_reward_zero_std": 0.125,
+    "staleness/mean": 0.9, "queue/depth": 3, "time/wait_for_batch": 0.21, "num_rollouts": 128,
+    "step_time": 0.875, "generators": 2,
+}  # fmt: skip
+
+
+def plain(*rows: Row, max_steps: int = 60) -> list[str]:
+    stream = io.StringIO()
+    with Terminal(max_steps, stream) as terminal:
+        for row in rows:
+            terminal.step(row)
+    return stream.getvalue().splitlines()
+
+
+def on_a_terminal(show: Callable[[Terminal], None]) -> str:
+    """What `show` leaves on a real terminal, control sequences taken out."""
+    ours, theirs = pty.openpty()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # EIO: the other side is closed
+                return
+            if not piece:
+                return
+            seen.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "w") as stream, Terminal(60, stream, run="demo") as terminal:
+        show(terminal)
+    reader.join()
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(seen).decode())
+
+
+@pytest.fixture(autouse=True)
+def an_ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "40")
+
+
+def test_off_a_terminal_a_step_is_one_plain_line() -> None:
+    # 48 steps left at 0.875 s are 42 s; 128 rollouts in 0.875 s are 146 in one
+    assert plain(ROW) == [
+        "step=12/60 reward=0.71 no_signal=12% staleness=0.9 queue=3 wait=0.21s "
+        "rollouts/s=146 generators=2 eta=42s"
+    ]
+
+
+def test_the_time_left_follows_the_clock_and_not_the_first_step() -> None:
+    # 2 steps in 5 s: 46 left take 115 s
+    lines = plain(ROW, ROW | {"step": 14, "time": 1005.0})
+    assert lines[1].endswith("eta=1m55s")
+
+
+def test_a_value_that_is_missing_or_null_is_a_dash() -> None:
+    assert plain({"step": 1, "reward": None, "step_time": 0.0}) == [
+        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=0s"
+    ]
+
+
+def test_off_a_terminal_a_note_is_its_own_line() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        terminal.note("resumed: step=[12]")
+    assert stream.getvalue() == "resumed: step=[12]\n"
+
+
+def test_on_a_terminal_the_table_names_run_progress_and_time_left() -> None:
+    seen = on_a_terminal(lambda terminal: terminal.step(ROW))
+    assert "demo  step 12 of 60 (20%)  42s left" in seen
+    for heading in ("step", "reward", "no signal", "staleness", "queue", "wait", "rollouts/s"):
+        assert heading in seen
+    assert re.search(r"12 .*0\.71.*12%.*0\.9.*3.*0\.21s.*146.*2", seen)
+
+
+def test_the_table_keeps_the_last_twelve_steps() -> None:
+    def show(terminal: Terminal) -> None:
+        for step in range(101, 114):
+            terminal.step(ROW | {"step": step})
+
+    last_table = on_a_terminal(show).rpartition("step 113 of 60")[2]
+    assert "102" in last_table
+    assert "101" not in last_table
+
+
+def test_on_a_terminal_a_note_is_printed_as_it_is() -> None:
+    seen = on_a_terminal(lambda terminal: terminal.note("held-out [before] 0.5"))
+    assert "held-out [before] 0.5" in seen
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599, "59m59s"), (3720, "1h02m")],
+)
+def test_a_duration_is_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
