@@ -1,0 +1,1 @@
+"""Running on the machines of a home: local workers now."""

@@ -1,0 +1,94 @@
+"""A whole run on this machine: one trainer and some generators under the supervisor.
+
+Knows the doors' command lines and where a run keeps its files; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe.metrics import EVENTS, Events
+from peralta_zmq.operate.chaos import Chaos
+from peralta_zmq.operate.crew import BAD_CONFIG, Record, Worker, supervise
+
+if TYPE_CHECKING:
+    from peralta_zmq.config import Config
+
+BIN = Path(__file__).resolve().parents[2] / "bin"
+
+
+def main(config: Config) -> int:
+    """`bin/lan local|chaos ARGUMENTS`: the workers get the same arguments."""
+    command, *arguments = sys.argv[1:]
+    return run_local(config, arguments, chaos=command == "chaos")
+
+
+def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> int:
+    """Train on this machine with the doors' `arguments`; returns an exit code.
+
+    With `chaos` two generators and the trainer are killed on the way, and the code says whether
+    anything was lost. Raises ConfigError when chaos has fewer than two generators to kill.
+    """
+    num_generators = config.run.num_local_generators
+    if chaos and num_generators < 2:
+        raise ConfigError(
+            f"run.num_local_generators = {num_generators}, but chaos kills two generators; "
+            "set it to 2 or more"
+        )
+    folder = config.run_folder
+    is_new = not folder.exists()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    monkey = Chaos(folder, max_steps=config.train.max_steps) if chaos else None
+    workers = local_workers(folder, arguments, num_generators=num_generators)
+    code = supervise(workers, record=_recorder(folder), look=monkey.look if monkey else None)
+    if code == BAD_CONFIG and is_new:
+        _clear(folder)
+    return monkey.report() if monkey and code == 0 else code
+
+
+def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int) -> list[Worker]:
+    """The trainer first, then the generators; together they share the cores."""
+    num_workers = str(num_generators + 1)
+    trainer = (*_door("trainer"), *arguments, "--train.num-workers", num_workers)
+    generators = [
+        Worker(
+            f"generator-{index}",
+            (
+                *_door("generator"),
+                *arguments,
+                *("--generator.index", str(index), "--generator.count", str(num_generators)),
+                *("--generator.num-workers", num_workers, "--generator.name", f"local-{index}"),
+            ),
+            folder / "logs" / f"generator-{index}.log",
+        )
+        for index in range(num_generators)
+    ]
+    return [Worker("trainer", trainer), *generators]
+
+
+def _door(name: str) -> tuple[str, str]:
+    return sys.executable, str(BIN / name)
+
+
+def _recorder(folder: Path) -> Record:
+    def record(event: str, **fields: object) -> None:
+        try:
+            with Events(folder / EVENTS) as events:
+                events.record(event, **fields)
+        except OSError as error:  # a full disk is no reason to stop the workers
+            sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
+
+    return record
+
+
+def _clear(folder: Path) -> None:
+    """Refused settings leave nothing behind."""
+    shutil.rmtree(folder / "logs")
+    with contextlib.suppress(OSError):  # not empty: the trainer's own
+        folder.rmdir()

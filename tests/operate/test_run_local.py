@@ -1,0 +1,184 @@
+"""A whole local run with small stand-ins for the two doors, also under chaos."""
+
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.config import Config
+from peralta_zmq.config.sections import RunSection, TrainSection
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
+from peralta_zmq.operate import crew, supervise
+from peralta_zmq.operate.chaos import (
+    Chaos,
+    Strike,
+    seconds_until_back,
+    strange_loads,
+    unexplained_steps,
+)
+from peralta_zmq.operate.supervise import local_workers, run_local
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+TRAINER = """
+import os, pathlib, time
+from peralta_zmq.observe.metrics import Events, JsonLines, last_step, read_rows
+folder = pathlib.Path("runs/chaos")
+step = last_step(folder / "metrics.jsonl") or 0
+def num_restarts():
+    rows = read_rows(folder / "events.jsonl")
+    return sum(row["event"] == "restart" for row in rows)
+with Events(folder / "events.jsonl") as events, JsonLines(folder / "metrics.jsonl") as metrics:
+    events.record("resume" if step else "start", step=step)
+    events.record("publish", number=1, wid="aa")
+    while step < 20:
+        while step == 19 and num_restarts() < 3:  # the run is longer than its accidents
+            time.sleep(0.01)
+        time.sleep(0.02)  # the work
+        step += 1
+        row = {"step": step, "time": time.time(), "reward": float(os.environ["REWARD"])}
+        metrics.append(row | {"gen/local-0/groups": 2})
+"""
+WAITS = "import signal; signal.pause()"
+LOADS = "print('loaded version=1 step=1 wid=aa', flush=True); " + WAITS
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("REWARD", "0.97")
+    monkeypatch.setattr(crew, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(crew, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(supervise, "BIN", tmp_path)
+
+
+def doors(*, trainer: str, generator: str) -> None:
+    Path("trainer").write_text(trainer)
+    Path("generator").write_text(generator)
+
+
+def config(*, num_local_generators: int = 2) -> Config:
+    run = RunSection(name="chaos", num_local_generators=num_local_generators)
+    return Config(run=run, train=TrainSection(max_steps=20))
+
+
+def test_each_worker_knows_its_place() -> None:
+    folder = Path("runs/demo")
+    arguments = ["@", "lan.toml", "--loss.name", "grpo"]
+    trainer, first, second = local_workers(folder, arguments, num_generators=2)
+    assert trainer.command[1] == str(Path.cwd() / "trainer")
+    assert trainer.command[2:] == (*arguments, "--train.num-workers", "3")
+    assert trainer.log is None
+    assert first.command[2:6] == second.command[2:6] == tuple(arguments)
+    assert second.command[6:] == (
+        *("--generator.index", "1", "--generator.count", "2"),
+        *("--generator.num-workers", "3", "--generator.name", "local-1"),
+    )
+    assert second.log == folder / "logs" / "generator-1.log"
+
+
+def test_a_run_ends_with_its_trainer_and_keeps_the_generators_words() -> None:
+    speaks = "print('hello'); open('spoken', 'w').close(); " + WAITS
+    waits = "import os, time\nwhile not os.path.exists('spoken'): time.sleep(0.01)"
+    doors(trainer=waits, generator=speaks)
+    assert run_local(config(num_local_generators=1), []) == 0
+    assert Path("runs/chaos/logs/generator-0.log").read_text() == "hello\n"
+
+
+def test_refused_settings_leave_no_folder_behind() -> None:
+    doors(trainer=WAITS, generator="print('loss.name = x'); raise SystemExit(2)")
+    assert run_local(config(), []) == 2
+    assert not Path("runs/chaos").exists()
+
+
+def test_refused_settings_touch_nothing_of_an_earlier_run() -> None:
+    Path("runs/chaos/logs").mkdir(parents=True)
+    Path("runs/chaos/config.toml").write_text("earlier")
+    doors(trainer=WAITS, generator="raise SystemExit(2)")
+    assert run_local(config(), []) == 2
+    assert Path("runs/chaos/config.toml").read_text() == "earlier"
+    assert Path("runs/chaos/logs").exists()
+
+
+def test_chaos_kills_three_times_and_finds_nothing_lost(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    doors(trainer=TRAINER, generator=LOADS)
+    assert run_local(config(), [], chaos=True) == 0
+    events = read_rows(Path("runs/chaos") / EVENTS)
+    assert [row["worker"] for row in events if row["event"] == "restart"] == [
+        "generator-0",
+        "trainer",
+        "generator-1",
+    ]
+    steps = [row["step"] for row in read_rows(Path("runs/chaos") / METRICS)]
+    assert steps == list(range(1, 21))
+    out = capfd.readouterr().out
+    assert "ok    kills made: 3 of 3" in out
+    assert "ok    resumes of the trainer in events.jsonl: 1" in out
+    assert "FAIL" not in out
+
+
+def test_chaos_fails_when_the_reward_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REWARD", "0.94")
+    doors(trainer=TRAINER, generator=LOADS)
+    assert run_local(config(), [], chaos=True) == 1
+    failed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert failed == ["FAIL  reward_last5: 0.940, at least 0.95"]
+
+
+def test_chaos_needs_two_generators() -> None:
+    with pytest.raises(ConfigError, match=r"num_local_generators = 1, .* set it to 2 or more"):
+        run_local(config(num_local_generators=1), [], chaos=True)
+    assert not Path("runs").exists()
+
+
+def test_a_run_that_nobody_struck_fails_the_chaos_report(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert Chaos(Path("runs/chaos"), max_steps=20).report() == 1
+    assert "FAIL  kills made: 0 of 3" in capfd.readouterr().out
+
+
+def rows(*pairs: tuple[int, float]) -> list[Row]:
+    return [{"step": step, "time": moment} for step, moment in pairs]
+
+
+def test_a_step_that_repeats_or_goes_back_needs_a_resume_between_the_two() -> None:
+    resume: list[Row] = [{"event": "resume", "time": 25.0}, {"event": "restart", "time": 35.0}]
+    assert unexplained_steps(rows((1, 10.0), (2, 20.0), (2, 30.0), (3, 40.0)), resume) == []
+    assert unexplained_steps(rows((1, 10.0), (2, 30.0), (1, 40.0), (1, 50.0)), resume) == [1, 1]
+
+
+def test_a_trainer_is_back_with_its_next_step() -> None:
+    strike = Strike("trainer", step=2, time=20.5)
+    assert seconds_until_back(strike, rows((1, 10.0), (2, 20.0), (3, 27.0), (4, 30.0)), []) == 6.5
+    assert seconds_until_back(strike, rows((1, 10.0), (2, 20.0)), []) is None
+
+
+def test_a_generator_is_back_when_its_new_start_joins() -> None:
+    joins: list[Row] = [
+        {"event": "join", "generator": "local-1", "time": 1.0},
+        {"event": "join", "generator": "local-0", "time": 12.0},
+        {"event": "join", "generator": "local-1", "time": 14.0},
+    ]
+    steps = rows((1, 11.0), (2, 13.0))
+    assert seconds_until_back(Strike("generator-1", step=0, time=10.0), steps, joins) == 4.0
+    assert seconds_until_back(Strike("generator-1", step=0, time=15.0), steps, joins) is None
+
+
+def test_a_version_that_was_refused_or_is_not_as_published_is_strange(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "generator-0.log").write_text(
+        "10:00:00 x loaded version=1 step=1 wid=aa seconds=0.1\n"
+        "10:00:01 x loaded version=2 step=2 wid=ff seconds=0.1\n"
+        "10:00:02 x refused version=3 reason=torn\n"
+    )
+    published: list[Row] = [
+        {"event": "publish", "number": number, "wid": wid} for number, wid in ((1, "aa"), (2, "bb"))
+    ]
+    assert strange_loads(tmp_path, published) == (3, ["version=2 wid=ff", "version=3"])

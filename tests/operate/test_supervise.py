@@ -1,0 +1,315 @@
+"""The supervisor with real, tiny workers: restarted, given up, ended together, never orphaned.
+
+Every child opens the pipe `alive` and keeps it: its end of file says that all of them are dead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.operate import crew
+from peralta_zmq.operate.crew import Worker, supervise
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+OPEN = """
+import os, signal, sys, time
+alive = os.open("alive", os.O_WRONLY)
+def say(text): os.write(alive, text.encode() + b"\\n")
+def on(number, text, code=None):
+    def handle(*_):
+        say(text)
+        if code is not None: os._exit(code)
+    signal.signal(number, handle)
+def wait(name): open(name).read()  # a pipe that another child opens and closes
+def tell(name): open(name, "w").close()
+def stay():
+    while True: signal.pause()
+"""
+STAYS = "say('generator up'); stay()"
+SUPERVISOR = """
+import sys
+from peralta_zmq.operate.crew import Worker, supervise
+python = (sys.executable, "-c")
+leader, generator = (Worker(name, (*python, code)) for name, code in
+                     zip(("trainer", "generator-0"), sys.argv[1:]))
+sys.exit(supervise([leader, generator], record=lambda event, **fields: None))
+"""
+
+
+@pytest.fixture(autouse=True)
+def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lives:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(crew, "FIRST_DELAY", 0.02)
+    for name in ("alive", "go", "gone"):
+        os.mkfifo(name)
+    return Lives()
+
+
+def worker(name: str, code: str, log: Path | None = None) -> Worker:
+    return Worker(name, (sys.executable, "-c", OPEN + code), log)
+
+
+class Lives:
+    """What the children say, and the moment when the last of them is dead."""
+
+    def __init__(self) -> None:
+        self._reading = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
+        self._writing = os.open("alive", os.O_WRONLY)  # no end of file before the first child
+        os.set_blocking(self._reading, True)
+        self.said = ""
+
+    def until(self, *texts: str) -> None:
+        while not all(text in self.said for text in texts):
+            self.said += os.read(self._reading, 65536).decode()
+
+    def until_all_are_dead(self) -> list[str]:
+        os.close(self._writing)
+        while piece := os.read(self._reading, 65536).decode():
+            self.said += piece
+        os.close(self._reading)
+        return self.said.splitlines()
+
+
+@contextmanager
+def supervisor(
+    leader: str, generator: str, *, stdout: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", SUPERVISOR, OPEN + leader, OPEN + generator]
+    with subprocess.Popen(command, stdout=stdout) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Record:
+    """The events, as the events file would hold them."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def __call__(self, event: str, **fields: object) -> None:
+        self.rows.append({"event": event, **fields})
+
+
+def test_a_killed_worker_is_restarted_and_the_restart_is_said_and_recorded(
+    lives: Lives, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record = Record()
+    dies_once = (
+        "say('life')\n"
+        "if not os.path.exists('mark'): open('mark', 'w'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tell('go'); stay()"
+    )
+    workers = [worker("trainer", "wait('go')"), worker("generator-0", dies_once)]
+    assert supervise(workers, record=record) == 0
+    assert lives.until_all_are_dead() == ["life", "life"]
+    reason = "killed by SIGKILL"
+    restart = {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02}
+    assert record.rows == [restart]
+    assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s\n"
+
+
+def test_the_trainer_is_restarted_too(lives: Lives) -> None:
+    record = Record()
+    fails_once = "say('life')\nif not os.path.exists('mark'): open('mark', 'w'); sys.exit(1)"
+    assert supervise([worker("trainer", fails_once)], record=record) == 0
+    assert lives.until_all_are_dead() == ["life", "life"]
+    assert [row["reason"] for row in record.rows] == ["exit code 1"]
+
+
+def test_after_five_crashes_it_gives_up_and_shows_the_last_twenty_lines(
+    lives: Lives, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record, log = Record(), tmp_path / "generator-0.log"
+    crashes = "[print('line', n) for n in range(1, 31)]; print('bug', file=sys.stderr); sys.exit(9)"
+    workers = [worker("trainer", "say('up'); stay()"), worker("generator-0", crashes, log)]
+    assert supervise(workers, record=record) == 1
+    lives.until_all_are_dead()
+    assert [row["delay"] for row in record.rows] == [0.02, 0.04, 0.08, 0.16]
+    out = capfd.readouterr().out.splitlines()
+    first = "generator-0 crashed 5 times in 60 s, last: exit code 9; giving up; the end of "
+    assert out[4] == f"{first}{log}:"
+    assert out[5:] == [*(f"line {n}" for n in range(12, 31)), "bug"]
+
+
+def test_the_delay_grows_no_further_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "LONGEST_DELAY", 0.05)
+    record = Record()
+    assert supervise([worker("trainer", "sys.exit(1)")], record=record) == 1
+    assert [row["delay"] for row in record.rows] == [0.02, 0.04, 0.05, 0.05]
+
+
+def test_a_long_life_resets_the_delay_and_the_count(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "CALM_SECONDS", 0.0)  # every life counts as long
+    record = Record()
+    fails_six_times = (
+        "lives = open('lives', 'a+'); lives.write('x'); lives.seek(0)\n"
+        "sys.exit(len(lives.read()) <= 6)"
+    )
+    assert supervise([worker("trainer", fails_six_times)], record=record) == 0
+    assert [row["delay"] for row in record.rows] == [0.02] * 6
+
+
+def test_bad_settings_end_all_at_once_with_code_2(
+    lives: Lives, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record, log = Record(), tmp_path / "generator-0.log"
+    refuses = "wait('go'); print('loss.name = x'); sys.exit(2)"
+    workers = [
+        worker("trainer", "say('up'); tell('go'); stay()"),
+        worker("generator-0", refuses, log),
+    ]
+    assert supervise(workers, record=record) == 2
+    assert lives.until_all_are_dead() == ["up"]
+    assert record.rows == []
+    refused = f"generator-0 refused its settings; the end of {log}:\nloss.name = x\n"
+    assert capfd.readouterr().out == refused
+
+
+def test_a_generator_that_is_done_is_not_restarted(lives: Lives) -> None:
+    record = Record()
+    crashes_twice = (
+        "if not os.path.exists('mark'): wait('gone'); open('mark', 'w'); sys.exit(1)\n"
+        "if not os.path.exists('twice'): open('twice', 'w'); sys.exit(1)\n"
+        "tell('go')"
+    )
+    workers = [
+        worker("trainer", "wait('go')"),
+        worker("generator-0", "say('done'); tell('gone')"),
+        worker("generator-1", crashes_twice),
+    ]
+    assert supervise(workers, record=record) == 0
+    assert lives.until_all_are_dead() == ["done"]
+    assert [row["worker"] for row in record.rows] == ["generator-1", "generator-1"]
+
+
+def test_when_the_trainer_is_done_the_generators_end_with_their_children(lives: Lives) -> None:
+    has_a_child = (
+        "if os.fork() == 0: say('child'); tell('gone'); stay()\n"
+        "on(signal.SIGTERM, 'ended', 0); tell('go'); stay()"
+    )
+    workers = [worker("trainer", "wait('go'); wait('gone')"), worker("generator-0", has_a_child)]
+    assert supervise(workers, record=Record()) == 0
+    assert lives.until_all_are_dead() == ["child", "ended"]
+
+
+def test_a_generator_that_will_not_end_is_killed(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "GRACE_SECONDS", 0.1)
+    deaf = "on(signal.SIGTERM, 'deaf'); tell('go'); stay()"
+    workers = [worker("trainer", "wait('go')"), worker("generator-0", deaf)]
+    assert supervise(workers, record=Record()) == 0
+    assert lives.until_all_are_dead() == ["deaf"]
+
+
+def test_a_killed_supervisor_leaves_no_worker_and_no_child_of_one(lives: Lives) -> None:
+    with supervisor("os.fork(); say('trainer up'); stay()", STAYS) as process:
+        lives.until("trainer up\n", "generator up\n")
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        lives.until_all_are_dead()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_goes_to_the_trainer_and_generators_outlive_it(
+    lives: Lives, number: signal.Signals
+) -> None:
+    saves = f"on({int(number)}, 'trainer saved', 0); say('trainer up'); stay()"
+    ends = "on(signal.SIGTERM, 'generator ended', 0); on(signal.SIGINT, 'wrong'); " + STAYS
+    with supervisor(saves, ends) as process:
+        lives.until("trainer up", "generator up")
+        process.send_signal(number)
+        assert process.wait() == 0
+        assert lives.until_all_are_dead()[-2:] == ["trainer saved", "generator ended"]
+
+
+def test_the_second_signal_kills_all_now(lives: Lives) -> None:
+    with supervisor("on(signal.SIGINT, 'finishing'); say('trainer up'); stay()", STAYS) as process:
+        lives.until("trainer up", "generator up")
+        process.send_signal(signal.SIGINT)
+        lives.until("finishing")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
+        assert lives.until_all_are_dead().count("finishing") == 1
+
+
+def test_a_trainer_that_fails_while_it_stops_is_not_restarted(lives: Lives) -> None:
+    with supervisor("on(signal.SIGTERM, 'failed', 3); say('trainer up'); stay()", STAYS) as process:
+        lives.until("trainer up", "generator up")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 3
+        assert lives.until_all_are_dead().count("trainer up") == 1
+
+
+def test_the_children_of_a_crashed_worker_die_with_it(lives: Lives) -> None:
+    has_a_child = (
+        "if os.fork() == 0: gone = open('gone', 'w'); say('child'); tell('go'); stay()\n"
+        "wait('go'); sys.exit(1)"
+    )
+    once = f"if os.path.exists('mark'): stay()\nopen('mark', 'w')\n{has_a_child}"
+    workers = [worker("trainer", "wait('gone')"), worker("generator-0", once)]
+    assert supervise(workers, record=Record()) == 0
+    assert lives.until_all_are_dead() == ["child"]
+
+
+def test_a_generator_that_dies_while_the_trainer_stops_is_not_restarted(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "FIRST_DELAY", 0.0)
+    record = Record()
+    stops = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "gone = open('gone')\n"
+        "os.kill(os.getppid(), signal.SIGTERM); signal.sigwait([signal.SIGTERM])\n"
+        "os.kill(int(open('pid').read()), signal.SIGKILL)\n"
+        "gone.read()"  # until the supervisor has cleaned up after the generator
+    )
+    has_a_child = (
+        "open('pid', 'w').write(str(os.getpid())); say('generator up')\n"
+        "if os.fork() == 0: gone = open('gone', 'w'); stay()\n"
+        "stay()"
+    )
+    workers = [worker("trainer", stops), worker("generator-0", has_a_child)]
+    assert supervise(workers, record=record) == 0
+    assert record.rows == []
+    assert lives.until_all_are_dead() == ["generator up"]
+
+
+def test_on_a_terminal_a_restart_is_said_only_after_the_trainers_table(lives: Lives) -> None:
+    draws = "print('table begins'); wait('go'); print('table ends')"
+    crashes_once = "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(1)\ntell('go')"
+    ours, theirs = os.openpty()
+    with supervisor(draws, crashes_once, stdout=theirs) as process:
+        assert process.wait() == 0
+    lives.until_all_are_dead()
+    lines = os.read(ours, 65536).decode().replace(crew.SHOW_CURSOR, "").splitlines()
+    os.close(ours)
+    os.close(theirs)
+    said = "restarted generator-0 (exit code 1) after 0.5 s"
+    assert lines == ["table begins", "table ends", said]
+
+
+def test_a_supervisor_gives_the_signals_back(lives: Lives) -> None:
+    def ours(*_: object) -> None: ...
+
+    earlier = signal.signal(signal.SIGTERM, ours)
+    try:
+        assert supervise([worker("trainer", "pass")], record=Record()) == 0
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
