@@ -1,0 +1,216 @@
+"""The doors as a person uses them: real processes, real sockets, the embedded model.
+
+.venv/bin/python -m pytest tests/test_end_to_end.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from peralta_zmq import policy
+from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.rollout import Message
+
+REPO = Path(__file__).parent.parent
+SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
+         "--checkpoint.interval", "2", "--engine.prompts-per-batch", "2",
+         "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
+STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
+SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
+                "seconds", "steps", "restarts"}  # fmt: skip
+
+
+def two_free_ports() -> int:
+    """A port that is free together with the one after it."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+class Door:
+    """A started program and what it has printed so far."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=REPO)
+
+    @property
+    def printed(self) -> str:
+        """Both streams."""
+        return self._log.read_text()
+
+    def ends(self, *, timeout: float | None = None) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout)
+
+
+class Machine:
+    """Starts doors on one run folder; nothing it started outlives the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = folder / "run"
+        self._folder = folder
+        self._settings = ("--run.dir", str(folder), "--run.name", "run",
+                          "--wire.port", str(two_free_ports()), *SMALL)  # fmt: skip
+        self._started: list[Door] = []
+
+    def start(self, door: str, *settings: str) -> Door:
+        """bin/DOOR with this run's settings; later settings win."""
+        command = [sys.executable, str(REPO / "bin" / door), *self._settings, *settings]
+        self._started.append(Door(command, self._folder / f"{len(self._started)}.log"))
+        return self._started[-1]
+
+    def rows(self) -> list[dict[str, object]]:
+        """metrics.jsonl so far."""
+        return read_rows(self.run / "metrics.jsonl")
+
+    def close(self) -> None:
+        """End what still runs."""
+        for door in self._started:
+            door.process.kill()
+            door.process.wait()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    started = Machine(tmp_path)
+    yield started
+    started.close()
+
+
+def until(condition: Callable[[], bool], *doors: Door) -> None:
+    """Wait for something another process does; the test's own deadline ends a hang."""
+    while not condition():
+        for door in doors:
+            assert door.process.poll() is None, door.printed
+        time.sleep(0.02)
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.timeout(120)
+def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Machine) -> None:
+    trainer = machine.start("trainer", "--train.max-steps", "3")
+    generator = machine.start("generator")
+    assert trainer.ends() == 0, trainer.printed
+    assert generator.ends() == 0, generator.printed
+    assert [row["step"] for row in machine.rows()] == [1, 2, 3]
+    assert all(row.keys() >= STEP_KEYS for row in machine.rows())
+    assert json.loads((machine.run / "summary.json").read_text()).keys() == SUMMARY_KEYS
+    assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    weights = machine.run / "weights" / "step_00000003"
+    assert f'from_pretrained("{weights}")' in trainer.printed
+    model = policy.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)
+    tokenizer = policy.load_tokenizer(weights)
+    prompt = policy.chat_prompt(tokenizer, [Message("user", "add 2 to the product of 3 and 4.")])
+    said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
+    assert "3" in policy.text_of(tokenizer, said[0, len(prompt) :].numpy())
+
+    again = machine.start("trainer", "--train.max-steps", "3")  # complete: nothing to train
+    assert again.ends() == 0
+    assert [row["step"] for row in machine.rows()] == [1, 2, 3]
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
+    machine: Machine,
+) -> None:
+    trainer = machine.start("trainer", "--train.max-steps", "7")
+    generator = machine.start("generator")
+    until(lambda: len(machine.rows()) >= 3, trainer, generator)
+    trainer.process.send_signal(signal.SIGKILL)
+    trainer.ends()
+    generator.process.send_signal(signal.SIGSTOP)
+    newest = max((machine.run / "weights").glob("step_*"))
+    published = sha256(newest / "model.safetensors")
+    shutil.rmtree(newest)  # the restarted trainer has to make it again, from the journal
+    later = machine.run / "journal" / f"step_{int(newest.name[5:]) + 1:06d}.msgpack"
+    later.unlink(missing_ok=True)  # groups of the step after it, were they all in already
+
+    trainer = machine.start("trainer", "--train.max-steps", "7")
+    until((newest / "STABLE").exists, trainer)
+    assert sha256(newest / "model.safetensors") == published
+
+    generator.process.send_signal(signal.SIGCONT)
+    assert trainer.ends() == 0, trainer.printed
+    assert [row["step"] for row in machine.rows()] == [1, 2, 3, 4, 5, 6, 7]
+    events = [row["event"] for row in read_rows(machine.run / "events.jsonl")]
+    assert events.count("resume") == 1
+    assert json.loads((machine.run / "summary.json").read_text())["restarts"] == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
+    trainer = machine.start("trainer", "--train.max-steps", "6")
+    doomed = machine.start("generator", "--generator.name", "doomed")
+    until(lambda: len(machine.rows()) >= 2, trainer, doomed)
+    doomed.process.kill()
+    machine.start("generator", "--generator.name", "next")
+    assert trainer.ends() == 0, trainer.printed
+    assert machine.rows()[-1]["step"] == 6
+    assert all(row["dropped/invalid"] == 0 for row in machine.rows())
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_saves_and_says_how_to_go_on_without_a_generator(machine: Machine) -> None:
+    trainer = machine.start("trainer")
+    until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
+    until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
+    trainer.process.send_signal(signal.SIGINT)
+    assert trainer.ends(timeout=5) == 0
+    printed = trainer.printed
+    assert "stopped after step 0, saved; the same command resumes it" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.timeout(60)
+def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigterm(
+    machine: Machine,
+) -> None:
+    generator = machine.start("generator")
+    until(lambda: "no TCP answer" in generator.printed, generator)
+    assert "bin/trainer @ CONFIG" in generator.printed
+    generator.process.send_signal(signal.SIGTERM)
+    generator.ends(timeout=3)
+    assert "Traceback" not in generator.printed
+
+
+@pytest.mark.timeout(120)
+def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
+    machine: Machine, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(policy.EMBEDDED, model)
+    settings = json.loads((model / "config.json").read_text())
+    settings |= {"hidden_size": 32, "intermediate_size": 64}
+    policy.new_model(settings, seed=0).save_pretrained(model)
+    original = ("@", str(REPO / "configs" / "calculator.toml"), "--model.name", str(model),
+                "--sampling.num-generations", "4", "--train.batch-size", "48")  # fmt: skip
+    steps = ("--train.max-steps", "1", "--wire.hwm", "12")
+    trainer = machine.start("trainer", *original, *steps)
+    machine.start("generator", *original, *steps)
+    assert trainer.ends() == 0, trainer.printed
+    (row,) = machine.rows()
+    assert row["num_rollouts"] == 48
+    assert row["completions/mean_length"] == pytest.approx(48, abs=24)
