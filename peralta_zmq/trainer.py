@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import signal
 import time
@@ -37,7 +36,6 @@ ANNOUNCE_SECONDS = 1.0
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS = 20  # without signal before we say so
 IDENTITY = "RUN.json"
-logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
@@ -46,11 +44,10 @@ def run(config: Config) -> None:
     Raises ConfigError, TaskError, WireError, StoreError or JournalError before anything is
     written when a setting, a file, the port or a folder is at fault.
     """
-    threads = policy.use_threads(config.train.num_workers)
+    policy.use_threads(config.train.num_workers)
     check_same_run(config, config.run_folder)
     with ExitStack() as stack:
         trainer = Trainer(config, stack)
-        logger.info("trainer=%s threads=%d", config.run.name, threads)
         trainer.recover()
         trainer.evaluate_base()
         while trainer.unfinished:
@@ -93,7 +90,9 @@ class Trainer:
         start = self._learner.step
         self._replay()
         step = self._learner.step
-        if self._books.resuming:
+        if step >= self._config.train.max_steps:
+            self._books.note(f"run complete: {step} steps; delete {self._folder} to start anew")
+        elif self._books.resuming:
             self._books.note(f"resumed: step={step} checkpoint={start} replayed={step - start}")
         if self.unfinished:
             event = "resume" if self._books.resuming else "start"

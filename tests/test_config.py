@@ -302,9 +302,9 @@ def test_a_batch_that_does_not_divide_is_answered_with_the_two_nearest(
 
 
 def test_warm_up_cannot_outlast_the_run() -> None:
-    expected = "train.warmup_steps 61 is more than train.max_steps 60; use 60 or less"
-    assert refusal("--train.warmup-steps", "61") == expected
-    assert load("--train.warmup-steps", "60").train.warmup_steps == 60
+    expected = "train.warmup_steps 81 is more than train.max_steps 80; use 80 or less"
+    assert refusal("--train.warmup-steps", "81") == expected
+    assert load("--train.warmup-steps", "80").train.warmup_steps == 80
 
 
 def test_a_generator_beyond_the_count_is_refused() -> None:
@@ -543,7 +543,7 @@ def test_other_settings_are_named_with_both_values_and_the_two_ways_on(tmp_path:
         "--run.dir=elsewhere",
         "--run.num-local-generators=3",
         "--train.num-workers=3",
-        "--train.max-steps=61",
+        "--train.max-steps=81",
         "--no-eval.eval-base-model",
         "--checkpoint.interval=5",
         "--weights.keep-last=9",

@@ -128,7 +128,7 @@ class TrainSection(Section):
 
     batch_size: PositiveInt = 128
     """rollouts per optimizer step, a multiple of sampling.num_generations"""
-    max_steps: PositiveInt = 60
+    max_steps: PositiveInt = 80
     """optimizer steps of the whole run"""
     learning_rate: PositiveFloat = 2e-4
     """peak step size of AdamW"""

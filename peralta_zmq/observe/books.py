@@ -89,7 +89,8 @@ class Books:
         if report.write_reward_plot(self._folder) is None:
             self.note("no reward plot: pip install 'peralta_zmq[plot]'")
         before, after = _answers(base or rows[-1]), _answers(rows[-1])
-        self.note(report.closing_text(self._folder, summary, before, after, weights_folder))
+        words = report.closing_text(self._folder, summary, before, after, weights_folder)
+        self._terminal.end(words)
 
     def __enter__(self) -> Books:
         return self

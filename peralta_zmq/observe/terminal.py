@@ -60,6 +60,13 @@ class Terminal:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
+    def end(self, text: str) -> None:
+        """The last words, below the table, which stays as it is."""
+        if self._live:
+            self._live.stop()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
     def step(self, row: Row) -> None:
         """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s)."""
         self._rows.append(row)

@@ -116,3 +116,13 @@ def test_on_a_terminal_a_note_is_printed_as_it_is() -> None:
 )
 def test_a_duration_is_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_last_words_stand_below_the_table() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.step(ROW)
+        terminal.end("the last words")
+
+    seen = on_a_terminal(show)
+    assert seen.rstrip().endswith("the last words")
+    assert seen.index("0.71") < seen.index("the last words")

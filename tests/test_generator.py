@@ -1,0 +1,169 @@
+"""Pace and hot reload, the two things a generator decides for itself.
+
+.venv/bin/python -m pytest tests/test_generator.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import tiny_model
+
+from peralta_zmq import generator, policy
+from peralta_zmq.generator import Pace, refresh
+from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.wire import Announcement
+
+ME, OTHER = "me/00", "other/00"
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(generator.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def made(pace: Pace, heard: Announcement | None, *, step: int = 0) -> int:
+    """Groups that the pace allows before it says wait."""
+    count = 0
+    while pace.allows(heard, step=step) and count < 100:
+        pace.count()
+        count += 1
+    return count
+
+
+def test_a_generator_alone_has_one_steps_worth_under_way(clock: Clock) -> None:
+    assert made(Pace(ME, groups_per_step=16, max_async_level=1), None) == 16
+
+
+def test_two_generators_share_it(clock: Clock) -> None:
+    heard = Announcement("run", received={ME: -1, OTHER: 3})
+    assert made(Pace(ME, groups_per_step=16, max_async_level=1), heard) == 8
+
+
+def test_what_the_trainer_took_in_makes_room(clock: Clock) -> None:
+    pace = Pace(ME, groups_per_step=16, max_async_level=1)
+    made(pace, None)
+    assert made(pace, Announcement("run", received={ME: 4})) == 5  # 0 to 4 are taken in
+
+
+def test_groups_made_together_never_exceed_the_share(clock: Clock) -> None:
+    pace = Pace(ME, groups_per_step=16, max_async_level=1, batch=6)
+    assert made(pace, None) == 11  # a further six would make 17
+
+
+def test_a_batch_larger_than_the_share_is_made_when_nothing_is_under_way(clock: Clock) -> None:
+    pace = Pace(ME, groups_per_step=2, max_async_level=1, batch=8)
+    assert made(pace, None) == 1
+
+
+def test_at_level_0_a_generator_makes_its_share_of_a_version_and_waits_for_the_next(
+    clock: Clock,
+) -> None:
+    heard = Announcement("run", received={ME: 99, OTHER: 99})
+    pace = Pace(ME, groups_per_step=16, max_async_level=0)
+    assert made(pace, heard, step=3) == 8
+    assert made(pace, heard, step=4) == 8
+
+
+def test_a_restarted_trainer_has_lost_what_was_under_way(clock: Clock) -> None:
+    pace = Pace(ME, groups_per_step=16, max_async_level=1)
+    made(pace, Announcement("run", boot=b"1", received={ME: -1}))
+    assert made(pace, Announcement("run", boot=b"2", received={ME: 3})) == 16
+
+
+def test_a_lost_announcement_costs_a_bounded_wait(clock: Clock) -> None:
+    pace = Pace(ME, groups_per_step=16, max_async_level=1)
+    made(pace, None)
+    clock.now += generator.TRICKLE_SECONDS + 0.1
+    assert made(pace, None) == 1
+
+
+class Spy:
+    """An engine that keeps what it is given, unless it is not a model's."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def apply(self, weights: dict[str, torch.Tensor], step: int) -> None:
+        if any(not tensor.isfinite().all() for tensor in weights.values()):
+            raise ValueError("not finite")
+        self.weights, self.step = dict(weights), step
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    store = DirectoryStore(tmp_path)
+    store.claim("run")
+    return store
+
+
+def published(store: DirectoryStore, step: int, value: float) -> Version:
+    return store.publish(step, {"w": torch.full((4,), value)}, companions={})
+
+
+def test_the_newest_version_is_applied(store: DirectoryStore) -> None:
+    first = published(store, 1, 1.0)
+    published(store, 2, 2.0)
+    newest = published(store, 3, 3.0)
+    engine = Spy()
+    assert refresh(engine, store, first).number == newest.number
+    assert engine.step == 3
+    assert engine.weights["w"].tolist() == [3.0] * 4
+
+
+def test_a_version_once_applied_is_not_applied_again(store: DirectoryStore) -> None:
+    newest = published(store, 1, 1.0)
+    engine = Spy()
+    assert refresh(engine, store, newest) is newest
+    assert engine.step == 0
+
+
+def test_a_torn_version_changes_nothing_and_a_later_one_is_taken(store: DirectoryStore) -> None:
+    first = published(store, 1, 1.0)
+    torn = published(store, 2, 2.0).folder / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-4])
+    engine = Spy()
+    assert refresh(engine, store, first) is first
+    assert engine.step == 0
+    published(store, 3, 3.0)
+    assert refresh(engine, store, first).step == 3
+
+
+def test_a_version_that_the_model_refuses_is_not_offered_again(store: DirectoryStore) -> None:
+    first = published(store, 1, 1.0)
+    published(store, 2, float("nan"))
+    engine = Spy()
+    assert refresh(engine, store, first) is first
+    offered = store.newest()
+    assert offered is not None
+    assert offered.number == 1
+
+
+def test_a_real_model_serves_what_was_published_bit_for_bit(store: DirectoryStore) -> None:
+    trained, serving = tiny_model(seed=1), tiny_model(seed=2)
+    first = published(store, 0, 0.0)
+    store.publish(5, policy.weights_of(trained), companions={})
+
+    class Applies:
+        step = 0
+
+        def apply(self, weights: dict[str, torch.Tensor], step: int) -> None:
+            policy.apply_weights(serving, weights)
+            self.step = step
+
+    version = refresh(Applies(), store, first)
+    assert replace(version, number=0).step == 5
+    for name, tensor in policy.weights_of(trained).items():
+        assert torch.equal(policy.weights_of(serving)[name], tensor)

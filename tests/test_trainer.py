@@ -1,0 +1,146 @@
+"""What a trainer refuses, in one line and before anything is written.
+
+.venv/bin/python -m pytest tests/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq import trainer
+from peralta_zmq.config import Config, load_config, write_resolved
+from peralta_zmq.errors import ConfigError, PeraltaError, StoreError, TaskError, WireError
+from peralta_zmq.trainer import Trainer, run_id_of
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer sets its own handlers; give the test runner its back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1]) % 20_000 + 10_000
+
+
+@pytest.fixture
+def settings(tmp_path: Path, port: int) -> list[str]:
+    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port)]
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", list(arguments))
+
+
+def refused(config: Config, kind: type[PeraltaError], match: str) -> None:
+    """The run ends with this one line, and has written nothing."""
+    with pytest.raises(kind, match=match) as caught:
+        trainer.run(config)
+    assert "\n" not in str(caught.value)
+    assert not config.run_folder.exists()
+
+
+def test_a_folder_that_is_not_a_model_is_refused(settings: list[str], tmp_path: Path) -> None:
+    config = config_of(*settings, "--model.name", str(tmp_path))
+    refused(config, ConfigError, r"has no config\.json; give a Hugging Face model folder")
+
+
+def test_a_model_that_is_nowhere_is_refused_with_the_way_to_fetch_it(settings: list[str]) -> None:
+    config = config_of(*settings, "--model.name", "nobody/no-model")
+    refused(config, ConfigError, r"fetch it once with: hf download nobody/no-model")
+
+
+def test_a_missing_data_file_is_refused(settings: list[str]) -> None:
+    config = config_of(*settings, "--data.train", "math_1kk")
+    refused(config, TaskError, r"math_1kk.*did you mean 'math_1k'")
+
+
+def test_a_missing_column_is_refused_with_those_there_are(settings: list[str]) -> None:
+    config = config_of(*settings, "--data.prompt-column", "question")
+    refused(config, TaskError, r"question.*python_expression.*natural_language")
+
+
+def test_an_empty_data_set_is_refused(settings: list[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("python_expression,natural_language\n")
+    refused(config_of(*settings, "--data.eval", str(empty)), TaskError, "empty.csv")
+
+
+def test_an_unknown_loss_is_refused_with_the_menu(settings: list[str]) -> None:
+    config = config_of(*settings, "--loss.name", "gropo")
+    refused(config, ConfigError, r"unknown loss 'gropo'; did you mean grpo\?.*reinforce")
+
+
+def test_a_device_that_is_not_here_is_refused(settings: list[str]) -> None:
+    config = config_of(*settings, "--model.device", "abacus")
+    refused(config, ConfigError, "device 'abacus' cannot be used here")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_refused_with_its_holder(
+    settings: list[str], port: int, offset: int
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port + offset))
+        holder.listen()
+        refused(config_of(*settings), WireError, rf"port {port + offset} is in use by .*pytest")
+
+
+def test_a_weights_folder_that_cannot_be_made_is_refused(
+    settings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
+    refused(config, StoreError, r"cannot be written .*choose another with --weights\.dir")
+
+
+def test_a_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "nas" / "RUN.json").write_text(json.dumps({"run_id": "other-1"}))
+    config = config_of(*settings, "--weights.dir", str(tmp_path / "nas"))
+    refused(config, StoreError, r"belongs to run other-1.*choose another with --weights\.dir")
+
+
+def test_a_run_folder_reused_with_other_settings_is_refused_and_untouched(
+    settings: list[str],
+) -> None:
+    earlier = config_of(*settings)
+    earlier.run_folder.mkdir(parents=True)
+    write_resolved(earlier, earlier.run_folder)
+    before = (earlier.run_folder / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"train\.learning_rate.*0\.0002 -> 0\.1"):
+        trainer.run(config_of(*settings, "--train.learning-rate", "0.1"))
+    assert [each.name for each in earlier.run_folder.iterdir()] == ["config.toml"]
+    assert (earlier.run_folder / "config.toml").read_bytes() == before
+
+
+def test_a_run_keeps_its_id(settings: list[str]) -> None:
+    config = config_of(*settings)
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    first = run_id_of(config.run_folder, "demo")
+    assert first == run_id_of(config.run_folder, "demo")
+    assert first.startswith("demo-")
+
+
+def test_the_config_of_the_original_experiment_opens_with_the_embedded_model(
+    settings: list[str],
+) -> None:
+    original = str(Path(__file__).parent.parent / "configs" / "calculator.toml")
+    config = config_of("@", original, *settings, "--model.name", "embedded")
+    with ExitStack() as stack:
+        assert Trainer(config, stack).unfinished
+    assert config.groups_per_step == 12
