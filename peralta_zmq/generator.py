@@ -28,7 +28,8 @@ from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors, V
 from peralta_zmq.stores.watch import Watch
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
-TRICKLE_SECONDS = 2.0  # a generator that is ahead still makes a group this often
+TRICKLE_SECONDS = 2.0  # a generator that is ahead waits so long for a trainer that waits too
+SILENT_TRICKLE_SECONDS = 30.0  # and so long for one that is not heard
 Reward = Callable[[Problem, str], "float | dict[str, float]"]
 logger = logging.getLogger(__name__)
 
@@ -37,46 +38,39 @@ logger = logging.getLogger(__name__)
 class Pace:
     """Keeps all generators together within `max_async_level` steps' worth of groups.
 
-    A generator may have its share of them under way: made, but not yet taken in by the trainer.
-    A lost announcement, a dead sibling or a restarted trainer costs a bounded wait: now and then
-    a generator goes on all the same.
+    A generator may have its share of them under way: made, but not yet safe with the trainer.
+    A dead sibling or a lost announcement costs a bounded wait: a generator that has waited makes
+    a further batch when the trainer is heard waiting too, and after long silence in any case.
     """
 
-    sender: str
     groups_per_step: int
     max_async_level: int
     batch: int = 1  # groups made together
     made: int = 0
     last_made: float = field(default_factory=time.monotonic)
-    _settled: int = 0  # groups that are no longer under way
-    _trainer: bytes = b""  # the start of the trainer that we last heard
     _step: int = -1
     _made_from_step: int = 0
 
-    def allows(self, heard: wire.Announcement | None, *, step: int) -> bool:
-        """Whether a further group from the weights of `step` would be used in time."""
-        if time.monotonic() - self.last_made > TRICKLE_SECONDS:
+    def allows(self, *, step: int, under_way: int, generators: int, heard_at: float) -> bool:
+        """Whether a further group from the weights of `step` would be used in time.
+
+        A trainer that waits for groups is heard every second; in a step it is silent.
+        """
+        waited = time.monotonic() - self.last_made
+        patience = TRICKLE_SECONDS if heard_at > self.last_made else SILENT_TRICKLE_SECONDS
+        if waited > patience:
             return True
         if step != self._step:
             self._step, self._made_from_step = step, self.made
-        share = self.groups_per_step / max(1, len(heard.received) if heard else 1)
+        share = self.groups_per_step / max(1, generators)
         if self.max_async_level == 0:
             return self.made - self._made_from_step < share
-        under_way = self.made - self._settle(heard)
         return under_way == 0 or under_way + self.batch <= share * self.max_async_level
 
     def count(self) -> None:
         """A group was made."""
         self.made += 1
         self.last_made = time.monotonic()
-
-    def _settle(self, heard: wire.Announcement | None) -> int:
-        if heard is not None:
-            if self._trainer and heard.boot != self._trainer:
-                self._settled = self.made  # what its predecessor had in its queue is gone
-            self._trainer = heard.boot
-            self._settled = max(self._settled, heard.received.get(self.sender, -1) + 1)
-        return self._settled
 
 
 def run(config: Config) -> None:
@@ -118,11 +112,9 @@ class Generator:
         self._listener, self._watch, self._sender = listener, watch, sender
         self._version = version
         self._boot = os.urandom(8)
+        self._outbox = wire.Outbox(sender_of(name, self._boot))
         self._pace = Pace(
-            sender_of(name, self._boot),
-            config.groups_per_step,
-            config.train.max_async_level,
-            config.engine.prompts_per_batch,
+            config.groups_per_step, config.train.max_async_level, config.engine.prompts_per_batch
         )
 
     def work(
@@ -143,7 +135,9 @@ class Generator:
             )  # fmt: skip
             for index, completions in answers:
                 group = self._group_of(asked[index], completions, reward)
-                if not self._send(wire.encode_group(group), engine):
+                frame = wire.encode_group(group)
+                self._outbox.add(group.sequence, frame)
+                if not self._send(frame, engine):
                     return
         logger.info("run complete: groups=%d", self._pace.made)
 
@@ -161,12 +155,25 @@ class Generator:
         """True when a group may be made; False when the run is complete."""
         while True:
             self._refresh(engine)
-            heard = self._listener.listen()
-            if heard is not None and heard.done and heard.run_id == self._store.run_id:
+            heard = self._hear()
+            if heard is not None and heard.done:
                 return False
-            if self._pace.allows(heard, step=engine.step):
+            for frame in self._outbox.lost_on_the_way(heard):
+                if not self._send(frame, engine):
+                    return False
+            if self._pace.allows(
+                step=engine.step,
+                under_way=len(self._outbox),
+                generators=len(heard.settled) if heard else 1,
+                heard_at=self._listener.heard_at,
+            ):
                 return True
             self._listener.listen(timeout=0.02)
+
+    def _hear(self) -> wire.Announcement | None:
+        """The newest announcement of the run whose weights we serve."""
+        heard = self._listener.listen()
+        return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _refresh(self, engine: registry.Engine) -> None:
         if self._watch.due():
@@ -179,7 +186,7 @@ class Generator:
         sequence = self._pace.made
         self._pace.count()
         return RolloutGroup(
-            run_id=self._store.run_id or "",
+            run_id=self._version.run_id,
             generator_id=self._name,
             boot=self._boot,
             sequence=sequence,
@@ -187,6 +194,7 @@ class Generator:
             task=problem.task,
             policy_step=min(int(each.policy_steps.min()) for each in completions),
             rollouts=rollouts,
+            floor=self._outbox.floor,
         )
 
     def _send(self, frame: bytes, engine: registry.Engine) -> bool:
@@ -194,7 +202,7 @@ class Generator:
         started = time.monotonic()
         said = started
         while not self._sender.send(frame, timeout=0.2):
-            heard = self._listener.listen()
+            heard = self._hear()
             if heard is not None and heard.done:
                 return False
             self._refresh(engine)
@@ -210,7 +218,9 @@ def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) ->
     Returns the version that the engine samples from.
     """
     newest = store.newest()
-    if newest is None or newest.number <= current.number:
+    if newest is None:
+        return current
+    if newest.run_id == current.run_id and newest.number <= current.number:
         return current
     started = time.monotonic()
     try:

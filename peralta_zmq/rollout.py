@@ -102,6 +102,7 @@ class RolloutGroup:
     task: str
     policy_step: int  # the oldest weights used in the group
     rollouts: tuple[Rollout, ...]
+    floor: int = 0  # the sender will send nothing below this sequence any more
 
     @property
     def sender(self) -> str:

@@ -23,7 +23,7 @@ from peralta_zmq import durable, policy, registry, tasks, wire
 from peralta_zmq.config import Config, check_same_run, write_resolved
 from peralta_zmq.engines.evaluate import evaluate
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.learning.batch import Admission
+from peralta_zmq.learning.admission import Admission, Ledger
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.observe.books import Books
@@ -85,7 +85,7 @@ class Trainer:
         saved = checkpoint.restore(self._folder / "checkpoints", run_id=self._run_id)
         if saved is not None:
             self._learner.restore(saved.step, saved.tensors)
-            self._admission.ledger = saved.progress["ledger"]
+            self._admission.ledger = Ledger(saved.progress["ledger"])
             self._saved_step = saved.step
         start = self._learner.step
         self._replay()
@@ -249,12 +249,14 @@ class Trainer:
         if not (changed or done or now - self._announced > ANNOUNCE_SECONDS):
             return
         self._announced = now
+        ledger = self._admission.ledger
         announcement = wire.Announcement(
             run_id=self._run_id,
             boot=self._boot,
             step=self._learner.step,
             version=self._version,
-            received={sender: self._admission.ledger[sender] for sender in self._live()},
+            settled={sender: ledger.settled(sender) for sender in self._live()},
+            seen={sender: ledger.seen(sender) for sender in self._live()},
             done=done,
         )
         self._announcer.announce(announcement)
@@ -280,7 +282,7 @@ class Trainer:
         if self._learner.step == self._saved_step:
             return
         folder, step = self._folder / "checkpoints", self._learner.step
-        progress = {"ledger": self._admission.ledger}
+        progress = {"ledger": self._admission.ledger.saved()}
         snapshot = checkpoint.Checkpoint(step, self._learner.state(), progress)
         keep_last = self._config.checkpoint.keep_last
         checkpoint.save(folder, snapshot, run_id=self._run_id, keep_last=keep_last)

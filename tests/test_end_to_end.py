@@ -157,6 +157,10 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     assert [row["step"] for row in machine.rows()] == [1, 2, 3, 4, 5, 6, 7]
     events = [row["event"] for row in read_rows(machine.run / "events.jsonl")]
     assert events.count("resume") == 1
+    progress = (machine.run / "checkpoints" / "step_000007" / "progress.json").read_text()
+    ((settled, after_a_gap),) = json.loads(progress)["ledger"].values()
+    assert settled >= 27  # 7 steps of 4 groups: what the dead trainer had in its socket came again
+    assert after_a_gap == []
     assert json.loads((machine.run / "summary.json").read_text())["restarts"] == 1
 
 

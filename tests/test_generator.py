@@ -12,12 +12,9 @@ import pytest
 import torch
 from fakes import tiny_model
 
-from peralta_zmq import generator, policy
+from peralta_zmq import durable, generator, policy
 from peralta_zmq.generator import Pace, refresh
 from peralta_zmq.stores.directory import DirectoryStore, Version
-from peralta_zmq.wire import Announcement
-
-ME, OTHER = "me/00", "other/00"
 
 
 class Clock:
@@ -33,60 +30,64 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def made(pace: Pace, heard: Announcement | None, *, step: int = 0) -> int:
-    """Groups that the pace allows before it says wait."""
-    count = 0
-    while pace.allows(heard, step=step) and count < 100:
+def made(
+    pace: Pace, *, step: int = 0, settled: int = 0, generators: int = 1, heard_at: float = 0.0
+) -> int:
+    """Groups that the pace allows before it says wait, when so many of all are settled."""
+    before = pace.made
+    while pace.made < before + 100 and pace.allows(
+        step=step, under_way=pace.made - settled, generators=generators, heard_at=heard_at
+    ):
         pace.count()
-        count += 1
-    return count
+    return pace.made - before
 
 
 def test_a_generator_alone_has_one_steps_worth_under_way(clock: Clock) -> None:
-    assert made(Pace(ME, groups_per_step=16, max_async_level=1), None) == 16
+    assert made(Pace(groups_per_step=16, max_async_level=1)) == 16
 
 
 def test_two_generators_share_it(clock: Clock) -> None:
-    heard = Announcement("run", received={ME: -1, OTHER: 3})
-    assert made(Pace(ME, groups_per_step=16, max_async_level=1), heard) == 8
+    assert made(Pace(groups_per_step=16, max_async_level=1), generators=2) == 8
 
 
-def test_what_the_trainer_took_in_makes_room(clock: Clock) -> None:
-    pace = Pace(ME, groups_per_step=16, max_async_level=1)
-    made(pace, None)
-    assert made(pace, Announcement("run", received={ME: 4})) == 5  # 0 to 4 are taken in
+def test_what_is_settled_makes_room(clock: Clock) -> None:
+    pace = Pace(groups_per_step=16, max_async_level=1)
+    made(pace)
+    assert made(pace, settled=5) == 5
 
 
 def test_groups_made_together_never_exceed_the_share(clock: Clock) -> None:
-    pace = Pace(ME, groups_per_step=16, max_async_level=1, batch=6)
-    assert made(pace, None) == 11  # a further six would make 17
+    pace = Pace(groups_per_step=16, max_async_level=1, batch=6)
+    assert made(pace) == 11  # a further six would make 17
 
 
 def test_a_batch_larger_than_the_share_is_made_when_nothing_is_under_way(clock: Clock) -> None:
-    pace = Pace(ME, groups_per_step=2, max_async_level=1, batch=8)
-    assert made(pace, None) == 1
+    pace = Pace(groups_per_step=2, max_async_level=1, batch=8)
+    assert made(pace) == 1
 
 
 def test_at_level_0_a_generator_makes_its_share_of_a_version_and_waits_for_the_next(
     clock: Clock,
 ) -> None:
-    heard = Announcement("run", received={ME: 99, OTHER: 99})
-    pace = Pace(ME, groups_per_step=16, max_async_level=0)
-    assert made(pace, heard, step=3) == 8
-    assert made(pace, heard, step=4) == 8
+    pace = Pace(groups_per_step=16, max_async_level=0)
+    assert made(pace, step=3, settled=99, generators=2) == 8
+    assert made(pace, step=4, settled=99, generators=2) == 8
 
 
-def test_a_restarted_trainer_has_lost_what_was_under_way(clock: Clock) -> None:
-    pace = Pace(ME, groups_per_step=16, max_async_level=1)
-    made(pace, Announcement("run", boot=b"1", received={ME: -1}))
-    assert made(pace, Announcement("run", boot=b"2", received={ME: 3})) == 16
-
-
-def test_a_lost_announcement_costs_a_bounded_wait(clock: Clock) -> None:
-    pace = Pace(ME, groups_per_step=16, max_async_level=1)
-    made(pace, None)
+def test_a_trainer_that_waits_too_gets_a_batch_after_two_seconds(clock: Clock) -> None:
+    pace = Pace(groups_per_step=16, max_async_level=1)
+    made(pace)
     clock.now += generator.TRICKLE_SECONDS + 0.1
-    assert made(pace, None) == 1
+    assert made(pace, heard_at=clock.now - 1.0) == 1
+
+
+def test_a_trainer_that_is_not_heard_gets_one_only_after_long_silence(clock: Clock) -> None:
+    pace = Pace(groups_per_step=16, max_async_level=1)
+    made(pace)
+    clock.now += generator.TRICKLE_SECONDS + 0.1
+    assert made(pace) == 0
+    clock.now += generator.SILENT_TRICKLE_SECONDS
+    assert made(pace) == 1
 
 
 class Spy:
@@ -149,6 +150,19 @@ def test_a_version_that_the_model_refuses_is_not_offered_again(store: DirectoryS
     offered = store.newest()
     assert offered is not None
     assert offered.number == 1
+
+
+def test_the_versions_of_a_new_run_in_the_folder_are_newer_whatever_their_number(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    old = published(store, 7, 7.0)
+    for each in (old.folder, tmp_path / "RUN.json"):
+        durable.remove_folder(each)
+    store.claim("another-run")
+    new = published(store, 1, 1.0)
+    engine = Spy()
+    assert refresh(engine, store, old).run_id == new.run_id == "another-run"
+    assert engine.step == 1
 
 
 def test_a_real_model_serves_what_was_published_bit_for_bit(store: DirectoryStore) -> None:

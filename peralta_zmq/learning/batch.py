@@ -1,13 +1,12 @@
-"""From groups to micro-batches: who is admitted, what is packed, what each token is worth.
+"""From groups to micro-batches: what is packed together, and what each token is worth.
 
 Knows groups and tensors; knows nothing of models or sockets.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,31 +15,6 @@ from torch import Tensor
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
-
-
-@dataclass(slots=True)
-class Admission:
-    """Decides which groups may be trained; remembers what it has seen, so that none is twice."""
-
-    max_off_policy_steps: int
-    ledger: dict[str, int] = field(default_factory=dict[str, int])  # sender -> sequence
-    dropped: Counter[str] = field(default_factory=Counter[str])
-
-    def admit(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether the group may be trained in optimizer step `step`; a refusal is counted."""
-        if group.sequence <= self.ledger.get(group.sender, -1):
-            self.dropped["duplicate"] += 1
-            return False
-        self.ledger[group.sender] = group.sequence
-        if staleness(group, step=step) > self.max_off_policy_steps:
-            self.dropped["stale"] += 1
-            return False
-        return True
-
-
-def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Optimizer steps between the weights that sampled the group and those that step changes."""
-    return max(0, step - 1 - group.policy_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from peralta_zmq.learning.batch import staleness
+from peralta_zmq.learning.admission import staleness
 from peralta_zmq.rollout import RolloutGroup
 
 

@@ -38,6 +38,11 @@ class Version:
     folder: Path
     manifest: durable.Manifest
 
+    @property
+    def run_id(self) -> str:
+        """The run that it belongs to."""
+        return str(self.manifest.about.get("run_id"))
+
 
 class DirectoryStore:
     """One run's weights folder."""
@@ -133,7 +138,7 @@ class DirectoryStore:
         Raises StoreError when it cannot be read (look again) or is not what the manifest
         promised; after three such mismatches the version is quarantined.
         """
-        if version.manifest.about.get("run_id") != self.run_id:
+        if version.run_id != self.run_id:
             raise StoreError(f"version {version.number} belongs to another run")
         with tempfile.TemporaryDirectory(prefix="peralta-") as local:
             try:

@@ -1,0 +1,75 @@
+"""Nothing lost on the way: what is kept, what is sent again, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from peralta_zmq.wire import Announcement, Outbox, outbox
+
+ME = "me/00"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(outbox.time, "monotonic", lambda: now[0])
+    return now
+
+
+def holding(*sequences: int, limit: int = 64) -> Outbox:
+    kept = Outbox(ME, limit=limit)
+    for sequence in sequences:
+        kept.add(sequence, b"%d" % sequence)
+    return kept
+
+
+def said(settled: int, seen: int | None = None, *, boot: bytes = b"1") -> Announcement:
+    seen = settled if seen is None else seen
+    return Announcement("run", boot=boot, settled={ME: settled}, seen={ME: seen})
+
+
+def test_what_is_settled_is_forgotten() -> None:
+    kept = holding(0, 1, 2, 3)
+    assert kept.lost_on_the_way(said(1)) == []
+    assert (len(kept), kept.floor) == (2, 2)
+
+
+def test_what_is_merely_under_way_is_not_sent_again() -> None:
+    kept = holding(0, 1, 2, 3)
+    assert kept.lost_on_the_way(said(0)) == []
+    assert kept.lost_on_the_way(None) == []
+
+
+def test_a_gap_is_filled_in_order() -> None:
+    kept = holding(0, 1, 2, 3, 4)
+    assert kept.lost_on_the_way(said(0, seen=3)) == [b"1", b"2"]
+
+
+def test_a_gap_is_filled_once_until_an_announcement_can_tell_of_it(clock: list[float]) -> None:
+    kept = holding(0, 1, 2)
+    kept.lost_on_the_way(said(0, seen=2))
+    assert kept.lost_on_the_way(said(0, seen=2)) == []
+    clock[0] += outbox.RESEND_SECONDS
+    assert kept.lost_on_the_way(said(0, seen=2)) == [b"1"]
+
+
+def test_a_restarted_trainer_gets_all_that_is_not_settled_at_once() -> None:
+    kept = holding(0, 1, 2, 3)
+    kept.lost_on_the_way(said(1, boot=b"1"))
+    assert kept.lost_on_the_way(said(0, boot=b"2")) == [b"2", b"3"]
+    assert kept.lost_on_the_way(said(0, boot=b"2")) == []
+
+
+def test_the_first_trainer_heard_is_not_a_restarted_one() -> None:
+    assert holding(0, 1).lost_on_the_way(Announcement("run", boot=b"1")) == []
+
+
+def test_a_full_outbox_gives_up_its_oldest_and_counts_it() -> None:
+    kept = holding(0, 1, 2, limit=2)
+    assert (len(kept), kept.floor, kept.lost) == (2, 1, 1)
+
+
+def test_the_floor_of_an_empty_outbox_is_the_next_sequence() -> None:
+    kept = holding(0, 1)
+    kept.lost_on_the_way(said(1))
+    assert kept.floor == 2
