@@ -1,0 +1,33 @@
+"""What `make run` promises, measured: `make test-slow`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_end_to_end import REPO, STEP_KEYS, two_free_ports
+
+from peralta_zmq.observe.metrics import read_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "grpo"])
+def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
+               "--loss.name", loss, "--wire.port", str(two_free_ports())]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert 0.25 <= summary["reward_first"] <= 0.40
+    assert summary["reward_last5"] >= 0.95
+    assert summary["eval_before"] <= 0.60
+    assert summary["eval_after"] >= 0.95
+    assert summary["seconds"] < 180
+    assert summary["restarts"] == 0
+    rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 81))
+    assert all(row.keys() >= STEP_KEYS for row in rows)
