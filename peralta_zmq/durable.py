@@ -56,7 +56,7 @@ def write_folder(final: Path, files: Mapping[str, bytes], about: Mapping[str, An
         digest = _write(temporary / MANIFEST, text)[1]
         _write(temporary / STABLE, digest.encode())
         sync_folder(temporary)
-        temporary.rename(final)
+        os.rename(temporary, final)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -73,7 +73,7 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary.unlink(missing_ok=True)
     try:
         _write(temporary, content)
-        temporary.replace(path)
+        os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -122,7 +122,7 @@ def remove_folder(folder: Path) -> None:
     """Take a folder out of sight first, then delete it; where it cannot be renamed it stays."""
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
-        folder.rename(trash)
+        os.rename(folder, trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -158,9 +158,10 @@ def _sync(descriptor: int) -> None:
     if sys.platform == "darwin":  # fsync there leaves the data in the drive's cache
         import fcntl
 
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # a network mount may not offer it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
 
 
 def _listed(written: Mapping[str, tuple[int, str]]) -> Iterable[dict[str, Any]]:

@@ -22,8 +22,16 @@ from peralta_zmq import policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import StoreError
-from peralta_zmq.rollout import Completion, Problem, RolloutGroup, Sampling, rollout_of, sender_of
+from peralta_zmq.errors import StoreError, TaskError
+from peralta_zmq.rollout import (
+    MAX_REWARD,
+    Completion,
+    Problem,
+    RolloutGroup,
+    Sampling,
+    rollout_of,
+    sender_of,
+)
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors, Version
 from peralta_zmq.stores.watch import Watch
 
@@ -85,8 +93,7 @@ def run(config: Config) -> None:
     store = DirectoryStore(config.weights_folder)
     address = f"tcp://{config.wire.host}:{config.wire.port}"
     with closing(wire.Listener(wire.next_port(address))) as listener:
-        version = wait_for_version(store, listener, address)
-        engine, tokenizer = make_engine(config, store, version)
+        version, engine, tokenizer = open_engine(config, store, listener, address)
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         watch = Watch(store.folder, poll_seconds=config.weights.poll_seconds)
         sender = wire.RolloutSender(address, hwm=config.wire.hwm)
@@ -128,13 +135,14 @@ class Generator:
         sampling = sampling_of(self._config)
         todo = self._problems_from(engine.step, problems)
         while self._wait_for_turn(engine):
+            run_id = self._version.run_id  # a newer one may be applied between two groups
             asked = list(islice(todo, self._config.engine.prompts_per_batch))
             answers = ask(
                 engine, tokenizer, asked,
                 num_generations=self._config.sampling.num_generations, sampling=sampling,
             )  # fmt: skip
             for index, completions in answers:
-                group = self._group_of(asked[index], completions, reward)
+                group = self._group_of(run_id, asked[index], completions, reward)
                 frame = wire.encode_group(group)
                 self._outbox.add(group.sequence, frame)
                 if not self._send(frame, engine):
@@ -180,13 +188,23 @@ class Generator:
             self._version = refresh(engine, self._store, self._version)
 
     def _group_of(
-        self, problem: Problem, completions: Sequence[Completion], reward: Reward
+        self,
+        run_id: str,
+        problem: Problem,
+        completions: Sequence[Completion],
+        reward: Reward,
     ) -> RolloutGroup:
         rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
+        for rollout in rollouts:
+            if not abs(rollout.reward) <= MAX_REWARD:  # NaN too
+                raise TaskError(
+                    f"task '{problem.task}' rewards an answer to '{problem.id}' with "
+                    f"{rollout.reward}; return a number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
+                )
         sequence = self._pace.made
         self._pace.count()
         return RolloutGroup(
-            run_id=self._version.run_id,
+            run_id=run_id,
             generator_id=self._name,
             boot=self._boot,
             sequence=sequence,
@@ -248,6 +266,19 @@ def sampling_of(config: Config) -> Sampling:
         top_p=config.sampling.top_p,
         max_completion_length=config.sampling.max_completion_length,
     )
+
+
+def open_engine(
+    config: Config, store: DirectoryStore, listener: wire.Listener, address: str
+) -> tuple[Version, registry.Engine, policy.Tokenizer]:
+    """The newest version that can be read, and an engine over it; waits for both."""
+    while True:
+        version = wait_for_version(store, listener, address)
+        try:
+            return version, *make_engine(config, store, version)
+        except StoreError as error:  # pruned while we read it, or a passing fault of the NAS
+            logger.warning("unread version=%d reason=%s", version.number, error)
+            listener.listen(timeout=0.2)
 
 
 def wait_for_version(store: DirectoryStore, listener: wire.Listener, address: str) -> Version:

@@ -19,6 +19,9 @@ Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 
+MAX_REWARD = 1e6  # in size; sums and squares of rewards stay far from overflow
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a chat."""

@@ -6,6 +6,7 @@ goes on from the newest checkpoint and the journal, with nothing trained twice.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -16,11 +17,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import torch
 
 from peralta_zmq import durable, policy, registry, tasks, wire
-from peralta_zmq.config import Config, check_same_run, write_resolved
+from peralta_zmq.config import RESOLVED, Config, check_same_run, write_resolved
 from peralta_zmq.engines.evaluate import evaluate
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.learning.admission import Admission, Ledger
@@ -35,7 +37,7 @@ from peralta_zmq.stores.directory import DirectoryStore
 ANNOUNCE_SECONDS = 1.0
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS = 20  # without signal before we say so
-IDENTITY = "RUN.json"
+IDENTITY, LOCK = "RUN.json", "lock"
 
 
 def run(config: Config) -> None:
@@ -62,7 +64,8 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._boot = os.urandom(8)
         self._version = -1  # number of the newest published weights
-        self._admission = Admission(config.train.max_off_policy_steps)
+        on_policy = config.train.max_async_level == 0
+        self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
         self._heard: dict[str, tuple[str, float]] = {}  # generator -> sender, time of last group
         self._announced = 0.0
@@ -114,10 +117,17 @@ class Trainer:
         groups, depth = self._collect()
         if self._stopping:
             return
-        waited = time.monotonic() - started
+        collected = time.monotonic()
         row = self._learner.learn(groups)
+        # We heard nobody while we computed: that is no silence of theirs.
+        busy = time.monotonic() - collected
+        self._heard = {name: (sender, at + busy) for name, (sender, at) in self._heard.items()}
         publishing = self._publish()
-        row |= {"queue/depth": depth, "time/wait_for_batch": waited, "time/publish": publishing}
+        row |= {
+            "queue/depth": depth,
+            "time/wait_for_batch": collected - started,
+            "time/publish": publishing,
+        }
         self._record(groups, row, step_time=time.monotonic() - started)
         if self._learner.step % self._config.checkpoint.interval == 0:
             self._save()
@@ -165,17 +175,25 @@ class Trainer:
 
     def _open_folders(self, stack: ExitStack) -> None:
         self._store = DirectoryStore(self._config.weights_folder)
-        self._store.claim(self._run_id)
+        is_new = not (self._folder / IDENTITY).exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_resolved(self._config, self._folder)
+            stack.enter_context(closing(_locked(self._folder)))
+            # Our identity first: a weights folder that we claim must never be a stranger's to us.
             identity = json.dumps({"run_id": self._run_id}) + "\n"
             durable.replace_file(self._folder / IDENTITY, identity.encode())
+            write_resolved(self._config, self._folder)
         except OSError as error:
             raise ConfigError(
                 f"run folder {self._folder} cannot be written ({error.strerror}); "
                 "choose another with --run.dir"
             ) from None
+        try:
+            self._store.claim(self._run_id)
+        except StoreError:
+            if is_new:
+                _remove_new(self._folder)
+            raise
         self._journal = stack.enter_context(closing(Journal(self._folder / "journal")))
         name, max_steps = self._config.run.name, self._config.train.max_steps
         self._books = stack.enter_context(Books(self._folder, run=name, max_steps=max_steps))
@@ -381,6 +399,27 @@ def run_id_of(folder: Path, name: str) -> str:
     with suppress(OSError, ValueError, KeyError):
         return str(json.loads((folder / IDENTITY).read_text("utf-8"))["run_id"])
     return f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """The lock of a run folder, held while the file is open. Raises ConfigError when it is held."""
+    lock = (folder / LOCK).open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            f"another trainer works in {folder}; stop it, or choose another --run.name"
+        ) from None
+    return lock
+
+
+def _remove_new(folder: Path) -> None:
+    """Take back what opening a new run wrote before it was refused."""
+    for name in (IDENTITY, RESOLVED, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # the supervisor's logs may be there
+        folder.rmdir()
 
 
 def _num_rollouts(groups: Sequence[RolloutGroup]) -> int:

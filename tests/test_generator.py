@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes import tiny_model
 
-from peralta_zmq import durable, generator, policy
-from peralta_zmq.generator import Pace, refresh
+from peralta_zmq import durable, generator, policy, wire
+from peralta_zmq.config import Config
+from peralta_zmq.errors import StoreError
+from peralta_zmq.generator import Pace, open_engine, refresh
 from peralta_zmq.stores.directory import DirectoryStore, Version
 
 
@@ -181,3 +185,28 @@ def test_a_real_model_serves_what_was_published_bit_for_bit(store: DirectoryStor
     assert replace(version, number=0).step == 5
     for name, tensor in policy.weights_of(trained).items():
         assert torch.equal(policy.weights_of(serving)[name], tensor)
+
+
+class PrunedOnce(DirectoryStore):
+    """A store whose first read comes too late: the version was pruned meanwhile."""
+
+    reads = 0
+
+    def load(self, version: Version) -> Any:
+        self.reads += 1
+        if self.reads == 1:
+            raise StoreError(f"version {version.number} is gone; look again")
+        return super().load(version)
+
+
+def test_a_generator_that_starts_while_the_trainer_prunes_looks_again(tmp_path: Path) -> None:
+    store = PrunedOnce(tmp_path)
+    store.claim("run")
+    model = policy.load_model(
+        policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32
+    ).bfloat16()
+    companions = policy.companion_files(policy.EMBEDDED)
+    store.publish(4, policy.weights_of(model), companions=companions)
+    with closing(wire.Listener("tcp://127.0.0.1:9")) as listener:
+        version, engine, _ = open_engine(Config(), store, listener, "tcp://127.0.0.1:9")
+    assert (version.step, engine.step, store.reads) == (4, 4, 2)

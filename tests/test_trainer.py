@@ -144,3 +144,20 @@ def test_the_config_of_the_original_experiment_opens_with_the_embedded_model(
     with ExitStack() as stack:
         assert Trainer(config, stack).unfinished
     assert config.groups_per_step == 12
+
+
+def test_a_second_trainer_on_the_run_folder_is_refused(settings: list[str], port: int) -> None:
+    with ExitStack() as stack:
+        Trainer(config_of(*settings), stack)
+        with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
+            trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
+
+
+def test_a_refused_weights_folder_leaves_the_next_start_free(
+    settings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    bad = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
+    refused(bad, StoreError, "cannot be written")
+    with ExitStack() as stack:
+        assert Trainer(config_of(*settings), stack).unfinished

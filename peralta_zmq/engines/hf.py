@@ -35,6 +35,7 @@ class HfEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """One completion per request, in their order."""
+        step = self.step  # a caller may apply newer weights between two completions
         prompts = [request.prompt_ids.tolist() for request in requests]
         token_ids, attention_mask = self._padded_left(prompts)
         recorder = LogprobRecorder(sampling.temperature or 1.0)
@@ -49,7 +50,7 @@ class HfEngine:
         logprobs = recorder.logprobs(generated)
         rows = zip(requests, generated.tolist(), logprobs.tolist(), strict=True)
         for request, ids, scores in rows:
-            yield self._completion(request, ids, scores)
+            yield self._completion(request, ids, scores, step)
 
     def _padded_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(map(len, prompts))
@@ -69,7 +70,9 @@ class HfEngine:
             **drawn,
         )
 
-    def _completion(self, request: Request, ids: list[int], logprobs: list[float]) -> Completion:
+    def _completion(
+        self, request: Request, ids: list[int], logprobs: list[float], step: int
+    ) -> Completion:
         ends = [position for position, token in enumerate(ids) if token in self._end_ids]
         length = ends[0] + 1 if ends else len(ids)
         return Completion(
@@ -77,7 +80,7 @@ class HfEngine:
             prompt_ids=request.prompt_ids,
             token_ids=np.array(ids[:length], np.int32),
             logprobs=np.array(logprobs[:length], np.float32),
-            policy_steps=np.full(length, self.step, np.int32),
+            policy_steps=np.full(length, step, np.int32),
             finish_reason="stop" if ends else "length",
             text=cast(str, self._tokenizer.decode(ids[:length], skip_special_tokens=True)),
         )

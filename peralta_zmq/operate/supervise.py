@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peralta_zmq.config import check_same_run
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, Events
 from peralta_zmq.operate.chaos import Chaos
@@ -42,13 +43,19 @@ def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> i
             "set it to 2 or more"
         )
     folder = config.run_folder
-    is_new = not folder.exists()
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    check_same_run(config, folder)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
+        ) from None
     monkey = Chaos(folder, max_steps=config.train.max_steps) if chaos else None
     workers = local_workers(folder, arguments, num_generators=num_generators)
     code = supervise(workers, record=_recorder(folder), look=monkey.look if monkey else None)
-    if code == BAD_CONFIG and is_new:
-        _clear(folder)
+    if code == BAD_CONFIG and made:
+        _clear(folder, made)
     return monkey.report() if monkey and code == 0 else code
 
 
@@ -87,8 +94,9 @@ def _recorder(folder: Path) -> Record:
     return record
 
 
-def _clear(folder: Path) -> None:
-    """Refused settings leave nothing behind."""
+def _clear(folder: Path, made: Sequence[Path]) -> None:
+    """Refused settings leave nothing behind of what we made."""
     shutil.rmtree(folder / "logs")
     with contextlib.suppress(OSError):  # not empty: the trainer's own
-        folder.rmdir()
+        for each in made:
+            each.rmdir()

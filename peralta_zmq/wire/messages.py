@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
+from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
 
 VERSION = 1
 MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
@@ -205,6 +205,7 @@ def _typed(value: Any, kind: type) -> Any:
 def _finite(value: Any) -> float:
     kind = type(value).__name__
     _require(kind in ("int", "float") and math.isfinite(value), f"{kind} is not finite")
+    _require(abs(value) <= MAX_REWARD, "reward out of bounds")
     return float(value)
 
 

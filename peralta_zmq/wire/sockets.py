@@ -206,7 +206,8 @@ def _port_holder(port: int) -> str:
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to see
             if sockets & _open_files(process):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
-                return f"pid {process.name} ({command.decode(errors='replace').strip():.60})"
+                words = " ".join(command.decode(errors="replace").split())
+                return f"pid {process.name} ({words:.60})"
     return "another process"
 
 

@@ -232,3 +232,15 @@ def test_text_leaves_out_special_tokens(tokenizer: Any) -> None:
     (said,) = sampled(HfEngine(base, tokenizer), sampling, [prompt])
     assert said.finish_reason == "stop" and said.token_ids[-1] == tokenizer.eos_token_id
     assert said.text == tokenizer.decode(said.token_ids[:-1]) and "<|" not in said.text
+
+
+def test_weights_applied_between_two_completions_do_not_change_who_sampled_them() -> None:
+    model, tokenizer = tiny_model(), policy.load_tokenizer(policy.EMBEDDED)
+    engine = HfEngine(model, tokenizer, step=3)
+    prompt = np.array([5, 6], np.int32)
+    sampled = engine.generate(
+        [Request(0, prompt), Request(1, prompt)], Sampling(max_completion_length=2)
+    )
+    next(sampled)
+    engine.step = 9
+    assert set(next(sampled).policy_steps.tolist()) == {3}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.config.sections import RunSection, TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
@@ -95,10 +95,11 @@ def test_refused_settings_leave_no_folder_behind() -> None:
 
 def test_refused_settings_touch_nothing_of_an_earlier_run() -> None:
     Path("runs/chaos/logs").mkdir(parents=True)
-    Path("runs/chaos/config.toml").write_text("earlier")
+    write_resolved(config(), Path("runs/chaos"))
+    earlier = Path("runs/chaos/config.toml").read_text()
     doors(trainer=WAITS, generator="raise SystemExit(2)")
     assert run_local(config(), []) == 2
-    assert Path("runs/chaos/config.toml").read_text() == "earlier"
+    assert Path("runs/chaos/config.toml").read_text() == earlier
     assert Path("runs/chaos/logs").exists()
 
 
