@@ -19,7 +19,7 @@ Read in this order; it takes half an hour, and everything else is a plug:
     learning    advantages, losses, batches, the step
 
 Layers, each importing only from above:
-    words       rollout errors durable
+    words       rollout errors durable failpoints
     leaves      config registry wire policy tasks learning curriculum stores recovery observe
     engines     ways to sample
     loops       generator trainer (and base, which teaches the embedded model)

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
-WORDS = {"rollout", "errors", "durable"}
+WORDS = {"rollout", "errors", "durable", "failpoints"}
 LEAVES = {"config", "registry", "wire", "policy", "tasks", "learning", "curriculum", "stores",
           "recovery", "observe"}  # fmt: skip
 LOOPS = {"trainer", "generator", "base"}
