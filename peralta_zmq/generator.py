@@ -135,14 +135,14 @@ class Generator:
         sampling = sampling_of(self._config)
         todo = self._problems_from(engine.step, problems)
         while self._wait_for_turn(engine):
-            run_id = self._version.run_id  # a newer one may be applied between two groups
+            version = self._version  # a newer one may be applied between two groups
             asked = list(islice(todo, self._config.engine.prompts_per_batch))
             answers = ask(
                 engine, tokenizer, asked,
                 num_generations=self._config.sampling.num_generations, sampling=sampling,
             )  # fmt: skip
             for index, completions in answers:
-                group = self._group_of(run_id, asked[index], completions, reward)
+                group = self._group_of(version, asked[index], completions, reward)
                 frame = wire.encode_group(group)
                 self._outbox.add(group.sequence, frame)
                 if not self._send(frame, engine):
@@ -172,7 +172,7 @@ class Generator:
             if self._pace.allows(
                 step=engine.step,
                 under_way=len(self._outbox),
-                generators=len(heard.settled) if heard else 1,
+                generators=len(heard.recv) if heard else 1,
                 heard_at=self._listener.heard_at,
             ):
                 return True
@@ -189,7 +189,7 @@ class Generator:
 
     def _group_of(
         self,
-        run_id: str,
+        version: Version,
         problem: Problem,
         completions: Sequence[Completion],
         reward: Reward,
@@ -204,13 +204,14 @@ class Generator:
         sequence = self._pace.made
         self._pace.count()
         return RolloutGroup(
-            run_id=run_id,
+            run_id=version.run_id,
             generator_id=self._name,
             boot=self._boot,
             sequence=sequence,
             problem_id=problem.id,
             task=problem.task,
             policy_step=min(int(each.policy_steps.min()) for each in completions),
+            wid=version.wid,
             rollouts=rollouts,
             floor=self._outbox.floor,
         )
@@ -253,7 +254,7 @@ def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) ->
         return current
     logger.info(
         "loaded version=%d step=%d wid=%s seconds=%.3f",
-        newest.number, newest.step, newest.manifest.digest[:16], time.monotonic() - started,
+        newest.number, newest.step, newest.wid, time.monotonic() - started,
     )  # fmt: skip
     return newest
 

@@ -80,12 +80,16 @@ class Rollout:
     logprobs: Float32Array  # [T], 0 on the prompt
     """Log-probability of the sampled token under the weights that sampled it, at the sampling
     temperature, over the full vocabulary, before top-k, top-p or min-p truncation."""
+    policy_steps: (
+        Int32Array  # [T], the step of the weights that sampled each token; -1 on the prompt
+    )
     reward: float
     finish_reason: FinishReason
     rewards: dict[str, float] = field(default_factory=dict[str, float])  # parts by name
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
+        assert len(self.token_ids) == len(self.policy_steps)
 
     @property
     def num_generated(self) -> int:
@@ -104,6 +108,7 @@ class RolloutGroup:
     problem_id: str
     task: str
     policy_step: int  # the oldest weights used in the group
+    wid: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
     rollouts: tuple[Rollout, ...]
     floor: int = 0  # the sender will send nothing below this sequence any more
 
@@ -143,10 +148,12 @@ def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Roll
     parts = {name: float(value) for name, value in named.items()}  # a task may return a bool
     num_prompt = len(completion.prompt_ids)
     no_logprobs = np.zeros(num_prompt, dtype=np.float32)
+    no_steps = np.full(num_prompt, -1, dtype=np.int32)
     return Rollout(
         token_ids=np.concatenate([completion.prompt_ids, completion.token_ids]),
         loss_mask=np.arange(num_prompt + len(completion.token_ids)) >= num_prompt,
         logprobs=np.concatenate([no_logprobs, completion.logprobs]),
+        policy_steps=np.concatenate([no_steps, completion.policy_steps]),
         reward=float(sum(parts.values()) if isinstance(reward, dict) else reward),
         finish_reason=completion.finish_reason,
         rewards=parts,

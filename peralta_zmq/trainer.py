@@ -257,8 +257,7 @@ class Trainer:
             self._books.note(str(error))
         else:
             self._version = version.number
-            wid = version.manifest.digest[:16]
-            self._books.event("publish", step=step, number=version.number, wid=wid)
+            self._books.event("publish", step=step, number=version.number, wid=version.wid)
             self._announce(changed=True)
         return time.monotonic() - started
 
@@ -273,7 +272,8 @@ class Trainer:
             boot=self._boot,
             step=self._learner.step,
             version=self._version,
-            settled={sender: ledger.settled(sender) for sender in self._live()},
+            recv={sender: ledger.settled(sender) for sender in self._live()},
+            durable={sender: ledger.settled(sender) for sender in self._live()},
             seen={sender: ledger.seen(sender) for sender in self._live()},
             done=done,
         )

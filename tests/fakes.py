@@ -38,7 +38,13 @@ def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
 
 
 def rollout_with(
-    reward: float, *, num_prompt: int = 3, num_generated: int = 4, seed: int = 0, **fields: Any
+    reward: float,
+    *,
+    num_prompt: int = 3,
+    num_generated: int = 4,
+    seed: int = 0,
+    policy_step: int = 0,
+    **fields: Any,
 ) -> Rollout:
     """A rollout of random tokens whose old logprobs are those of a guess among 20."""
     random = np.random.default_rng(seed)
@@ -49,6 +55,7 @@ def rollout_with(
         token_ids=random.integers(3, VOCAB_SIZE, total).astype(np.int32),
         loss_mask=mask,
         logprobs=logprobs,
+        policy_steps=np.where(mask, policy_step, -1).astype(np.int32),
         reward=reward,
         finish_reason=fields.pop("finish_reason", "stop"),
         **fields,
@@ -61,17 +68,25 @@ def group_of(
     lengths: Sequence[int] | None = None,  # generated tokens
     num_prompt: int = 3,
     seed: int = 0,
+    policy_step: int = 0,
     **fields: Any,
 ) -> RolloutGroup:
     """Siblings with these rewards; `fields` override the group's own."""
     lengths = lengths or [4] * len(rewards)
     rollouts = tuple(
-        rollout_with(reward, num_prompt=num_prompt, num_generated=length, seed=seed * 100 + index)
+        rollout_with(
+            reward,
+            num_prompt=num_prompt,
+            num_generated=length,
+            seed=seed * 100 + index,
+            policy_step=policy_step,
+        )
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
     )
     named = {
         "run_id": RUN, "generator_id": "ann", "boot": BOOT, "sequence": 0,
-        "problem_id": "math_1k/7", "task": "calculator", "policy_step": 0,
+        "problem_id": "math_1k/7", "task": "calculator", "policy_step": policy_step,
+        "wid": "0123456789abcdef",
     }  # fmt: skip
     return RolloutGroup(**{**named, **fields}, rollouts=rollouts)
 

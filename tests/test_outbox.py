@@ -25,7 +25,9 @@ def holding(*sequences: int, limit: int = 64) -> Outbox:
 
 def said(settled: int, seen: int | None = None, *, boot: bytes = b"1") -> Announcement:
     seen = settled if seen is None else seen
-    return Announcement("run", boot=boot, settled={ME: settled}, seen={ME: seen})
+    return Announcement(
+        "run", boot=boot, recv={ME: settled}, durable={ME: settled}, seen={ME: seen}
+    )
 
 
 def test_what_is_settled_is_forgotten() -> None:

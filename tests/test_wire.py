@@ -26,7 +26,7 @@ from peralta_zmq.wire import messages, sockets
 
 ANYWHERE = "tcp://127.0.0.1:*"
 DEADLINE = 10.0  # seconds
-BUFFERS = ("tokens", "mask", "logprobs")
+BUFFERS = ("tokens", "mask", "logprobs", "steps")
 GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
 
 
@@ -95,7 +95,7 @@ def same(ours: RolloutGroup, theirs: RolloutGroup) -> bool:
         and all(
             x.dtype == y.dtype and x.tobytes() == y.tobytes()
             for x, y in ((a.token_ids, b.token_ids), (a.loss_mask, b.loss_mask),
-                         (a.logprobs, b.logprobs))
+                         (a.logprobs, b.logprobs), (a.policy_steps, b.policy_steps))
         )
         for a, b in zip(ours.rollouts, theirs.rollouts, strict=True)
     )  # fmt: skip
@@ -445,7 +445,7 @@ def accepted(sender: wire.RolloutSender, frame: bytes, *, limit: int) -> int:
 
 def frame_of_4_kilobytes() -> bytes:
     frame = wire.encode_group(group_of([1, 0, 0, 1], lengths=[107] * 4))
-    assert 3900 < len(frame) < 4300
+    assert 3900 < len(frame) < 6000
     return frame
 
 
@@ -575,7 +575,8 @@ def test_announcement_arrives_whole(stack: ExitStack) -> None:
         boot=b"8 bytes.",
         step=7,
         version=9,
-        settled={"ann/00": 5},
+        recv={"ann/00": 5},
+        durable={"ann/00": 5},
         seen={"ann/00": 7},
         done=True,
     )
@@ -625,8 +626,8 @@ def test_announcing_to_a_listener_that_does_not_read_never_blocks(stack: ExitSta
         msgpack.packb({"run_id": 5}),
         msgpack.packb({"run_id": RUN, "step": "7"}),
         msgpack.packb({"run_id": RUN, "version": 1.5}),
-        msgpack.packb({"run_id": RUN, "settled": None}),
-        msgpack.packb({"run_id": RUN, "settled": {"ann": "5"}, "seen": {"ann": 5}}),
+        msgpack.packb({"run_id": RUN, "durable": None}),
+        msgpack.packb({"run_id": RUN, "durable": {"ann": "5"}, "seen": {"ann": 5}}),
         msgpack.packb({"run_id": RUN, "seen": {b"ann": 5}}),
         msgpack.packb({"run_id": RUN, "boot": "text"}),
         msgpack.packb({"run_id": RUN, "done": 1}),
@@ -644,7 +645,7 @@ def test_announcement_of_a_later_version_is_understood() -> None:
 
 
 def test_announcement_holds_a_thousand_senders() -> None:
-    said = wire.Announcement(RUN, settled={f"generator-{n}/0011": n for n in range(1000)})
+    said = wire.Announcement(RUN, durable={f"generator-{n}/0011": n for n in range(1000)})
     assert wire.decode_announcement(msgpack.packb(dataclasses.asdict(said))) == said
 
 
@@ -685,7 +686,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
     first.close()  # with four in its queues
 
     second = stack.enter_context(closing(bound_again(first.address)))
-    restarted = wire.Announcement(RUN, boot=b"second", settled={GROUP.sender: 1})
+    restarted = wire.Announcement(RUN, boot=b"second", durable={GROUP.sender: 1})
     for frame in outbox.lost_on_the_way(restarted):
         assert sender.send(frame, timeout=DEADLINE)
     ends = monotonic() + DEADLINE
@@ -700,7 +701,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
             taken.append(got[0].sequence)
         seen = {GROUP.sender: ledger.seen(GROUP.sender)}
         settled = {GROUP.sender: ledger.settled(GROUP.sender)}
-        said = wire.Announcement(RUN, boot=b"second", settled=settled, seen=seen)
+        said = wire.Announcement(RUN, boot=b"second", durable=settled, seen=seen)
         for frame in outbox.lost_on_the_way(said):
             sender.send(frame, timeout=DEADLINE)
     assert len(taken) == len({*taken})

@@ -43,6 +43,11 @@ class Version:
         """The run that it belongs to."""
         return str(self.manifest.about.get("run_id"))
 
+    @property
+    def wid(self) -> str:
+        """What tells these weights from all others: 16 hexadecimal digits."""
+        return self.manifest.digest[:16]
+
 
 class DirectoryStore:
     """One run's weights folder."""

@@ -39,16 +39,20 @@ class Announcement:
     boot: bytes = b""  # 8 random bytes, new with each start of the trainer
     step: int = 0  # optimizer steps taken
     version: int = -1  # newest published version, -1 before the first
-    settled: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender heard from lately: all its groups up to this sequence are safe with the trainer."""
+    wid: str = ""  # of the newest version
+    min_step: int = 0  # groups of older weights are not accepted any more
+    recv: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender heard from lately: all its groups up to this sequence have come."""
+    durable: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender: all its groups up to this sequence are on the trainer's disk, or not needed."""
     seen: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: the highest sequence that came. Above `settled`, something between is lost."""
+    """By sender: the highest sequence that came. Above `recv`, something between is lost."""
     done: bool = False  # the run is complete
 
 
 SAID = {
     "run_id": str, "boot": bytes, "step": int, "version": int,
-    "settled": dict, "seen": dict, "done": bool,
+    "wid": str, "min_step": int, "recv": dict, "durable": dict, "seen": dict, "done": bool,
 }  # fmt: skip
 
 
@@ -62,6 +66,7 @@ def encode_group(group: RolloutGroup) -> bytes:
         "tokens": b"".join(each.token_ids.astype("<i4").tobytes() for each in rollouts),
         "mask": b"".join(each.loss_mask.tobytes() for each in rollouts),
         "logprobs": b"".join(each.logprobs.astype("<f4").tobytes() for each in rollouts),
+        "steps": b"".join(each.policy_steps.astype("<i4").tobytes() for each in rollouts),
     }
     fields = {
         "v": VERSION,
@@ -71,6 +76,7 @@ def encode_group(group: RolloutGroup) -> bytes:
         "seq": group.sequence,
         "floor": group.floor,
         "step": group.policy_step,
+        "wid": group.wid,
         "problem": group.problem_id,
         "task": group.task,
         "n": [len(each.token_ids) for each in rollouts],
@@ -111,7 +117,7 @@ def decode_announcement(frame: bytes) -> Announcement:
     fields = _unpack(frame, max_map_len=MAX_SENDERS, max_lists=0, max_maps=3)
     try:
         known = {name: _typed(fields[name], kind) for name, kind in SAID.items() if name in fields}
-        for name in ("settled", "seen"):
+        for name in ("recv", "durable", "seen"):
             for sender, sequence in known.get(name, {}).items():
                 _typed(sender, str)
                 _typed(sequence, int)
@@ -151,6 +157,7 @@ def _group_of(fields: dict[str, Any], vocab_size: int) -> RolloutGroup:
         sequence=_typed(fields["seq"], int),
         floor=_typed(fields.get("floor", 0), int),
         policy_step=_typed(fields["step"], int),
+        wid=_typed(fields["wid"], str),
         problem_id=_typed(fields["problem"], str),
         task=_typed(fields["task"], str),
         rollouts=_rollouts_of(fields, vocab_size),
@@ -168,7 +175,10 @@ def _rollouts_of(fields: dict[str, Any], vocab_size: int) -> tuple[Rollout, ...]
     tokens = np.frombuffer(fields["tokens"], "<i4")
     mask = np.frombuffer(fields["mask"], np.uint8)
     logprobs = np.frombuffer(fields["logprobs"], "<f4")
-    _require(len(tokens) == len(mask) == len(logprobs) == total, "arrays of unequal length")
+    steps = np.frombuffer(fields["steps"], "<i4")
+    arrays = (tokens, mask, logprobs, steps)
+    _require({len(each) for each in arrays} == {total}, "arrays of unequal length")
+    _require(bool((steps[mask == 1] >= fields["step"]).all()), "a token of older weights")
     _require(bool(((tokens >= 0) & (tokens < vocab_size)).all()), "token outside the vocabulary")
     _require(bool((mask <= 1).all()), "mask is not boolean")
     _require(bool(np.isfinite(logprobs).all()), "logprob is not finite")
@@ -178,18 +188,28 @@ def _rollouts_of(fields: dict[str, Any], vocab_size: int) -> tuple[Rollout, ...]
     cuts = np.cumsum(lengths)[:-1]
     columns = zip(
         np.split(tokens.astype(np.int32), cuts), np.split(mask.astype(bool), cuts),
-        np.split(logprobs.astype(np.float32), cuts), *per_rollout, strict=True,
+        np.split(logprobs.astype(np.float32), cuts), np.split(steps.astype(np.int32), cuts),
+        *per_rollout, strict=True,
     )  # fmt: skip
     return tuple(_rollout_of(*column) for column in columns)
 
 
 def _rollout_of(
-    token_ids: Any, loss_mask: Any, logprobs: Any, reward: Any, parts: Any, finish: Any
+    token_ids: Any,
+    loss_mask: Any,
+    logprobs: Any,
+    policy_steps: Any,
+    reward: Any,
+    parts: Any,
+    finish: Any,
 ) -> Rollout:
     values = {_typed(name, str): _finite(value) for name, value in _typed(parts, dict).items()}
     _require(bool(loss_mask.any()) and not loss_mask[0], "a rollout without prompt or completion")
     _require(_typed(finish, int) in (0, 1), "unknown finish reason")
-    return Rollout(token_ids, loss_mask, logprobs, _finite(reward), FINISH_REASONS[finish], values)
+    return Rollout(
+        token_ids, loss_mask, logprobs, policy_steps,
+        _finite(reward), FINISH_REASONS[finish], values,
+    )  # fmt: skip
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -211,6 +231,6 @@ def _finite(value: Any) -> float:
 
 def _checksum(buffers: dict[str, Any]) -> int:
     checksum = 0
-    for name in ("tokens", "mask", "logprobs"):
+    for name in ("tokens", "mask", "logprobs", "steps"):
         checksum = zlib.crc32(buffers[name], checksum)
     return checksum

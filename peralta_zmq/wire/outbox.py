@@ -47,7 +47,7 @@ class Outbox:
         """
         if heard is None:
             return []
-        settled = heard.settled.get(self._sender, -1)
+        settled = heard.durable.get(self._sender, -1)
         self._frames = {number: each for number, each in self._frames.items() if number > settled}
         restarted = self._trainer not in (b"", heard.boot)
         self._trainer = heard.boot
