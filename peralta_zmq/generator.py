@@ -144,7 +144,7 @@ class Generator:
             for index, completions in answers:
                 group = self._group_of(version, asked[index], completions, reward)
                 frame = wire.encode_group(group)
-                self._outbox.add(group.sequence, frame)
+                self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
                 if not self._send(frame, engine):
                     return
         logger.info("run complete: groups=%d", self._pace.made)
