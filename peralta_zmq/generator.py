@@ -149,7 +149,7 @@ class Generator:
                 )  # fmt: skip
                 failpoint("generator.made")
                 frame = wire.encode_group(group)
-                self._outbox.add(group.sequence, frame)
+                self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
                 if not self._send(frame, engine):
                     return
                 failpoint("generator.sent")
