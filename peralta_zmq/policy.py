@@ -159,19 +159,28 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
     Tensors are taken from `weights` one at a time, so a lazy mapping needs no second model.
     """
     live = weights_of(model)
-    if strange := sorted(live.keys() ^ weights.keys()):
-        raise ValueError(f"tensor names differ, first {strange[0]}")
-    for name, target in live.items():
-        tensor = weights[name]
-        if tensor.shape != target.shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(target.shape)}"
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} is not finite")
+    check_weights({name: tensor.shape for name, tensor in live.items()}, weights)
     with torch.no_grad():
         for name, target in live.items():
             target.copy_(weights[name])
+
+
+def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless `weights` have these names and shapes and are all finite."""
+    if strange := sorted(shapes.keys() ^ weights.keys()):
+        raise ValueError(f"tensor names differ, first {strange[0]}")
+    for name, shape in shapes.items():
+        tensor = weights[name]
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(shape)}")
+        if not _is_finite(tensor):
+            raise ValueError(f"{name} is not finite")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum is ten times as fast as a look at each number; only a strange sum needs the looks."""
+    summed = tensor.sum(dtype=torch.float32)
+    return bool(summed.isfinite()) or bool(tensor.isfinite().all())
 
 
 def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
