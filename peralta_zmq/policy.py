@@ -183,20 +183,28 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(summed.isfinite()) or bool(tensor.isfinite().all())
 
 
-def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """Compute dtype for sampling: the narrowest the hardware multiplies natively, else fp32."""
+def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
+    """Compute dtype for sampling and the reason for it: `auto` takes the narrowest that the
+    hardware multiplies natively."""
     if name != "auto":
-        return DTYPES[name]
+        return DTYPES[name], "as model.dtype says"
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "auto: this GPU multiplies it"
+        return torch.float16, "auto: this GPU has no bfloat16"
     if device.type == "mps":
-        return torch.float16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+        return torch.float16, "auto: half the memory of float32 on mps"
+    if _cpu_has_bf16():
+        return torch.bfloat16, "auto: this CPU multiplies it"
+    return torch.float32, "auto: this CPU has no bfloat16"
 
 
 def _cpu_has_bf16() -> bool:
     flags = Path("/proc/cpuinfo")
-    return flags.exists() and "avx512_bf16" in flags.read_text(encoding="ascii", errors="replace")
+    if not flags.exists():
+        return False
+    words = flags.read_text(encoding="ascii", errors="replace")
+    return any(each in words for each in ("avx512_bf16", "amx_bf16"))
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
@@ -220,7 +228,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return tokenizer.encode(cast(str, text), add_special_tokens=False)
 
 
-def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.int32]) -> str:
+def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.integer]) -> str:
     """The tokens as text, special tokens included."""
     return cast(str, tokenizer.decode(token_ids.tolist()))
 

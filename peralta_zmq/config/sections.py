@@ -105,8 +105,8 @@ class SamplingSection(Section):
     """generated tokens before a completion may end"""
     max_completion_length: PositiveInt = 48
     """generated tokens at most, the end token included"""
-    stop: tuple[Text, ...] = ()
-    """a completion ends when its text has one of these strings"""
+    stop: Text | None = None
+    """a completion ends when its text has this string, which is then cut off"""
 
 
 class EngineSection(Section):

@@ -5,7 +5,7 @@ Knows the families whose cache and masks it has seen; `serves` says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -84,7 +84,7 @@ class Decoder:
         return zeros.masked_fill_(hidden, float("-inf"))[:, None]
 
     @contextmanager
-    def _our_attention(self) -> Iterator[None]:
+    def _our_attention(self) -> Generator[None, None, None]:
         theirs = self._config._attn_implementation  # a trainer goes on with this one
         self._config._attn_implementation = OURS
         try:
@@ -119,7 +119,8 @@ def _attention(
     key: Tensor,  # [n, H, T, D]
     value: Tensor,
     mask: Tensor,  # [n, 1, S, T]
-    scaling: float | None = None,
+    *,
+    scaling: float,
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:

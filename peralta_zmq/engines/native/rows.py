@@ -35,9 +35,7 @@ class Rows:
         """One number in [0, 1) for the next token of each of `rows`."""
         return self._chances[rows, self.num_tokens[rows]]
 
-    def add(
-        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
-    ) -> None:
+    def add(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int) -> None:
         """One more token for each of `rows`, sampled by the weights of `step`."""
         places = self.num_tokens[rows]
         self.tokens[rows, places] = tokens
