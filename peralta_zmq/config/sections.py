@@ -97,17 +97,27 @@ class SamplingSection(Section):
     """keep the most likely tokens up to this probability mass; 1 = off"""
     top_k: NonNegativeInt = 0
     """keep this many most likely tokens; 0 = off"""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """keep tokens at least this probable in proportion to the most likely one; 0 = off"""
+    repetition_penalty: PositiveFloat = 1.0
+    """above 1, tokens that prompt or completion already has become less likely; 1 = off"""
+    min_tokens: NonNegativeInt = 0
+    """generated tokens before a completion may end"""
     max_completion_length: PositiveInt = 48
     """generated tokens at most, the end token included"""
+    stop: Text | None = None
+    """a completion ends when its text has this string, which is then cut off"""
 
 
 class EngineSection(Section):
     """The machinery that samples."""
 
-    name: Text = "hf"
+    name: Text = "native"
     """a shipped engine, or a dotted name of your own (module:attribute)"""
-    prompts_per_batch: PositiveInt = 4
-    """problems sampled together; each brings num_generations completions"""
+    slots: PositiveInt = 32
+    """completions sampled together; a finished one makes room for the next"""
+    max_model_len: PositiveInt = 512
+    """tokens of prompt and completion that a slot holds; memory grows with slots times this"""
 
 
 class GeneratorSection(Section):
@@ -207,6 +217,8 @@ class WeightsSection(Section):
     """published versions to keep"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two looks at the folder when nothing was announced"""
+    update: Literal["in_flight", "between_groups"] = "in_flight"
+    """apply a new version between two tokens, or when no group is under way"""
 
 
 class CheckpointSection(Section):
