@@ -26,10 +26,12 @@ from peralta_zmq.errors import ConfigError
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
+LOOPBACKS = ("localhost", "::1", "[::1]")
+
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65534)]  # port + 1 is used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # the two ports after it are used too
 
 
 class Section(BaseConfig):
@@ -201,11 +203,20 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements use the next one"""
+    """port for rollouts; announcements and counters use the next two"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1
     """groups that one generator's queue holds before it waits"""
+
+
+class SecuritySection(Section):
+    """Who may take part."""
+
+    keys: Text | None = None
+    """folder of key files, made by `bin/doctor keygen`; None = no encryption, loopback only"""
+    insecure: bool = False
+    """listen on a network without keys: anyone there can read the run and send groups"""
 
 
 class WeightsSection(Section):
@@ -258,6 +269,7 @@ class Config(Section):
     advantage: AdvantageSection = AdvantageSection()
     eval: EvalSection = EvalSection()
     wire: WireSection = WireSection()
+    security: SecuritySection = SecuritySection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
@@ -279,6 +291,11 @@ class Config(Section):
         return self.data.model_dump(exclude_none=True)
 
     @property
+    def keys_folder(self) -> Path | None:
+        """The folder of key files, if there are keys."""
+        return Path(self.security.keys).expanduser() if self.security.keys else None
+
+    @property
     def groups_per_step(self) -> int:
         """Groups in one optimizer step."""
         return self.train.batch_size // self.sampling.num_generations
@@ -295,6 +312,7 @@ class Config(Section):
         _check_names(self)
         _check_batch(self)
         _check_ranges(self)
+        _check_security(self)
         return self
 
 
@@ -347,3 +365,14 @@ def _check_ranges(config: Config) -> None:
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and the count is the same for all generators"
         )
+
+
+def _check_security(config: Config) -> None:
+    bind, security = config.wire.bind, config.security
+    if security.keys or security.insecure or bind.startswith("127.") or bind in LOOPBACKS:
+        return
+    raise ConfigError(
+        f"wire.bind {bind} is open to a network and there are no keys; make them with "
+        "`bin/doctor keygen` and name their folder with --security.keys, or say that the network "
+        "may be trusted with --security.insecure"
+    )
