@@ -32,11 +32,16 @@ from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
-from peralta_zmq.stores.directory import DirectoryStore
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.publisher import Keep, Publisher, Report
+from peralta_zmq.stores.serve import Server, read_token
+from peralta_zmq.stores.store import WeightStore
 
 ANNOUNCE_SECONDS = 1.0
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS = 20  # without signal before we say so
+LAST_VERSION_SECONDS = 60.0  # that the end of a run waits for its last version to be out
+STOP_SECONDS = 2.0  # and that a stop waits
 IDENTITY, LOCK = "RUN.json", "lock"
 
 
@@ -63,7 +68,8 @@ class Trainer:
     def __init__(self, config: Config, stack: ExitStack) -> None:
         self._config, self._folder = config, config.run_folder
         self._boot = os.urandom(8)
-        self._version = -1  # number of the newest published weights
+        self._version, self._wid = -1, ""  # number and id of the newest published weights
+        self._published: Report | None = None
         on_policy = config.train.max_async_level == 0
         self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
@@ -103,8 +109,9 @@ class Trainer:
         newest = self._store.newest()
         if newest is None or newest.step != step:
             self._publish()
+            self._wait_for_version(LAST_VERSION_SECONDS)
         else:
-            self._version = newest.number
+            self._version, self._wid = newest.number, newest.wid
 
     def evaluate_base(self) -> None:
         """Greedy accuracy of the untrained model, once per run."""
@@ -127,6 +134,7 @@ class Trainer:
             "queue/depth": depth,
             "time/wait_for_batch": collected - started,
             "time/publish": publishing,
+            **self._newest_publication(),
         }
         self._record(groups, row, step_time=time.monotonic() - started)
         if self._learner.step % self._config.checkpoint.interval == 0:
@@ -135,7 +143,9 @@ class Trainer:
     def finish(self) -> None:
         """Save; then close the run, or say how to resume it."""
         self._save()
-        if self._learner.step < self._config.train.max_steps:
+        complete = self._learner.step >= self._config.train.max_steps
+        self._wait_for_version(LAST_VERSION_SECONDS if complete else STOP_SECONDS)
+        if not complete:
             step = self._learner.step
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
@@ -174,7 +184,14 @@ class Trainer:
         stack.enter_context(closing(self._announcer))
 
     def _open_folders(self, stack: ExitStack) -> None:
-        self._store = DirectoryStore(self._config.weights_folder)
+        weights = self._config.weights
+        if self._config.weights_address.startswith("http://"):
+            raise ConfigError(
+                f"weights.dir {weights.dir} is for generators; the trainer needs a folder, "
+                "which weights.serve_port serves"
+            )
+        token = read_token(weights.token_file)
+        self._store = WeightStore(open_place(self._config.weights_address))
         is_new = not (self._folder / IDENTITY).exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -194,9 +211,27 @@ class Trainer:
             if is_new:
                 _remove_new(self._folder)
             raise
+        if weights.serve_port:
+            server = Server(
+                self._config.weights_folder,
+                host=self._config.wire.bind, port=weights.serve_port, token=token,
+            )  # fmt: skip
+            stack.enter_context(closing(server))
+        self._publisher = stack.enter_context(closing(self._open_publisher()))
         self._journal = stack.enter_context(closing(Journal(self._folder / "journal")))
         name, max_steps = self._config.run.name, self._config.train.max_steps
         self._books = stack.enter_context(Books(self._folder, run=name, max_steps=max_steps))
+
+    def _open_publisher(self) -> Publisher:
+        weights = self._config.weights
+        return Publisher(
+            self._store,
+            companions=policy.companion_files(self._model_folder),
+            dtype=policy.DTYPES[weights.dtype],
+            keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
+            keyframe_interval=weights.keyframe_interval,
+            max_mbit_per_s=weights.max_mbit_per_s,
+        )
 
     # One step.
 
@@ -205,10 +240,12 @@ class Trainer:
         step, depth, queued = self._learner.step + 1, 0, True
         started = said = time.monotonic()
         while _num_rollouts(self._pending) < self._config.train.batch_size:
+            self._take_reports()
             self._announce()
             if self._stopping:
                 return [], depth
-            received = self._receiver.receive(timeout=0.005 if queued else 0.2)
+            patience = 0.005 if queued else 0.02 if self._publisher.busy else 0.2
+            received = self._receiver.receive(timeout=patience)
             if received is None:
                 queued = False
                 said = self._say_silence(started, said)
@@ -242,24 +279,46 @@ class Trainer:
             self._record(groups, self._learner.learn(groups), step_time=0.0)
 
     def _publish(self) -> float:
-        """Write this step's weights as bf16, or report why not; returns the seconds it took."""
-        started, step = time.monotonic(), self._learner.step
-        named = policy.weights_of(self._model).items()
-        try:
-            version = self._store.publish(
-                step,
-                {name: tensor.to(torch.bfloat16) for name, tensor in named},
-                companions=policy.companion_files(self._model_folder),
-                keep_last=self._config.weights.keep_last,
-            )
-        except StoreError as error:  # train on: generators serve the version they have
-            self._books.event("publish_failed", step=step, reason=str(error))
-            self._books.note(str(error))
-        else:
-            self._version = version.number
-            self._books.event("publish", step=step, number=version.number, wid=version.wid)
+        """Hand this step's weights over to be published; returns the seconds it took.
+
+        The last version of a run is whole, so that transformers loads it as it is.
+        """
+        step = self._learner.step
+        whole = step >= self._config.train.max_steps
+        return self._publisher.publish(step, policy.weights_of(self._model), whole=whole)
+
+    def _newest_publication(self) -> dict[str, float]:
+        """What the newest finished publication cost; it may be of an earlier step."""
+        if (report := self._published) is None or report.version is None:
+            return {}
+        return {
+            "weights/version": report.version.number,
+            "weights/bytes": report.version.size,
+            "weights/stall_seconds": report.stall_seconds,
+            "weights/encode_seconds": report.encode_seconds,
+            "weights/write_seconds": report.write_seconds,
+        }
+
+    def _wait_for_version(self, seconds: float) -> None:
+        """Let what was handed over be published; an unfinished one is left behind."""
+        if not self._publisher.wait(seconds):
+            self._books.note(f"the last version is not published after {seconds:.0f} s")
+        self._take_reports()
+
+    def _take_reports(self) -> None:
+        """Tell what was published since, and what was not."""
+        for report in self._publisher.take_reports():
+            if report.version is None:  # train on: generators serve the version they have
+                self._books.event("publish_failed", step=report.step, reason=report.reason)
+                self._books.note(report.reason)
+                continue
+            self._published, version = report, report.version
+            self._version, self._wid = version.number, version.wid
+            self._books.event(
+                "publish", step=report.step, number=version.number, wid=version.wid,
+                kind=version.kind, bytes=version.size,
+            )  # fmt: skip
             self._announce(changed=True)
-        return time.monotonic() - started
 
     def _announce(self, *, changed: bool = False, done: bool = False) -> None:
         now = time.monotonic()
@@ -272,6 +331,7 @@ class Trainer:
             boot=self._boot,
             step=self._learner.step,
             version=self._version,
+            wid=self._wid,
             recv={sender: ledger.settled(sender) for sender in self._live()},
             durable={sender: ledger.settled(sender) for sender in self._live()},
             seen={sender: ledger.seen(sender) for sender in self._live()},

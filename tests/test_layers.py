@@ -29,6 +29,8 @@ DOORS = {
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
+    "zstandard": {"stores"},
+    "obstore": {"stores.objects"},
     "transformers": {"policy", "engines.hf"},
     "huggingface_hub": {"policy"},
     "pydantic": {"config"},
