@@ -34,6 +34,7 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
+        self.shared = False  # transformers may go on using the file that it loaded
 
     def tensors(self) -> sets.MappedTensors:
         """Views of the copy's weights; they change when it advances by a delta."""
@@ -91,6 +92,10 @@ class Copy:
         self.version = None
         (self.folder / SOUND).unlink(missing_ok=True)
         failpoint("load.unmarked")
+        if self.shared:
+            shutil.copyfile(self.folder / WEIGHTS, self.folder / f"{INCOMING}.weights")
+            os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS)
+            self.shared = False
         for link in links:
             try:
                 checksums = self._apply(link, incoming / str(link.number))

@@ -71,7 +71,7 @@ class Follower:
         self._served: Version | None = None
         self._staged: Staged | None = None
         self._taken: Staged | None = None
-        self._hinted: tuple[int, str] | None = None
+        self._hinted = -1, ""  # number and id of the version announced last
         self._noticed: tuple[int, float] = (-1, 0.0)  # number, monotonic seconds
         self._said = ""
         self._failure: BaseException | None = None
@@ -83,12 +83,7 @@ class Follower:
 
     def hint(self, number: int, wid: str = "") -> None:
         """A version was announced; look for it now, whatever the listing says."""
-        served = self._served
-        if (
-            number >= 0
-            and (number, wid) != self._hinted
-            and (served is None or (served.number, served.wid) != (number, wid or served.wid))
-        ):
+        if number >= 0 and (number, wid) != self._hinted:
             self._hinted = number, wid
             self._wake.set()
 
@@ -194,26 +189,27 @@ class Follower:
 
     def _announced(self) -> Version | None:
         """The announced version if it is there: a listing may be old where a name is instant."""
-        hinted, self._hinted = self._hinted, None
-        if hinted is None:
+        number, _ = self._hinted
+        if number <= max((each.number for each in self._known()), default=-1):
             return None
-        number, wid = hinted
         version = self._store.look(number)
-        if version is None or not self._is_news(version):
-            return None
-        if wid and version.wid != wid:
-            self._say(f"unread version={number} reason=its id is {version.wid}, not {wid}")
-            return None
-        return version
+        return version if version is not None and self._is_news(version) else None
 
     def _is_news(self, version: Version) -> bool:
         """Newer than what is served or ready; another run's is newer whatever its number."""
-        known = (self._served, self._staged and self._staged.version,
-                 self._taken and self._taken.version)  # fmt: skip
+        number, wid = self._hinted
+        if version.number == number and wid not in ("", version.wid):
+            self._say(f"unread version={number} reason=its id is {version.wid}, not {wid}")
+            return False
         return all(
-            each is None or each.run_id != version.run_id or each.number < version.number
-            for each in known
+            each.run_id != version.run_id or each.number < version.number for each in self._known()
         )
+
+    def _known(self) -> list[Version]:
+        """What is served, offered or being applied."""
+        with self._changed:
+            stages = [each.version for each in (self._staged, self._taken) if each]
+            return [*stages, self._served] if self._served else stages
 
     def _stage(self, target: Version) -> None:
         """Bring the copy to `target`, check it, and offer it."""
@@ -240,6 +236,7 @@ class Follower:
 
     def _offer(self, version: Version, tensors: Mapping[str, torch.Tensor], count: int) -> None:
         visible = time.monotonic() - self._noticed[1]
+        self._copy.shared = self._served is None  # a model may be made over the file itself
         with self._changed:
             self._staged = Staged(version, tensors, self._copy.folder, count, visible)
             self._changed.notify_all()
