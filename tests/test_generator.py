@@ -16,9 +16,10 @@ from fakes import tiny_model
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config
-from peralta_zmq.errors import StoreError
-from peralta_zmq.generator import Pace, open_engine, refresh
+from peralta_zmq.errors import EngineError, StoreError
+from peralta_zmq.generator import Generator, Pace, go_back, open_engine, refresh
 from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.watch import Watch
 
 
 class Clock:
@@ -144,6 +145,51 @@ def test_a_version_that_the_model_refuses_is_not_offered_again(store: DirectoryS
     offered = store.newest()
     assert offered is not None
     assert offered.number == 1
+
+
+def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
+    store: DirectoryStore,
+) -> None:
+    good = published(store, 1, 1.0)
+    bad = published(store, 2, 2.0)
+    engine = Spy()
+    assert go_back(engine, store, bad, EngineError("not finite")).number == good.number
+    assert (engine.step, engine.weights["w"].tolist()) == (1, [1.0] * 4)
+    assert refresh(engine, store, good) is good  # and not taken again
+
+
+def test_weights_that_do_not_compute_end_a_generator_that_has_no_others(
+    store: DirectoryStore,
+) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        go_back(Spy(), store, published(store, 1, 1.0), EngineError("not finite"))
+
+
+@pytest.mark.parametrize(("update", "during"), [("in_flight", 2), ("between_groups", 1)])
+def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
+    update: str, during: int, store: DirectoryStore
+) -> None:
+    first = published(store, 1, 1.0)
+    config = Config.model_validate({"weights": {"update": update}})
+    engine = Spy()
+    engine.step = 1
+    address = wire.next_port("tcp://127.0.0.1:9")
+    watch = Watch(store.folder, poll_seconds=0.001)
+    with (
+        closing(watch),
+        closing(wire.Listener(address)) as listener,
+        closing(wire.RolloutSender("tcp://127.0.0.1:9", hwm=1)) as sender,
+    ):
+        worker = Generator(config, "ann", store, listener, watch, sender, first)
+        worker._under_way = 1
+        published(store, 2, 2.0)
+        for _ in range(2):  # poll_seconds lets it look at each call
+            watch._changed.set()
+            worker._refresh(engine)
+        assert engine.step == during
+        worker._under_way = 0
+        worker._refresh(engine)
+        assert engine.step == 2
 
 
 def test_the_versions_of_a_new_run_in_the_folder_are_newer_whatever_their_number(
