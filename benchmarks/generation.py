@@ -179,13 +179,13 @@ def compared(name: str, ours: Sequence[float], peer: Sequence[float], unit: str)
 def against_bounds(setting: Setting) -> Iterator[Claim]:
     """Decode steps against what the machine's memory and multipliers allow, three times each."""
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
-    for name, num_prompts, bound_of in (
-        ("bandwidth_share_4_rows", 1, lambda rows: rows * bandwidth() / size),
-        ("flop_share_32_rows", 8, lambda rows: flops(setting.dtype) / (2 * setting.num_parameters)),
-    ):
-        rows, ours, shares, bounds = num_prompts * SIBLINGS, [], [], []
+    for name, num_prompts in (("bandwidth_share_4_rows", 1), ("flop_share_32_rows", 8)):
+        rows = num_prompts * SIBLINGS
+        ours, shares, bounds = list[float](), list[float](), list[float]()
         for _ in range(3):
-            bounds.append(bound_of(rows))
+            reads, multiplies = rows * bandwidth() / size, flops(setting.dtype)
+            by_flops = multiplies / (2 * setting.num_parameters)
+            bounds.append(reads if num_prompts == 1 else by_flops)
             ours.append(rows / setting.step_seconds(num_prompts))
             shares.append(ours[-1] / bounds[-1])
             progress(f"{name}: {ours[-1]:.4g} of {bounds[-1]:.4g} tokens/s")
