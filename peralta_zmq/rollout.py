@@ -61,6 +61,7 @@ class Request:
 
     index: int  # returned with the completion, which may come in any order
     prompt_ids: Int32Array  # [P]
+    max_completion_length: int | None = None  # below the sampling's; None = that one
 
 
 @dataclass(frozen=True, slots=True)

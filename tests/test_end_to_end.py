@@ -26,7 +26,7 @@ from peralta_zmq.rollout import Message
 
 REPO = Path(__file__).parent.parent
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
-         "--checkpoint.interval", "2",
+         "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
 STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
 SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",

@@ -15,8 +15,9 @@ import torch
 from fakes import tiny_model
 
 from peralta_zmq import generator, policy, wire
-from peralta_zmq.config import load_config
-from peralta_zmq.generator import Pace, open_engine, open_follower, refresh
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import EngineError
+from peralta_zmq.generator import Generator, Line, Pace, open_engine, open_follower, refresh
 from peralta_zmq.stores.directory import DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
@@ -207,3 +208,45 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         store.publish(7, first, companions=companions, base=(versions[-1], base))
         assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
         assert torch.equal(served["model.norm.weight"], before)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    """Sockets to nobody."""
+    address = "tcp://127.0.0.1:9"
+    opened = Line(wire.Listener(address), wire.RolloutSender(address), wire.CounterSender(address))
+    with closing(opened.listener), closing(opened.sender), closing(opened.counters):
+        yield opened
+
+
+def generator_of(follower: Follower, line: Line, version: Version, **weights: object) -> Generator:
+    return Generator(Config.model_validate({"weights": weights}), "ann", follower, line, version)
+
+
+@pytest.mark.parametrize(("update", "during"), [("in_flight", 2), ("between_groups", 1)])
+def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
+    update: str, during: int, store: WeightStore, follower: Follower, line: Line
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    worker = generator_of(follower, line, first, update=update)
+    worker._under_way = 1
+    published(store, 2, 2.0)
+    assert follower.ready(timeout=20) is not None
+    worker._refresh(engine)
+    assert engine.step == during
+    worker._under_way = 0
+    worker._refresh(engine)
+    assert engine.step == 2
+
+
+def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
+    store: WeightStore, follower: Follower, line: Line
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    published(store, 2, 2.0)
+    worker = generator_of(follower, line, until_step(engine, follower, first, 2))
+    worker._under_way = 3
+    worker._give_up(engine, EngineError("not finite"))
+    assert (engine.step, engine.weights["w"].tolist()) == (1, [1.0] * 4)
+    assert worker._under_way == 0
+    assert follower.ready(timeout=0.3) is None  # and not taken again

@@ -113,7 +113,8 @@ class HfEngine:
         if not logprobs.isfinite().all():
             raise EngineError(f"the weights of step {step} give logits that are not finite")
         for request, ids, scores in zip(requests, generated, logprobs, strict=True):
-            length = self._length(ids.tolist(), sampling)
+            limit = request.max_completion_length
+            length = self._length(ids[:limit].tolist(), sampling)
             yield completion_of(
                 self._tokenizer, request, sampling,
                 token_ids=ids[:length].cpu().numpy(),

@@ -114,9 +114,8 @@ class Loop:
     def _ended(self) -> list[int]:
         """Rows whose newest token is their last, the highest first."""
         tokens, _ = self._rows.newest()
-        num_tokens = self._rows.num_tokens[: self._rows.count]
         ended = np.isin(tokens, self._end_ids)
-        ended |= num_tokens == self._sampling.max_completion_length
+        ended |= (self._rows.num_tokens == self._rows.limits)[: self._rows.count]
         if self._sampling.stop:
             ended |= np.array([self._has_stopped(row) for row in range(self._rows.count)])
         return np.flatnonzero(ended)[::-1].tolist()

@@ -12,7 +12,7 @@ class Rows:
 
     def __init__(self, num_rows: int, sampling: Sampling) -> None:
         shape = (num_rows, sampling.max_completion_length)
-        self._seed = sampling.seed
+        self._seed, self._longest = sampling.seed, sampling.max_completion_length
         self.count = 0
         self.requests: list[Request] = []
         self.tokens = np.zeros(shape, np.int64)
@@ -20,6 +20,7 @@ class Rows:
         self.steps = np.zeros(shape, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt = np.zeros(num_rows, np.int64)
+        self.limits = np.zeros(num_rows, np.int64)  # on num_tokens
         self._chances = np.zeros(shape, np.float32)
 
     def start(self, request: Request) -> int:
@@ -27,6 +28,7 @@ class Rows:
         row, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
+        self.limits[row] = min(request.max_completion_length or self._longest, self._longest)
         stream = np.random.Generator(np.random.Philox(key=[self._seed, request.index]))
         self._chances[row] = stream.random(self._chances.shape[1], dtype=np.float32)
         return row
@@ -54,7 +56,8 @@ class Rows:
         last = self.count
         for each in (self.tokens, self.logprobs, self.steps, self._chances):
             each[row] = each[last]
-        self.num_tokens[row], self.num_prompt[row] = self.num_tokens[last], self.num_prompt[last]
+        for each in (self.num_tokens, self.num_prompt, self.limits):
+            each[row] = each[last]
         self.requests[row] = self.requests[last]
         self.requests.pop()
         return last

@@ -1,0 +1,235 @@
+"""Generation: our engine, transformers' batched generate, and the original's way, side by side.
+
+The Qwen3-0.6B shape with random weights, prompts of 110 tokens (90 of them common, as with a
+system prompt and a worked example), 4 completions each, 48 new tokens or 8 to 48. `--quick` takes
+a shape a tenth as large. The original samples one prompt at a time in fp32 and takes the logprobs
+with a second forward; batched transformers gives no logprobs.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from peralta_zmq import policy
+from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.rollout import Int32Array, Request, Sampling
+from peralta_zmq.tasks import calculator
+
+NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
+LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
+               "vocab_size": 32000}  # fmt: skip
+# as in the original's configuration
+DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
+TINY_GROUPS, TINY_SIBLINGS = 24, 8
+
+
+def run(*, quick: bool) -> Iterator[Claim]:
+    """Measure; the claims' names are those of the architecture."""
+    policy.use_threads()
+    setting = Setting(QUICK_SHAPE if quick else SHAPE)
+    progress("warming up")
+    setting.original(4)
+    setting.hf_batched(8, 4)
+    list(setting.native.generate(requests(1, 4), DRAWN))
+    rates = interleaved(variants(setting), repeats=1 if quick else 3)
+    yield from against_peers(rates)
+    yield from against_bounds(setting)
+    del setting
+    yield tiny(repeats=3 if quick else 7)
+
+
+class Setting:
+    """The same weights three times: fp32 as the original has them, and twice in our dtype."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+        self.dtype, _ = policy.choose_dtype(torch.device("cpu"))
+        self.plain, self._hf, own = (without_end(shape) for _ in range(3))
+        self._hf.to(self.dtype)
+        self.num_parameters = sum(each.numel() for each in policy.weights_of(own).values())
+        self.native = NativeEngine(
+            own.to(self.dtype), tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW
+        )
+        self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned
+
+    def original(self, num_new: int) -> float:
+        """Seconds of one prompt x 4 in fp32, then a second forward for the logprobs."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            sequences = generated(self.plain, 1, num_new)
+            policy.token_logprobs(self.plain, sequences, torch.ones_like(sequences))
+        return time.perf_counter() - started
+
+    def hf_batched(self, num_prompts: int, num_new: int) -> float:
+        """Seconds of transformers' generate on all prompts x 4 together, without logprobs."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            generated(self._hf, num_prompts, num_new)
+        return time.perf_counter() - started
+
+    def ours(self, num_prompts: int, lengths: Sequence[int] | None = None) -> float:
+        """Tokens per second of our engine; the weights count as new, so no prefix is kept."""
+        asked = requests(num_prompts, NUM_NEW, lengths)
+        started = time.perf_counter()
+        completions = list(self.native.generate(asked, DRAWN))
+        seconds = time.perf_counter() - started
+        return sum(len(each.token_ids) for each in completions) / seconds
+
+    def step_seconds(self, num_prompts: int) -> float:
+        """The median decode step with 4 rows for each prompt."""
+        at: list[float] = []
+        asked = requests(num_prompts, NUM_NEW)
+        list(self.native.generate(asked, DRAWN, lambda: at.append(time.perf_counter())))
+        return statistics.median(after - before for before, after in pairwise(at))
+
+
+def without_end(shape: dict[str, Any]) -> Any:
+    """A random model that never ends a completion."""
+    model = cast(Any, policy.new_model(shape, seed=0).eval())
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model
+
+
+def prompts(count: int) -> list[Int32Array]:
+    """Prompts whose first tokens are common."""
+    random = np.random.default_rng(0)
+    common = random.integers(3, 30000, NUM_COMMON)
+    rest = random.integers(3, 30000, (count, NUM_PROMPT - NUM_COMMON))
+    return [np.concatenate([common, each]).astype(np.int32) for each in rest]
+
+
+def requests(num_prompts: int, num_new: int, lengths: Sequence[int] | None = None) -> list[Request]:
+    """Four for each prompt, of one length or of their own."""
+    arrays = [each for each in prompts(num_prompts) for _ in range(SIBLINGS)]
+    planned = lengths or [num_new] * len(arrays)
+    return [
+        Request(index, array, length)
+        for index, (array, length) in enumerate(zip(arrays, planned, strict=True))
+    ]
+
+
+def generated(model: Any, num_prompts: int, num_new: int) -> torch.Tensor:
+    """Prompts and completions, [4 * num_prompts, NUM_PROMPT + num_new]."""
+    ids = torch.from_numpy(np.stack(prompts(num_prompts))).long().repeat_interleave(SIBLINGS, 0)
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=DRAWN.temperature,
+        top_p=DRAWN.top_p, top_k=DRAWN.top_k, max_new_tokens=num_new,
+    )  # fmt: skip
+
+
+def variants(setting: Setting) -> dict[str, Callable[[], float]]:
+    """Tokens per second of each way. Varied lengths are the same for all; whoever cannot refill
+    computes up to the longest of a batch and is paid for the planned ones."""
+    random = np.random.default_rng(1)
+    lengths = random.integers(*LENGTHS, size=64, endpoint=True).tolist()
+    four, batch = lengths[:SIBLINGS], lengths[:32]
+    return {
+        "original": lambda: SIBLINGS * NUM_NEW / setting.original(NUM_NEW),
+        "original_varied": lambda: sum(four) / setting.original(max(four)),
+        "hf_8x4": lambda: 32 * NUM_NEW / setting.hf_batched(8, NUM_NEW),
+        "hf_varied": lambda: sum(batch) / setting.hf_batched(8, max(batch)),
+        "native_1x4": lambda: setting.ours(1),
+        "native_4x4": lambda: setting.ours(4),
+        "native_8x4": lambda: setting.ours(8),
+        "native_varied": lambda: setting.ours(16, lengths),
+    }
+
+
+def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
+    """Ratios of the same round, of which the median counts."""
+    for name, ours, peer in (
+        ("native_1x4_vs_original", "native_1x4", "original"),
+        ("native_4x4_vs_original", "native_4x4", "original"),
+        ("native_8x4_vs_original", "native_8x4", "original"),
+        ("native_varied_vs_original", "native_varied", "original"),
+        ("native_varied_vs_original_varied", "native_varied", "original_varied"),
+        ("native_8x4_vs_hf_batched", "native_8x4", "hf_8x4"),
+        ("native_varied_vs_hf_batched_varied", "native_varied", "hf_varied"),
+    ):
+        yield compared(name, rates[ours], rates[peer], "tokens/s")
+
+
+def compared(name: str, ours: Sequence[float], peer: Sequence[float], unit: str) -> Claim:
+    """A claim of two interleaved series."""
+    return Claim(
+        name, statistics.median(ours), unit, peer=statistics.median(peer),
+        ratio=statistics.median(a / b for a, b in zip(ours, peer, strict=True)),
+        n=len(ours), spread=spread(ours),
+    )  # fmt: skip
+
+
+def against_bounds(setting: Setting) -> Iterator[Claim]:
+    """Decode steps against what the machine's memory and multipliers allow, three times each."""
+    size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
+    for name, num_prompts in (("bandwidth_share_4_rows", 1), ("flop_share_32_rows", 8)):
+        rows = num_prompts * SIBLINGS
+        ours, shares, bounds = list[float](), list[float](), list[float]()
+        for _ in range(3):
+            reads, multiplies = rows * bandwidth() / size, flops(setting.dtype)
+            by_flops = multiplies / (2 * setting.num_parameters)
+            bounds.append(reads if num_prompts == 1 else by_flops)
+            ours.append(rows / setting.step_seconds(num_prompts))
+            shares.append(ours[-1] / bounds[-1])
+            progress(f"{name}: {ours[-1]:.4g} of {bounds[-1]:.4g} tokens/s")
+        yield Claim(
+            name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
+            share=statistics.median(shares), n=3, spread=spread(ours),
+        )  # fmt: skip
+
+
+def bandwidth() -> float:
+    """Bytes per second that are read from memory, the best of five."""
+    numbers = torch.ones(2**27)  # 512 MiB
+    return numbers.nbytes / min(seconds(numbers.sum) for _ in range(5))
+
+
+def flops(dtype: torch.dtype) -> float:
+    """Operations per second of a large matrix product, the best of five."""
+    size = 2048
+    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))
+
+
+def tiny(*, repeats: int) -> Claim:
+    """The embedded model on its own task, 24 groups of 8 through 32 slots."""
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    dtype, _ = policy.choose_dtype(torch.device("cpu"))
+    asked = [
+        Request(index, np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32))
+        for index, problem in enumerate(
+            problem
+            for problem in islice(calculator.problems("train", 0), TINY_GROUPS)
+            for _ in range(TINY_SIBLINGS)
+        )
+    ]
+    rates: dict[str, Callable[[], float]] = {}
+    for kind in (NativeEngine, HfEngine):
+        model = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=dtype)
+        rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), asked)
+        rates[kind.__name__]()
+    taken = interleaved(rates, repeats=repeats)
+    ours, peer = taken["NativeEngine"], taken["HfEngine"]
+    return compared("native_tiny_vs_hf_batched", ours, peer, "rollouts/s")
+
+
+def rate(engine: NativeEngine | HfEngine, asked: Sequence[Request]) -> float:
+    """Completions per second."""
+    return len(asked) / seconds(lambda: list(engine.generate(asked, Sampling())))
