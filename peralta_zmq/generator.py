@@ -22,7 +22,7 @@ from peralta_zmq import policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import StoreError, TaskError
+from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import (
     MAX_REWARD,
     Completion,
@@ -32,8 +32,11 @@ from peralta_zmq.rollout import (
     rollout_of,
     sender_of,
 )
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors, Version
-from peralta_zmq.stores.watch import Watch
+from peralta_zmq.stores.follow import Follower, Staged
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.serve import read_token
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 TRICKLE_SECONDS = 2.0  # a generator that is ahead waits so long for a trainer that waits too
@@ -90,15 +93,13 @@ def run(config: Config) -> None:
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     task = registry.resolve("task", config.task.name)
     problems = tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
-    store = DirectoryStore(config.weights_folder)
     address = f"tcp://{config.wire.host}:{config.wire.port}"
-    with closing(wire.Listener(wire.next_port(address))) as listener:
-        version, engine, tokenizer = open_engine(config, store, listener, address)
+    listening = closing(wire.Listener(wire.next_port(address)))
+    with listening as listener, closing(open_follower(config, name)) as follower:
+        version, engine, tokenizer = open_engine(config, follower, listener, address)
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
-        watch = Watch(store.folder, poll_seconds=config.weights.poll_seconds)
-        sender = wire.RolloutSender(address, hwm=config.wire.hwm)
-        with closing(watch), closing(sender):
-            worker = Generator(config, name, store, listener, watch, sender, version)
+        with closing(wire.RolloutSender(address, hwm=config.wire.hwm)) as sender:
+            worker = Generator(config, name, follower, listener, sender, version)
             worker.work(engine, tokenizer, problems, task.reward)
 
 
@@ -109,14 +110,13 @@ class Generator:
         self,
         config: Config,
         name: str,
-        store: DirectoryStore,
+        follower: Follower,
         listener: wire.Listener,
-        watch: Watch,
         sender: wire.RolloutSender,
         version: Version,
     ) -> None:
-        self._config, self._name, self._store = config, name, store
-        self._listener, self._watch, self._sender = listener, watch, sender
+        self._config, self._name, self._follower = config, name, follower
+        self._listener, self._sender = listener, sender
         self._version = version
         self._boot = os.urandom(8)
         self._outbox = wire.Outbox(sender_of(name, self._boot))
@@ -181,11 +181,12 @@ class Generator:
     def _hear(self) -> wire.Announcement | None:
         """The newest announcement of the run whose weights we serve."""
         heard = self._listener.listen()
+        if heard is not None:
+            self._follower.hint(heard.version, heard.wid)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _refresh(self, engine: registry.Engine) -> None:
-        if self._watch.due():
-            self._version = refresh(engine, self._store, self._version)
+        self._version = refresh(engine, self._follower, self._version)
 
     def _group_of(
         self,
@@ -231,32 +232,33 @@ class Generator:
         return True
 
 
-def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) -> Version:
-    """Apply the newest version in place if there is a newer one; a bad one changes nothing.
+def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
+    """Apply the newest version that is ready, in place; a bad one changes nothing.
 
     Returns the version that the engine samples from.
     """
-    newest = store.newest()
-    if newest is None:
-        return current
-    if newest.run_id == current.run_id and newest.number <= current.number:
+    staged = follower.ready()
+    if staged is None:
         return current
     started = time.monotonic()
     try:
-        with store.load(newest) as folder:
-            engine.apply(LazyTensors(folder / WEIGHTS), newest.step)
-    except StoreError as error:  # perhaps a passing fault: look again
-        logger.warning("unread version=%d reason=%s", newest.number, error)
-        return current
+        engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
-        store.quarantine(newest)
-        logger.warning("refused version=%d reason=%s", newest.number, error)
+        follower.settle(refused=str(error))
+        logger.warning("refused version=%d reason=%s", staged.version.number, error)
         return current
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version
+
+
+def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
+    version = staged.version
     logger.info(
-        "loaded version=%d step=%d wid=%s seconds=%.3f",
-        newest.number, newest.step, newest.wid, time.monotonic() - started,
+        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
+        apply_seconds,
     )  # fmt: skip
-    return newest
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -269,44 +271,49 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
+def open_follower(config: Config, name: str) -> Follower:
+    """What follows the store of this run; its copy of the weights outlives the process."""
+    address = config.weights_address
+    place = open_place(address, token=read_token(config.weights.token_file))
+    return Follower(
+        WeightStore(place),
+        config.run_folder / "copies" / name,
+        poll_seconds=config.weights.poll_seconds,
+        watch=None if "://" in address else config.weights_folder,
+    )
+
+
 def open_engine(
-    config: Config, store: DirectoryStore, listener: wire.Listener, address: str
+    config: Config, follower: Follower, listener: wire.Listener, address: str
 ) -> tuple[Version, registry.Engine, policy.Tokenizer]:
-    """The newest version that can be read, and an engine over it; waits for both."""
-    while True:
-        version = wait_for_version(store, listener, address)
-        try:
-            return version, *make_engine(config, store, version)
-        except StoreError as error:  # pruned while we read it, or a passing fault of the NAS
-            logger.warning("unread version=%d reason=%s", version.number, error)
-            listener.listen(timeout=0.2)
+    """An engine over the newest version that can be read; waits for one, saying so every 5 s.
 
-
-def wait_for_version(store: DirectoryStore, listener: wire.Listener, address: str) -> Version:
-    """The newest version, after waiting for the trainer to publish one; says so every 5 s."""
+    The weights are loaded once; later versions go in place.
+    """
     started = said = time.monotonic()
-    while (version := store.newest()) is None:
-        listener.listen(timeout=0.2)
+    while (staged := follower.ready(timeout=0.2)) is None:
+        listener.listen()
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
             reply = "it answers" if wire.answers(address) else "no TCP answer"
             logger.info(
                 "waiting for trainer %s (%.0f s): %s, no version in %s. "
                 "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
-                address, said - started, reply, store.folder,
+                address, said - started, reply, config.weights_address,
             )  # fmt: skip
-    return version
+    started = time.monotonic()
+    made = make_engine(config, staged)
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version, *made
 
 
-def make_engine(
-    config: Config, store: DirectoryStore, version: Version
-) -> tuple[registry.Engine, policy.Tokenizer]:
-    """The configured engine over the weights of `version`, loaded once; later ones go in place."""
+def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
+    """The configured engine over weights that lie here."""
     device = policy.choose_device(config.model.device)
     dtype = policy.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s", device, str(dtype).removeprefix("torch."))
-    with store.load(version) as folder:
-        model = policy.load_model(folder, device=device, dtype=dtype)
-        tokenizer = policy.load_tokenizer(folder)
-        engine = registry.resolve("engine", config.engine.name)
-    return engine(model, tokenizer, step=version.step), tokenizer
+    model = policy.load_model(staged.folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(staged.folder)
+    engine = registry.resolve("engine", config.engine.name)
+    return engine(model, tokenizer, step=staged.version.step), tokenizer

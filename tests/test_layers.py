@@ -21,7 +21,8 @@ MAY_IMPORT = {
     **dict.fromkeys(WORDS, WORDS),
     **dict.fromkeys(LEAVES, WORDS),
     "engines": WORDS | {"policy"},
-    **dict.fromkeys(LOOPS, BELOW),
+    "parts": BELOW | {"parts"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts"}),
     "operate": WORDS | {"config", "observe"},
 }
 DOORS = {
@@ -29,6 +30,8 @@ DOORS = {
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
+    "zstandard": {"stores"},
+    "obstore": {"stores.objects"},
     "transformers": {"policy", "engines.hf"},
     "huggingface_hub": {"policy"},
     "pydantic": {"config"},
