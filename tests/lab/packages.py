@@ -5,11 +5,12 @@ Knows apt and a cache folder; knows nothing of what runs in the guest.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 CACHE = Path(os.environ.get("PERALTA_LAB", Path.home() / ".cache" / "peralta-lab"))
@@ -38,22 +39,21 @@ def unpacked() -> Path:
     Made once; raises LabMissing where this machine cannot.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
+    root = CACHE / hashlib.sha256(" ".join(NAMES).encode()).hexdigest()[:12]
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = CACHE / "unpacked"
-        with contextlib.suppress(OSError):
-            if stamp.read_text("utf-8") == " ".join(NAMES):
-                return CACHE / "root"
-        if not shutil.which("apt-get") or not shutil.which("dpkg"):
-            raise LabMissing("the lab needs Debian's apt-get and dpkg")
-        _download(CACHE / "debs")
-        _unpack(CACHE / "debs", CACHE / "root")
-        stamp.write_text(" ".join(NAMES), "utf-8")
-    return CACHE / "root"
+        if not root.exists():
+            if not shutil.which("apt-get") or not shutil.which("dpkg"):
+                raise LabMissing("the lab needs Debian's apt-get and dpkg")
+            with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+                debs, tree = Path(temporary, "debs"), Path(temporary, "tree")
+                _download(debs)
+                _unpack(debs, tree)
+                tree.rename(root)
+    return root
 
 
 def _download(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     command = ["apt-get", "download", *NAMES]
     if _run(command, folder).returncode == 0:
@@ -65,17 +65,16 @@ def _download(folder: Path) -> None:
         raise LabMissing(f"apt-get download: {words[-1] if words else 'failed'}")
 
 
-def _unpack(debs: Path, root: Path) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir()
+def _unpack(debs: Path, tree: Path) -> None:
+    tree.mkdir()
     for package in sorted(debs.glob("*.deb")):
-        result = _run(["dpkg", "-x", str(package), str(root)], root)
+        result = _run(["dpkg", "-x", str(package), str(tree)], tree)
         if result.returncode:
             raise LabMissing(f"dpkg -x {package.name}: {result.stderr.strip()}")
     for name in MERGED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, root / "usr" / name, symlinks=True, dirs_exist_ok=True)
-            shutil.rmtree(root / name)
+        if (tree / name).is_dir():
+            shutil.copytree(tree / name, tree / "usr" / name, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(tree / name)
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -152,7 +152,7 @@ def publishing(first_step: int) -> None:
     folder = disk("big") / "weights"
     publisher = Worker()
     tell(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
-    publisher.call("claim", folder=str(folder))
+    _patiently(publisher, "claim", folder=str(folder))  # the last one's lease may look alive
     for step in range(first_step, first_step + 100_000):
         done = publisher.call("publish", folder=str(folder), step=step, size=256 * KIB)
         tell(event="announced", **done)

@@ -10,8 +10,8 @@ import contextlib
 import json
 import mmap
 import os
-import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,9 +20,12 @@ import torch
 
 from peralta_zmq.errors import StoreError
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.stores.follow import Follower
+from peralta_zmq.stores.store import Base, WeightStore
 
 RUN = "lab"
 KEEP_ALL = 1_000_000
+KEYFRAME_INTERVAL = 5
 COMPANIONS = {"config.json": b"{}\n"}
 
 
@@ -45,11 +48,19 @@ def work(requests: IO[str], answers: IO[str]) -> None:
 
 
 def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """`size` bytes of bf16 that only this step has; each step changes all of them."""
+    """`size` bytes of bf16, of which each step has its own hundredth: worth a delta."""
+    bits = _finite(size // 2, seed=0)
     made = torch.Generator().manual_seed(step)
-    bits = torch.randint(-32768, 32767, (2, size // 4), generator=made, dtype=torch.int16)
-    weights = (bits & 0x3FFF).view(torch.bfloat16)  # finite: the exponent is not all ones
-    return {"first": weights[0].contiguous(), "second": weights[1].contiguous()}
+    places = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=made)
+    bits[places] = _finite(len(places), seed=step)
+    weights = bits.view(torch.bfloat16)
+    return {"first": weights[: len(bits) // 2].clone(), "second": weights[len(bits) // 2 :].clone()}
+
+
+def _finite(count: int, *, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-32768, 32767, (count,), generator=made, dtype=torch.int16)
+    return bits & 0x3FFF  # the exponent is never all ones
 
 
 def claim(folder: str) -> dict[str, Any]:
@@ -59,12 +70,17 @@ def claim(folder: str) -> dict[str, Any]:
 
 
 def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dict[str, Any]:
-    """Publish the step's tensors; the time is when the store said that it is done."""
-    store = _store(folder)
-    version = store.publish(
-        step, tensors_of(step, size), companions=COMPANIONS, keep_last=keep_last
+    """Publish the step's tensors, as a delta to the last ones four times out of five.
+
+    The time is when the store said that it is done.
+    """
+    tensors = tensors_of(step, size)
+    base = BASES.get(folder) if step % KEYFRAME_INTERVAL else None
+    version = _store(folder).publish(
+        step, tensors, companions=COMPANIONS, keep_last=keep_last, base=base
     )
-    return {**_named(version), "at": time.monotonic()}
+    BASES[folder] = version, tensors
+    return {**_named(version), "kind": version.kind, "at": time.monotonic()}
 
 
 def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
@@ -112,7 +128,7 @@ def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
 def announced(folder: str, number: int, size: int) -> dict[str, Any]:
     """Load the version that an announcement names, without listing the folder."""
     store = _store(folder)
-    version = _version(store, number)
+    version = store.look(number)
     if version is None:
         return {"number": None}
     return {**_named(version), "exact": _exact(store, version, size), "at": time.monotonic()}
@@ -125,7 +141,7 @@ def verify(folder: str, size: int) -> dict[str, Any]:
     bad = []
     store = _store(folder)
     for number in sorted((int(each.parent.name[5:]) for each in finished), reverse=True):
-        version = _version(store, number)
+        version = store.look(number)
         exact = False
         with contextlib.suppress(StoreError):
             exact = version is not None and _exact(store, version, size)
@@ -139,32 +155,27 @@ def verify(folder: str, size: int) -> dict[str, Any]:
 def follow(
     folder: str, size: int, until: int, poll_seconds: float, give_up: float
 ) -> dict[str, Any]:
-    """Serve the newest weights while a thread looks for newer ones, until version `until` serves.
+    """Serve the newest weights, asking for newer ones after each token, until `until` serves.
 
-    `serving` are the (seconds, number) of each change, `longest_pause` how long serving stood
-    still, `intact` whether the served tensors were always those of their number.
+    `serving` are the (seconds, number) of each change, `longest_pause` how long asking took at
+    most, `intact` whether the served tensors were always those of their number.
     """
-    shown: dict[str, Any] = {}
-    stop = threading.Event()
-    looking = threading.Thread(target=_look, args=(folder, shown, poll_seconds, stop), daemon=True)
-    looking.start()
-    began = last = time.monotonic()
+    began = time.monotonic()
     pause, serving, intact = 0.0, [], True
-    while time.monotonic() < began + give_up:
-        time.sleep(0.05)  # as long as a token takes
-        now = time.monotonic()
-        pause, last = max(pause, now - last), now
-        if not shown:
-            continue
-        number, step, tensors = shown["version"]
-        if not serving or serving[-1][1] != number:
-            serving.append((round(now - began, 2), number))
-            intact = intact and _same(tensors, tensors_of(step, size))
-            last = time.monotonic()  # the comparison is ours, not a pause of the store
-        if number >= until:
-            break
-    stop.set()
-    return {"serving": serving, "longest_pause": pause, "intact": intact, "at": time.monotonic()}
+    with contextlib.closing(
+        Follower(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
+    ) as follower:
+        while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
+            time.sleep(0.05)  # as long as a token takes
+            asked = time.monotonic()
+            staged = follower.ready()
+            pause = max(pause, time.monotonic() - asked)
+            if staged:
+                serving.append((round(time.monotonic() - began, 2), staged.version.number))
+                intact = intact and _same(staged.tensors, tensors_of(staged.version.step, size))
+                follower.settle()
+        at = time.monotonic()
+    return {"serving": serving, "longest_pause": pause, "intact": intact, "at": at}
 
 
 def touch_mapped(folder: str, number: int) -> dict[str, Any]:
@@ -175,40 +186,18 @@ def touch_mapped(folder: str, number: int) -> dict[str, Any]:
         return {"last": mapped[-1]}
 
 
-def _look(folder: str, shown: dict[str, Any], poll_seconds: float, stop: threading.Event) -> None:
-    store = _store(folder)
-    while not stop.wait(poll_seconds):
-        version = store.newest()
-        if version is None or (shown and shown["version"][0] == version.number):
-            continue
-        with contextlib.suppress(StoreError), store.load(version) as local:
-            tensors = safetensors.torch.load_file(local / WEIGHTS)
-            shown["version"] = (version.number, version.step, tensors)
-
-
-def _exact(store: DirectoryStore, version: Version, size: int) -> bool:
+def _exact(store: WeightStore, version: Version, size: int) -> bool:
     with store.load(version) as local:
         return _same(safetensors.torch.load_file(local / WEIGHTS), tensors_of(version.step, size))
 
 
-def _same(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> bool:
+def _same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> bool:
     return these.keys() == those.keys() and all(
         torch.equal(these[name].view(torch.int16), those[name].view(torch.int16)) for name in those
     )
 
 
-def _version(store: DirectoryStore, number: int) -> Version | None:
-    from peralta_zmq import durable
-
-    folder = store.folder / f"step_{number:08d}"
-    try:
-        manifest = durable.read_manifest(folder)
-    except (OSError, durable.CorruptError):
-        return None
-    return Version(number, int(manifest.about["step"]), folder, manifest)
-
-
-def _store(folder: str) -> DirectoryStore:
+def _store(folder: str) -> WeightStore:
     if folder not in STORES:
         STORES[folder] = DirectoryStore(Path(folder))
     return STORES[folder]
@@ -218,7 +207,8 @@ def _named(version: Version | None) -> dict[str, Any]:
     return {"number": version.number, "wid": version.wid} if version else {"number": None}
 
 
-STORES: dict[str, DirectoryStore] = {}
+STORES: dict[str, WeightStore] = {}
+BASES: dict[str, Base] = {}  # what was last published to a folder
 ANSWERS: list[IO[str]] = []
 HANDLERS = {
     each.__name__: each
