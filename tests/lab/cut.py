@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from lab.inside import DISKS, leave_now, mount, run, until
+from lab.commands import DISKS, mount, run, unmount, until
 
 NAME = "cut"
 DEVICE = f"/dev/mapper/{NAME}"
@@ -18,7 +18,15 @@ DEVICE = f"/dev/mapper/{NAME}"
 def prepare() -> None:
     """Put a layer that can fail over the big disk."""
     run("modprobe", "dm_mod")
-    run("dmsetup", "--noudevsync", "--noudevrules", "create", NAME, "--table", _table(good=True))
+    run(
+        "dmsetup",
+        "--noudevsync",
+        "--noudevrules",
+        "create",
+        NAME,
+        "--table",
+        _table(good=True),
+    )
     run("dmsetup", "mknodes")
 
 
@@ -39,7 +47,7 @@ def disconnect(folder: Path) -> None:
 
     def unmounted() -> bool:
         with contextlib.suppress(OSError):
-            leave_now(folder)
+            unmount(folder, at_once=False)
             return True
         return False
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lab import packages
 
-REPO = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 DISK_MIB = {"big": 1024, "small": 48}
 MEMORY = "1G"
 
@@ -37,15 +37,25 @@ class Machine:
             self._ext4(folder / name)
 
     def _ext4(self, file: Path) -> None:
-        libraries = {**os.environ, "LD_LIBRARY_PATH": str(self._cache / "usr/lib/x86_64-linux-gnu")}
-        command = [str(self._cache / "usr/sbin/mke2fs"), "-q", "-t", "ext4", "-m", "0", str(file)]
+        libraries = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self._cache / "usr/lib/x86_64-linux-gnu"),
+        }
+        command = [
+            str(self._cache / "usr/sbin/mke2fs"),
+            "-q",
+            "-t",
+            "ext4",
+            "-m",
+            "0",
+            str(file),
+        ]
         subprocess.run(command, check=True, timeout=30, env=libraries)
 
     @contextlib.contextmanager
     def on(self, scenario: str, **arguments: Any) -> Iterator[Running]:
         """Boot and begin a scenario; the power is cut on leaving."""
-        job = {"repo": str(REPO), "cache": str(self._cache)}
-        job |= {"scenario": scenario, "arguments": arguments}
+        job = {"cache": str(self._cache), "scenario": scenario, "arguments": arguments}
         (self.folder / "job.json").write_text(json.dumps(job), "utf-8")
         running = Running(self._start())
         try:
@@ -54,14 +64,14 @@ class Machine:
             running.cut_power()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        inside = Path(__file__).with_name("inside.py")
         disks = [
             f"ubd{letter}={self.folder / name}" for letter, name in zip("ab", DISK_MIB, strict=True)
         ]
         kernel = [
             str(self._cache / "usr/bin/linux.uml"), f"mem={MEMORY}", *disks,
             "rootfstype=hostfs", "hostfs=/", "ro", "quiet", "con=null", "con0=null,fd:1",
-            f"init={sys.executable}", "--", "-B", str(inside), str(self.folder),
+            f"PYTHONPATH={TESTS}:{TESTS.parent}",  # what the kernel does not know is for init
+            f"init={sys.executable}", "--", "-B", "-m", "lab.inside", str(self.folder),
         ]  # fmt: skip
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
         return subprocess.Popen(

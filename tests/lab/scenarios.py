@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lab import cut
-from lab.inside import Worker, cables, disk, join, leave, limit, plug, serve, tell
+from lab.commands import disk, tell, unmount
+from lab.network import cables, join, limit, plug, serve
+from lab.workers import Worker
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -63,13 +65,23 @@ def full(protocol: str) -> None:
     answer = publisher.answer()
     tell(event="full", answer=answer, names=_names(there["server"]))
     limit("a", 0)
-    tell(event="again", answer=publisher.call("publish", folder=here, step=2, size=6 * MIB))
+    tell(
+        event="again",
+        answer=publisher.call("publish", folder=here, step=2, size=6 * MIB),
+    )
     newest = reader.call("newest", folder=seen_as)
     tell(event="meanwhile", newest=newest, names=_names(there["server"]))
     filler.unlink()
-    tell(event="freed", answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB))
+    tell(
+        event="freed",
+        answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB),
+    )
     until = reader.call("watch", folder=seen_as, number=3, poll_seconds=0.5)
-    tell(event="read", seen=until, loaded=reader.call("load", folder=seen_as, size=6 * MIB))
+    tell(
+        event="read",
+        seen=until,
+        loaded=reader.call("load", folder=seen_as, size=6 * MIB),
+    )
 
 
 def pruned(protocol: str) -> None:
@@ -92,7 +104,11 @@ def pruned(protocol: str) -> None:
     tell(event="removed", by_hand=by_hand)
     during = reader.answer()
     limit("b", 0)
-    tell(event="reader", during=during, after=reader.call("load", folder=seen_as, size=256 * KIB))
+    tell(
+        event="reader",
+        during=during,
+        after=reader.call("load", folder=seen_as, size=256 * KIB),
+    )
     tell(event="careless", answer=careless.answer())
 
 
@@ -131,7 +147,7 @@ def vanished(protocol: str) -> None:
     here = there["a"]
     publisher.call("claim", folder=str(here))
     publisher.call("publish", folder=str(here), step=1, size=256 * KIB)
-    leave(here.parent)
+    unmount(here.parent, at_once=True)
     here.mkdir()  # the worst case: even the folder's name is there
     answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
     blind = publisher.call("newest", folder=str(here))
@@ -175,7 +191,10 @@ def cuts(count: int, seed: int) -> None:
         for name, publisher in publishers.items():
             publisher.call("claim", folder=f"/srv/big/{name}")
             publisher.ask(
-                "publish_on", folder=f"/srv/big/{name}", size=256 * KIB, first=number * 1000 + 1
+                "publish_on",
+                folder=f"/srv/big/{name}",
+                size=256 * KIB,
+                first=number * 1000 + 1,
             )
         time.sleep(chance.uniform(0.4, 2.0))
         cut.power()
@@ -190,7 +209,10 @@ def cuts(count: int, seed: int) -> None:
             for name in promised
         }
         cut.disconnect(Path("/srv/big"))
-        tell(event="cut", **{name: _judged(promised[name], found[name]) for name in promised})
+        tell(
+            event="cut",
+            **{name: _judged(promised[name], found[name]) for name in promised},
+        )
 
 
 def _network(protocol: str, *, name: str = "big", options: str = "") -> dict[str, Path]:
@@ -245,4 +267,9 @@ def _judged(promised: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
     """How many versions were announced, which of them are lost, which have STABLE and are torn."""
     good = found["good"]
     lost = [number for number, wid in promised.items() if good.get(str(number)) != wid]
-    return {"announced": len(promised), "lost": lost, "torn": found["bad"], "good": len(good)}
+    return {
+        "announced": len(promised),
+        "lost": lost,
+        "torn": found["bad"],
+        "good": len(good),
+    }

@@ -142,7 +142,9 @@ def test_nothing_is_written_where_the_mount_was(machine: Machine, protocol: str)
     assert back["loaded"]["exact"]
 
 
-def test_power_cuts_of_the_disk_lose_nothing_that_was_announced(machine: Machine) -> None:
+def test_power_cuts_of_the_disk_lose_nothing_that_was_announced(
+    machine: Machine,
+) -> None:
     told = machine.run("cuts", count=CUTS, seed=7, timeout=60 + 25 * CUTS)
     cuts = _all(told, "cut")
     assert len(cuts) == CUTS

@@ -54,7 +54,10 @@ def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
     places = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=made)
     bits[places] = _finite(len(places), seed=step)
     weights = bits.view(torch.bfloat16)
-    return {"first": weights[: len(bits) // 2].clone(), "second": weights[len(bits) // 2 :].clone()}
+    return {
+        "first": weights[: len(bits) // 2].clone(),
+        "second": weights[len(bits) // 2 :].clone(),
+    }
 
 
 def _finite(count: int, *, seed: int) -> torch.Tensor:
@@ -121,7 +124,10 @@ def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
     if version is None:
         return {"number": None}
     if number is not None and version.number != number:
-        return {"error": "NotThere", "message": f"newest is {version.number}, not {number}"}
+        return {
+            "error": "NotThere",
+            "message": f"newest is {version.number}, not {number}",
+        }
     return {**_named(version), "exact": _exact(store, version, size)}
 
 
@@ -131,7 +137,11 @@ def announced(folder: str, number: int, size: int) -> dict[str, Any]:
     version = store.look(number)
     if version is None:
         return {"number": None}
-    return {**_named(version), "exact": _exact(store, version, size), "at": time.monotonic()}
+    return {
+        **_named(version),
+        "exact": _exact(store, version, size),
+        "at": time.monotonic(),
+    }
 
 
 def verify(folder: str, size: int) -> dict[str, Any]:
