@@ -19,6 +19,7 @@ from lab.network import cables, join, limit, plug, serve
 from lab.workers import Worker
 
 KIB, MIB = 1 << 10, 1 << 20
+SERVED = Path("/srv/big")
 
 
 def visible(protocol: str, rounds: int, poll_seconds: float, options: str = "") -> None:
@@ -93,7 +94,7 @@ def pruned(protocol: str) -> None:
     publisher.call("publish", folder=here, step=1, size=8 * MIB)
     reader.call("newest", folder=seen_as)
     limit("b", 10)  # 8 MiB take seven seconds
-    careless.ask("touch_mapped", folder=seen_as, number=1)
+    careless.call("map_weights", folder=seen_as, number=1)
     reader.ask("load", folder=seen_as, size=8 * MIB, number=1)
     time.sleep(1.5)  # both are in the middle of the file
     for step in (2, 3):
@@ -109,7 +110,7 @@ def pruned(protocol: str) -> None:
         during=during,
         after=reader.call("load", folder=seen_as, size=256 * KIB),
     )
-    tell(event="careless", answer=careless.answer())
+    tell(event="careless", answer=careless.call("read_mapped_end"))
 
 
 def outage(protocol: str, seconds: float) -> None:
@@ -181,38 +182,28 @@ def cuts(count: int, seed: int) -> None:
     survive as well, the cuts prove nothing.
     """
     chance = random.Random(seed)
-    worker = Worker()
+    verifier = Worker()
     cut.prepare()
-    promised: dict[str, dict[int, str]] = {"synced": {}, "void": {}}
     for number in range(count):
-        cut.connect(Path("/srv/big"))
-        publishers = {name: Worker() for name in promised}
-        publishers["void"].call("void_fsync")
-        for name, publisher in publishers.items():
-            publisher.call("claim", folder=f"/srv/big/{name}")
-            publisher.ask(
-                "publish_on",
-                folder=f"/srv/big/{name}",
-                size=256 * KIB,
-                first=number * 1000 + 1,
-            )
-        time.sleep(chance.uniform(0.4, 2.0))
+        cut.connect(SERVED)
+        publishers = {str(SERVED / f"{number}-{kind}"): Worker() for kind in ("synced", "void")}
+        publishers[str(SERVED / f"{number}-void")].call("void_fsync")
+        for folder, publisher in publishers.items():
+            publisher.call("claim", folder=folder)
+            publisher.ask("publish_on", folder=folder, size=256 * KIB, first=1)
+        time.sleep(chance.uniform(0.3, 1.5))
         cut.power()
-        for name, publisher in publishers.items():
+        for publisher in publishers.values():
             publisher.kill()
-            said = publisher.left()
-            promised[name] |= {each["number"]: each["wid"] for each in said if "wid" in each}
-        cut.disconnect(Path("/srv/big"))
-        cut.connect(Path("/srv/big"))
-        found = {
-            name: worker.call("verify", folder=f"/srv/big/{name}", size=256 * KIB)
-            for name in promised
-        }
-        cut.disconnect(Path("/srv/big"))
-        tell(
-            event="cut",
-            **{name: _judged(promised[name], found[name]) for name in promised},
-        )
+        said = {folder: publisher.left() for folder, publisher in publishers.items()}
+        cut.disconnect(SERVED)
+        cut.connect(SERVED)
+        for folder, answers in said.items():
+            promised = {each["number"]: each["wid"] for each in answers if "wid" in each}
+            found = verifier.call("verify", folder=folder, size=256 * KIB)
+            tell(event=folder.split("-")[1], number=number, **_judged(promised, found))
+            shutil.rmtree(folder, ignore_errors=True)  # it may not have been there yet
+        cut.disconnect(SERVED)
 
 
 def _network(protocol: str, *, name: str = "big", options: str = "") -> dict[str, Path]:

@@ -95,7 +95,9 @@ def test_a_reader_survives_the_removal_of_what_it_reads(machine: Machine, protoc
     told = machine.run("pruned", protocol=protocol, timeout=120)
     reader, careless = _one(told, "reader"), _one(told, "careless")["answer"]
     print(f"\n{protocol}: {reader['during'].get('message', 'loaded it')}; mapped: {careless}")
-    assert careless == {"died": signal.SIGBUS}, "the lab did not remove the file under its readers"
+    if protocol == "nfs3":  # the server of NFSv4 keeps what a client has open
+        assert careless == {"died": signal.SIGBUS}, "the file was not removed under its readers"
+    assert "died" not in reader["during"]
     assert reader["during"].get("exact") or reader["during"]["error"] == "StoreError"
     assert reader["after"]["number"] == 3
     assert reader["after"]["exact"]
@@ -146,15 +148,16 @@ def test_power_cuts_of_the_disk_lose_nothing_that_was_announced(
     machine: Machine,
 ) -> None:
     told = machine.run("cuts", count=CUTS, seed=7, timeout=60 + 25 * CUTS)
-    cuts = _all(told, "cut")
-    assert len(cuts) == CUTS
-    announced = cuts[-1]["synced"]["announced"]
-    print(f"\n{CUTS} cuts, {announced} versions announced, all there; {cuts[-1]['void']}")
+    cuts, control = _all(told, "synced"), _all(told, "void")
+    assert len(cuts) == len(control) == CUTS
+    announced = sum(cut["announced"] for cut in cuts)
+    lost = sum(len(cut["lost"]) for cut in control)
+    print(f"\n{CUTS} cuts: {announced} announced, none lost or torn; without fsync {lost} lost")
     assert announced >= CUTS
     for cut in cuts:
-        assert cut["synced"]["lost"] == []
-        assert cut["synced"]["torn"] == []
-    assert cuts[-1]["void"]["lost"], "the same store without fsync lost nothing: these are no cuts"
+        assert cut["lost"] == []
+        assert cut["torn"] == []
+    assert lost, "the same store without fsync lost nothing: these are no power cuts"
 
 
 def test_killing_the_kernel_loses_nothing_that_was_announced(machine: Machine) -> None:

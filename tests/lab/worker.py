@@ -188,12 +188,16 @@ def follow(
     return {"serving": serving, "longest_pause": pause, "intact": intact, "at": at}
 
 
-def touch_mapped(folder: str, number: int) -> dict[str, Any]:
-    """What the store must not do: map the file and read its far end a little later."""
+def map_weights(folder: str, number: int) -> dict[str, Any]:
+    """What the store must not do: map a file of the NAS, and read its beginning."""
     with (Path(folder) / f"step_{number:08d}" / WEIGHTS).open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        time.sleep(3)
-        return {"last": mapped[-1]}
+        MAPPED.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return {"first": MAPPED[-1][0]}
+
+
+def read_mapped_end() -> dict[str, Any]:
+    """Go on to the end of what was mapped."""
+    return {"last": MAPPED[-1][-1]}
 
 
 def _exact(store: WeightStore, version: Version, size: int) -> bool:
@@ -220,10 +224,11 @@ def _named(version: Version | None) -> dict[str, Any]:
 STORES: dict[str, WeightStore] = {}
 BASES: dict[str, Base] = {}  # what was last published to a folder
 ANSWERS: list[IO[str]] = []
+MAPPED: list[mmap.mmap] = []
 HANDLERS = {
     each.__name__: each
     for each in (
         claim, publish, publish_on, void_fsync, newest, watch, load, announced, verify, follow,
-        touch_mapped,
+        map_weights, read_mapped_end,
     )
 }  # fmt: skip

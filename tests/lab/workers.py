@@ -42,10 +42,12 @@ class Worker:
         os.close(commands)
         os.close(answers)
         self._rest = b""
+        self._status: int | None = None
 
     def ask(self, do: str, **arguments: Any) -> None:
         """Begin something (a function of `worker`)."""
-        os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it died: its answer says so
+            os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         """What came of it; {"died": signal} when the process is no more."""
@@ -56,8 +58,7 @@ class Worker:
                 raise TimeoutError(f"worker {self.pid} said nothing for {seconds} s")
             read = os.read(self._answers, 65536)
             if not read:
-                status = os.waitpid(self.pid, 0)[1]
-                return {"died": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
+                return {"died": self._signal()}
             self._rest += read
         line, self._rest = self._rest.split(b"\n", 1)
         return json.loads(line)
@@ -72,9 +73,14 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
+    def _signal(self) -> int:
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        return os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
+
     def left(self) -> list[dict[str, Any]]:
         """Await its death; the whole answers that were not yet read."""
-        os.waitpid(self.pid, 0)
+        self._signal()
         while read := os.read(self._answers, 65536):
             self._rest += read
         *lines, _ = self._rest.split(b"\n")
