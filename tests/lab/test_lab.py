@@ -68,7 +68,7 @@ def test_a_full_nas_refuses_a_version_whole_and_works_again_when_freed(
     first, full, again, meanwhile, freed, read = (
         _one(told, event) for event in ("first", "full", "again", "meanwhile", "freed", "read")
     )
-    print(f"\n{protocol}: {full['answer']['message']}; left: {_left(full)}")
+    print(f"\n{protocol}: {full['answer'].get('message')}; left: {_left(full)}")
     assert first["answer"]["number"] == 1
     for refused in (full, again):
         assert refused["answer"]["error"] == "StoreError"
@@ -132,7 +132,7 @@ def test_old_weights_serve_while_the_nas_is_away_and_then_new_ones(
 def test_nothing_is_written_where_the_mount_was(machine: Machine, protocol: str) -> None:
     told = machine.run("vanished", protocol=protocol, timeout=120)
     empty, absent = _all(told, "gone")
-    print(f"\n{protocol}: {empty['answer']['message']}")
+    print(f"\n{protocol}: {empty['answer'].get('message')}")
     assert "RUN.json" in empty["answer"]["message"]
     for gone in (empty, absent):
         assert gone["answer"]["error"] == "StoreError"
