@@ -27,6 +27,13 @@ test-slow: setup  ## The tests that train for minutes
 test-chaos: setup  ## The tests that kill processes
 	@$(BIN)/python -m pytest -m chaos --timeout 900
 
+test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
+	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)
+
+lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
+	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
+	  -k 'power or kernel or away' --timeout 3000 $(ARGS)
+
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
@@ -62,4 +69,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos test test-slow test-chaos lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos test test-slow test-chaos test-lab lab-soak lint data base-model clean fresh torch

@@ -1,0 +1,266 @@
+"""What happens in the guest, one function for each row of the fault table.
+
+A scenario tells what it saw; the tests judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from lab import cut
+from lab.commands import disk, tell, unmount
+from lab.network import cables, join, limit, plug, serve
+from lab.workers import Worker
+
+KIB, MIB = 1 << 10, 1 << 20
+SERVED = Path("/srv/big")
+
+
+def visible(protocol: str, rounds: int, poll_seconds: float, options: str = "") -> None:
+    """A client, then the server, publishes while client b lists a folder; tells each delay."""
+    there = _network(protocol, options=options)
+    for by, publisher in (("client", Worker("a")), ("server", Worker())):
+        folder = str(there["a" if by == "client" else "server"] / by)
+        seen_as = str(there["b"] / by)
+        publisher.call("claim", folder=folder)
+        reader = Worker("b")
+        for number in range(1, rounds + 1):
+            reader.ask("watch", folder=seen_as, number=number, poll_seconds=poll_seconds)
+            time.sleep(1.3 * poll_seconds)  # the reader has listed the folder without it
+            done = publisher.call("publish", folder=folder, step=number, size=256 * KIB)
+            seen = reader.answer()
+            loaded = reader.call("load", folder=seen_as, size=256 * KIB)
+            tell(event="version", by=by, done=done, seen=seen, loaded=loaded)
+
+
+def announced(protocol: str, rounds: int) -> None:
+    """Client b polls, and is told each number when it is published: the name opens at once."""
+    there = _network(protocol)
+    publisher, reader = Worker("a"), Worker("b")
+    publisher.call("claim", folder=str(there["a"]))
+    for number in range(1, rounds + 1):
+        reader.call("newest", folder=str(there["b"]))
+        done = publisher.call("publish", folder=str(there["a"]), step=number, size=256 * KIB)
+        told = reader.call("announced", folder=str(there["b"]), number=number, size=256 * KIB)
+        tell(event="version", done=done, told=told)
+
+
+def full(protocol: str) -> None:
+    """The server's disk fills while client a writes a version; later it is freed."""
+    there = _network(protocol, name="small")
+    publisher, reader = Worker("a"), Worker("b")
+    here, seen_as = str(there["a"]), str(there["b"])
+    publisher.call("claim", folder=here)
+    tell(event="first", answer=publisher.call("publish", folder=here, step=1, size=MIB))
+    limit("a", 12)  # 6 MiB take four seconds
+    publisher.ask("publish", folder=here, step=2, size=6 * MIB)
+    _until_begun(there["server"])
+    filler = there["server"].parent / "filler"
+    _fill(filler)
+    answer = publisher.answer()
+    tell(event="full", answer=answer, names=_names(there["server"]))
+    limit("a", 0)
+    tell(
+        event="again",
+        answer=publisher.call("publish", folder=here, step=2, size=6 * MIB),
+    )
+    newest = reader.call("newest", folder=seen_as)
+    tell(event="meanwhile", newest=newest, names=_names(there["server"]))
+    filler.unlink()
+    tell(
+        event="freed",
+        answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB),
+    )
+    until = reader.call("watch", folder=seen_as, number=3, poll_seconds=0.5)
+    tell(
+        event="read",
+        seen=until,
+        loaded=reader.call("load", folder=seen_as, size=6 * MIB),
+    )
+
+
+def pruned(protocol: str) -> None:
+    """The server removes a version while client b is slowly reading it."""
+    there = _network(protocol)
+    publisher, reader, careless = Worker(), Worker("b"), Worker("b")
+    here, seen_as = str(there["server"]), str(there["b"])
+    publisher.call("claim", folder=here)
+    publisher.call("publish", folder=here, step=1, size=8 * MIB)
+    reader.call("newest", folder=seen_as)
+    limit("b", 10)  # 8 MiB take seven seconds
+    careless.call("map_weights", folder=seen_as, number=1)
+    reader.ask("load", folder=seen_as, size=8 * MIB, number=1)
+    time.sleep(1.5)  # both are in the middle of the file
+    for step in (2, 3):
+        publisher.call("publish", folder=here, step=step, size=256 * KIB, keep_last=1)
+    first = there["server"] / "step_00000001"
+    if by_hand := first.exists():  # a store that keeps what is being read
+        shutil.rmtree(first)
+    tell(event="removed", by_hand=by_hand)
+    during = reader.answer()
+    limit("b", 0)
+    tell(
+        event="reader",
+        during=during,
+        after=reader.call("load", folder=seen_as, size=256 * KIB),
+    )
+    tell(event="careless", answer=careless.call("read_mapped_end"))
+
+
+def outage(protocol: str, seconds: float) -> None:
+    """Both cables are pulled while one trainer publishes here and another from client a."""
+    there = _network(protocol)
+    server, client, reader, later = Worker(), Worker("a"), Worker("b"), Worker("b")
+    by_server, by_client = there["server"] / "s", there["a"] / "c"
+    for worker, folder in ((server, by_server), (client, by_client)):
+        worker.call("claim", folder=str(folder))
+        worker.call("publish", folder=str(folder), step=1, size=256 * KIB)
+    follow = {"until": 2, "poll_seconds": 1.0, "give_up": seconds + 90}
+    reader.ask("follow", folder=str(there["b"] / "s"), size=256 * KIB, **follow)
+    time.sleep(4)  # it serves version 1
+    plug("down")
+    server.call("publish", folder=str(by_server), step=2, size=256 * KIB)
+    client.ask("publish", folder=str(by_client), step=2, size=256 * KIB)
+    time.sleep(seconds)
+    plug("up")
+    back = time.monotonic()
+    tell(event="reader", answer=reader.answer(seconds + 120), back=back)
+    first = client.answer(180)
+    done = first
+    if "error" in first:
+        done = _patiently(client, "publish", folder=str(by_client), step=2, size=256 * KIB)
+    tell(event="publisher", first=first, done=done, after=time.monotonic() - back)
+    seen_as = str(there["b"] / "c")
+    later.call("watch", folder=seen_as, number=2, poll_seconds=1)
+    tell(event="later", loaded=later.call("load", folder=seen_as, size=256 * KIB))
+
+
+def vanished(protocol: str) -> None:
+    """Client a's mount goes: an empty local folder is there. Then it comes back."""
+    there = _network(protocol, name="big")
+    publisher, reader = Worker("a"), Worker("b")
+    here = there["a"]
+    publisher.call("claim", folder=str(here))
+    publisher.call("publish", folder=str(here), step=1, size=256 * KIB)
+    unmount(here.parent, at_once=True)
+    here.mkdir()  # the worst case: even the folder's name is there
+    answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
+    blind = publisher.call("newest", folder=str(here))
+    tell(event="gone", answer=answer, newest=blind, local=os.listdir(here))
+    here.rmdir()
+    answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
+    tell(event="gone", answer=answer, newest=blind, local=os.listdir(here.parent))
+    tell(event="meanwhile", newest=reader.call("newest", folder=str(there["b"])))
+    join("a", protocol, there["server"].parent)
+    done = _patiently(publisher, "publish", folder=str(here), step=2, size=256 * KIB)
+    reader.call("watch", folder=str(there["b"]), number=2, poll_seconds=0.5)
+    loaded = reader.call("load", folder=str(there["b"]), size=256 * KIB)
+    tell(event="back", done=done, loaded=loaded)
+
+
+def publishing(first_step: int) -> None:
+    """Check what the last power cut left on the disk; then publish until the host cuts again."""
+    folder = disk("big") / "weights"
+    publisher = Worker()
+    tell(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
+    _patiently(publisher, "claim", folder=str(folder))  # the last one's lease may look alive
+    for step in range(first_step, first_step + 100_000):
+        done = publisher.call("publish", folder=str(folder), step=step, size=256 * KIB)
+        tell(event="announced", **done)
+
+
+def cuts(count: int, seed: int) -> None:
+    """Power cuts of the disk alone, each in the middle of publishing; tells what each left.
+
+    Beside the store a second one publishes to the same disk with fsync made void: if its versions
+    survive as well, the cuts prove nothing.
+    """
+    chance = random.Random(seed)
+    verifier = Worker()
+    cut.prepare()
+    for number in range(count):
+        cut.connect(SERVED)
+        publishers = {str(SERVED / f"{number}-{kind}"): Worker() for kind in ("synced", "void")}
+        publishers[str(SERVED / f"{number}-void")].call("void_fsync")
+        for folder, publisher in publishers.items():
+            publisher.call("claim", folder=folder)
+            publisher.ask("publish_on", folder=folder, size=256 * KIB, first=1)
+        time.sleep(chance.uniform(0.3, 1.5))
+        cut.power()
+        for publisher in publishers.values():
+            publisher.kill()
+        said = {folder: publisher.left() for folder, publisher in publishers.items()}
+        cut.disconnect(SERVED)
+        cut.connect(SERVED)
+        for folder, answers in said.items():
+            promised = {each["number"]: each["wid"] for each in answers if "wid" in each}
+            found = verifier.call("verify", folder=folder, size=256 * KIB)
+            tell(event=folder.split("-")[1], number=number, **_judged(promised, found))
+            shutil.rmtree(folder, ignore_errors=True)  # it may not have been there yet
+        cut.disconnect(SERVED)
+
+
+def _network(protocol: str, *, name: str = "big", options: str = "") -> dict[str, Path]:
+    """The weights folder as the server, client a and client b see it."""
+    root = disk(name)
+    cables()
+    serve(protocol, root)
+    return {"server": root / "weights"} | {
+        client: join(client, protocol, root, options) / "weights" for client in "ab"
+    }
+
+
+def _patiently(worker: Worker, do: str, **arguments: Any) -> dict[str, Any]:
+    """Ask again for up to a minute while the store refuses."""
+    deadline = time.monotonic() + 60
+    answer = worker.call(do, **arguments)
+    while "error" in answer and time.monotonic() < deadline:
+        time.sleep(1)
+        answer = worker.call(do, **arguments)
+    return answer
+
+
+def _until_begun(folder: Path) -> None:
+    """Return when somebody is writing a version, but has not finished it."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if any(size for size in map(_size, folder.glob(".tmp*/*"))):
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"nobody writes to {folder}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _fill(filler: Path) -> None:
+    """Take all space that is left, at once."""
+    with filler.open("wb", buffering=0) as file:
+        for block in (MIB, 4 * KIB):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, block)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def _judged(promised: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
+    """How many versions were announced, which of them are lost, which have STABLE and are torn."""
+    good = found["good"]
+    lost = [number for number, wid in promised.items() if good.get(str(number)) != wid]
+    return {
+        "announced": len(promised),
+        "lost": lost,
+        "torn": found["bad"],
+        "good": len(good),
+    }

@@ -1,0 +1,234 @@
+"""Every call that the lab makes to the store, one function for each thing that a client does.
+
+Requests and answers are JSON lines; what the store raises is an answer. Tensors follow from the
+step that they are published for, so any reader can tell whether it has exactly those bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors.torch
+import torch
+
+from peralta_zmq.errors import StoreError
+from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.stores.follow import Follower
+from peralta_zmq.stores.store import Base, WeightStore
+
+RUN = "lab"
+KEEP_ALL = 1_000_000
+KEYFRAME_INTERVAL = 5
+COMPANIONS = {"config.json": b"{}\n"}
+
+
+def work(requests: IO[str], answers: IO[str]) -> None:
+    """Answer each request until there are no more."""
+    torch.set_num_threads(1)
+    ANSWERS.append(answers)
+    for line in requests:
+        request = json.loads(line)
+        began = time.monotonic()
+        try:
+            answer = HANDLERS[request.pop("do")](**request)
+        except StoreError as error:
+            answer = {"error": "StoreError", "message": str(error)}
+        except OSError as error:  # a defect of the store: it promises StoreError
+            answer = {"error": type(error).__name__, "message": str(error)}
+        answer["seconds"] = round(time.monotonic() - began, 3)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
+    """`size` bytes of bf16, of which each step has its own hundredth: worth a delta."""
+    bits = _finite(size // 2, seed=0)
+    made = torch.Generator().manual_seed(step)
+    places = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=made)
+    bits[places] = _finite(len(places), seed=step)
+    weights = bits.view(torch.bfloat16)
+    return {
+        "first": weights[: len(bits) // 2].clone(),
+        "second": weights[len(bits) // 2 :].clone(),
+    }
+
+
+def _finite(count: int, *, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-32768, 32767, (count,), generator=made, dtype=torch.int16)
+    return bits & 0x3FFF  # the exponent is never all ones
+
+
+def claim(folder: str) -> dict[str, Any]:
+    """Make the folder the lab's."""
+    _store(folder).claim(RUN)
+    return {}
+
+
+def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dict[str, Any]:
+    """Publish the step's tensors, as a delta to the last ones four times out of five.
+
+    The time is when the store said that it is done.
+    """
+    tensors = tensors_of(step, size)
+    base = BASES.get(folder) if step % KEYFRAME_INTERVAL else None
+    version = _store(folder).publish(
+        step, tensors, companions=COMPANIONS, keep_last=keep_last, base=base
+    )
+    BASES[folder] = version, tensors
+    return {**_named(version), "kind": version.kind, "at": time.monotonic()}
+
+
+def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
+    """Publish without end, saying so after each version."""
+    for step in range(first, KEEP_ALL):
+        ANSWERS[0].write(json.dumps(publish(folder, step, size)) + "\n")
+        ANSWERS[0].flush()
+    return {}
+
+
+def void_fsync() -> dict[str, Any]:
+    """From now on nothing in this process is made durable: a store that must be caught."""
+    os.fsync = lambda _: None
+    return {}
+
+
+def newest(folder: str) -> dict[str, Any]:
+    """The newest version's number, or None."""
+    return _named(_store(folder).newest())
+
+
+def watch(folder: str, number: int, poll_seconds: float, give_up: float = 60) -> dict[str, Any]:
+    """List the folder every `poll_seconds` until a version is there; when it was seen."""
+    store = _store(folder)
+    deadline = time.monotonic() + give_up
+    while time.monotonic() < deadline:
+        version = store.newest()
+        if version is not None and version.number >= number:
+            return {**_named(version), "at": time.monotonic()}
+        time.sleep(poll_seconds)
+    return {"number": None, "at": time.monotonic()}
+
+
+def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
+    """Load a version (the newest unless said) and compare every bit with what was published."""
+    store = _store(folder)
+    version = store.newest()
+    if version is None:
+        return {"number": None}
+    if number is not None and version.number != number:
+        return {
+            "error": "NotThere",
+            "message": f"newest is {version.number}, not {number}",
+        }
+    return {**_named(version), "exact": _exact(store, version, size)}
+
+
+def announced(folder: str, number: int, size: int) -> dict[str, Any]:
+    """Load the version that an announcement names, without listing the folder."""
+    store = _store(folder)
+    version = store.look(number)
+    if version is None:
+        return {"number": None}
+    return {
+        **_named(version),
+        "exact": _exact(store, version, size),
+        "at": time.monotonic(),
+    }
+
+
+def verify(folder: str, size: int) -> dict[str, Any]:
+    """Load every folder with STABLE, newest first; those that are not as published."""
+    finished = sorted(Path(folder).glob("step_*/STABLE"))
+    good: dict[int, str] = {}
+    bad = []
+    store = _store(folder)
+    for number in sorted((int(each.parent.name[5:]) for each in finished), reverse=True):
+        version = store.look(number)
+        exact = False
+        with contextlib.suppress(StoreError):
+            exact = version is not None and _exact(store, version, size)
+        if exact and version is not None:
+            good[number] = version.wid
+        else:
+            bad.append(number)
+    return {"good": good, "bad": bad}
+
+
+def follow(
+    folder: str, size: int, until: int, poll_seconds: float, give_up: float
+) -> dict[str, Any]:
+    """Serve the newest weights, asking for newer ones after each token, until `until` serves.
+
+    `serving` are the (seconds, number) of each change, `longest_pause` how long asking took at
+    most, `intact` whether the served tensors were always those of their number.
+    """
+    began = time.monotonic()
+    pause, serving, intact = 0.0, [], True
+    with contextlib.closing(
+        Follower(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
+    ) as follower:
+        while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
+            time.sleep(0.05)  # as long as a token takes
+            asked = time.monotonic()
+            staged = follower.ready()
+            pause = max(pause, time.monotonic() - asked)
+            if staged:
+                serving.append((round(time.monotonic() - began, 2), staged.version.number))
+                intact = intact and _same(staged.tensors, tensors_of(staged.version.step, size))
+                follower.settle()
+        at = time.monotonic()
+    return {"serving": serving, "longest_pause": pause, "intact": intact, "at": at}
+
+
+def map_weights(folder: str, number: int) -> dict[str, Any]:
+    """What the store must not do: map a file of the NAS, and read its beginning."""
+    with (Path(folder) / f"step_{number:08d}" / WEIGHTS).open("rb") as file:
+        MAPPED.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return {"first": MAPPED[-1][0]}
+
+
+def read_mapped_end() -> dict[str, Any]:
+    """Go on to the end of what was mapped."""
+    return {"last": MAPPED[-1][-1]}
+
+
+def _exact(store: WeightStore, version: Version, size: int) -> bool:
+    with store.load(version) as local:
+        return _same(safetensors.torch.load_file(local / WEIGHTS), tensors_of(version.step, size))
+
+
+def _same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> bool:
+    return these.keys() == those.keys() and all(
+        torch.equal(these[name].view(torch.int16), those[name].view(torch.int16)) for name in those
+    )
+
+
+def _store(folder: str) -> WeightStore:
+    if folder not in STORES:
+        STORES[folder] = DirectoryStore(Path(folder))
+    return STORES[folder]
+
+
+def _named(version: Version | None) -> dict[str, Any]:
+    return {"number": version.number, "wid": version.wid} if version else {"number": None}
+
+
+STORES: dict[str, WeightStore] = {}
+BASES: dict[str, Base] = {}  # what was last published to a folder
+ANSWERS: list[IO[str]] = []
+MAPPED: list[mmap.mmap] = []
+HANDLERS = {
+    each.__name__: each
+    for each in (
+        claim, publish, publish_on, void_fsync, newest, watch, load, announced, verify, follow,
+        map_weights, read_mapped_end,
+    )
+}  # fmt: skip

@@ -1,0 +1,87 @@
+"""Processes of the guest that use the store, each on the server or on a client.
+
+Knows pipes and JSON lines; what can be asked is in `worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from lab.network import enter
+
+ANSWER_SECONDS = 120
+
+
+class Worker:
+    """A process on a client (or the server) that uses the store: ask, then await the answer."""
+
+    def __init__(self, client: str | None = None) -> None:
+        from lab import worker  # torch: imported once, before the first fork
+
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._commands)
+            os.close(self._answers)
+            if client:
+                enter(client)
+            with os.fdopen(commands) as read, os.fdopen(answers, "w") as write:
+                with contextlib.suppress(KeyboardInterrupt):
+                    worker.work(read, write)
+                write.flush()
+                os._exit(0)
+        os.close(commands)
+        os.close(answers)
+        self._rest = b""
+        self._status: int | None = None
+
+    def ask(self, do: str, **arguments: Any) -> None:
+        """Begin something (a function of `worker`)."""
+        with contextlib.suppress(BrokenPipeError):  # it died: its answer says so
+            os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """What came of it; {"died": signal} when the process is no more."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                raise TimeoutError(f"worker {self.pid} said nothing for {seconds} s")
+            read = os.read(self._answers, 65536)
+            if not read:
+                return {"died": self._signal()}
+            self._rest += read
+        line, self._rest = self._rest.split(b"\n", 1)
+        return json.loads(line)
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Ask and await."""
+        self.ask(do, **arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        """SIGKILL; what it announced before can still be read."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _signal(self) -> int:
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        return os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
+
+    def left(self) -> list[dict[str, Any]]:
+        """Await its death; the whole answers that were not yet read."""
+        self._signal()
+        while read := os.read(self._answers, 65536):
+            self._rest += read
+        *lines, _ = self._rest.split(b"\n")
+        return [json.loads(line) for line in lines]
