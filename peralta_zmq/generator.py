@@ -92,11 +92,13 @@ def run(config: Config) -> None:
     problems = tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
     store = DirectoryStore(config.weights_folder)
     address = f"tcp://{config.wire.host}:{config.wire.port}"
-    with closing(wire.Listener(wire.next_port(address))) as listener:
+    folder = config.keys_folder
+    keys = wire.generator_keys(folder, name) if folder else None
+    with closing(wire.Listener(wire.next_port(address), keys=keys)) as listener:
         version, engine, tokenizer = open_engine(config, store, listener, address)
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         watch = Watch(store.folder, poll_seconds=config.weights.poll_seconds)
-        sender = wire.RolloutSender(address, hwm=config.wire.hwm)
+        sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         with closing(watch), closing(sender):
             worker = Generator(config, name, store, listener, watch, sender, version)
             worker.work(engine, tokenizer, problems, task.reward)

@@ -166,11 +166,13 @@ class Trainer:
         wires = self._config.wire
         self._run_id = run_id_of(self._folder, self._config.run.name)
         address = f"tcp://{wires.bind}:{wires.port}"
+        keys = self._config.keys_folder
+        gate = stack.enter_context(closing(wire.Gate(keys))) if keys else None
         self._receiver = wire.RolloutReceiver(
-            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm
+            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
         )
         stack.enter_context(closing(self._receiver))
-        self._announcer = wire.Announcer(wire.next_port(address))
+        self._announcer = wire.Announcer(wire.next_port(address), gate=gate)
         stack.enter_context(closing(self._announcer))
 
     def _open_folders(self, stack: ExitStack) -> None:

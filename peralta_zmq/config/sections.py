@@ -5,6 +5,7 @@ Leaf names are TRL's where TRL has one. Knows what combinations make sense; read
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65534)]  # port + 1 is used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
 
 
 class Section(BaseConfig):
@@ -191,7 +192,7 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements use the next one"""
+    """port for rollouts; announcements and counters use the two after it"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1
@@ -218,6 +219,15 @@ class CheckpointSection(Section):
     """checkpoints to keep"""
 
 
+class SecuritySection(Section):
+    """Who may connect to the trainer."""
+
+    keys: Text | None = None
+    """folder of keys, made with bin/doctor keygen; None = everyone, without encryption"""
+    insecure: bool = False
+    """listen beyond this machine without keys"""
+
+
 class LogSection(Section):
     """Messages."""
 
@@ -242,6 +252,7 @@ class Config(Section):
     wire: WireSection = WireSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
 
     @property
@@ -254,6 +265,11 @@ class Config(Section):
         """The folder of published versions."""
         folder = self.weights.dir
         return Path(folder).expanduser() if folder else self.run_folder / "weights"
+
+    @property
+    def keys_folder(self) -> Path | None:
+        """The folder of keys; None = no keys."""
+        return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
     def data_options(self) -> dict[str, str]:
@@ -277,6 +293,7 @@ class Config(Section):
         _check_names(self)
         _check_batch(self)
         _check_ranges(self)
+        _check_security(self)
         return self
 
 
@@ -329,3 +346,22 @@ def _check_ranges(config: Config) -> None:
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and the count is the same for all generators"
         )
+
+
+def _check_security(config: Config) -> None:
+    bind, security = config.wire.bind, config.security
+    if not (_is_loopback(bind) or security.keys or security.insecure):
+        raise ConfigError(
+            f"wire.bind {bind} lets other machines connect, and there are no keys; "
+            "make them with bin/doctor keygen --security.keys DIR, "
+            "or allow everyone with --security.insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, an interface, *
+        return False
