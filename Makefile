@@ -4,6 +4,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 CONFIG ?= configs/demo.toml
+SECONDS ?= 60
 export HF_HUB_OFFLINE := 1
 
 help:  ## List the targets
@@ -26,6 +27,11 @@ test-slow: setup  ## The tests that train for minutes
 
 test-chaos: setup  ## The tests that kill processes
 	@$(BIN)/python -m pytest -m chaos --timeout 900
+
+fuzz: setup  ## Fuzz everything that is decoded, SECONDS=60, where atheris can be installed
+	@if $(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) atheris 2>/dev/null; then \
+	  PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(SECONDS); \
+	else echo "skipped: PyPI has no atheris for this Python and system"; fi
 
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
@@ -62,4 +68,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos test test-slow test-chaos lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos test test-slow test-chaos fuzz lint data base-model clean fresh torch
