@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -38,11 +39,13 @@ class Proxy:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._listening.shutdown(socket.SHUT_RDWR)
-        for each in [self._listening, *self._open]:
-            each.close()
+        for each in [self._listening, *self._open]:  # wakes whoever waits in it
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
+        for each in [self._listening, *self._open]:
+            each.close()
 
     def _start(self, target: object, *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore
@@ -87,7 +90,5 @@ class Proxy:
             except OSError:
                 break
         for each in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
