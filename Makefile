@@ -4,6 +4,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 CONFIG ?= configs/demo.toml
+SECONDS ?= 60
 export HF_HUB_OFFLINE := 1
 
 help:  ## List the targets
@@ -33,6 +34,11 @@ test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k 
 lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
 	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
 	  -k 'power or kernel or away' --timeout 3000 $(ARGS)
+
+fuzz: setup  ## Fuzz everything that is decoded, SECONDS=60, where atheris can be installed
+	@if $(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) atheris 2>/dev/null; then \
+	  PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(SECONDS); \
+	else echo "skipped: PyPI has no atheris for this Python and system"; fi
 
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
@@ -69,4 +75,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos test test-slow test-chaos test-lab lab-soak lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos test test-slow test-chaos test-lab lab-soak fuzz lint data base-model clean fresh torch

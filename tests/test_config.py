@@ -581,3 +581,19 @@ def test_a_broken_config_toml_is_named_with_the_two_ways_on(tmp_path: Path) -> N
     (tmp_path / "config.toml").write_text("[run")
     with pytest.raises(ConfigError, match=r"does not load .* choose another --run.name"):
         earlier_config(Config(), tmp_path)
+
+
+# Who may connect.
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "*", "::", "10.0.0.7", "eth0", "trainer.local"])
+def test_listening_beyond_this_machine_without_keys_is_refused(bind: str) -> None:
+    with pytest.raises(ConfigError, match=r"bin/doctor keygen.*--security\.insecure"):
+        load_config("trainer", ["--wire.bind", bind])
+    load_config("trainer", ["--wire.bind", bind, "--security.keys", "keys"])
+    load_config("trainer", ["--wire.bind", bind, "--security.insecure"])
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
+def test_listening_on_this_machine_needs_no_keys(bind: str) -> None:
+    assert load_config("trainer", ["--wire.bind", bind]).keys_folder is None

@@ -98,7 +98,8 @@ def forbidden(module: str, imported: Import) -> bool:
         return is_in(package, set(DOORS)) and not is_in(module, DOORS[package])
     own = room(module)
     allowed = MAY_IMPORT.get(own, set()) | {own}
-    return room(inside) not in allowed | (LOOPS if own == "operate" and imported.lazy else set())
+    lazily = LOOPS | {"wire"} if own == "operate" and imported.lazy else set()
+    return room(inside) not in allowed | lazily
 
 
 @every_module

@@ -5,6 +5,7 @@ Leaf names are TRL's where TRL has one. Knows what combinations make sense; read
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +27,10 @@ from peralta_zmq.errors import ConfigError
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
-LOOPBACKS = ("localhost", "::1", "[::1]")
-
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # the two ports after it are used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
 
 
 class Section(BaseConfig):
@@ -203,20 +202,11 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements and counters use the next two"""
+    """port for rollouts; announcements and counters use the two after it"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1
     """groups that one generator's queue holds before it waits"""
-
-
-class SecuritySection(Section):
-    """Who may take part."""
-
-    keys: Text | None = None
-    """folder of key files, made by `bin/doctor keygen`; None = no encryption, loopback only"""
-    insecure: bool = False
-    """listen on a network without keys: anyone there can read the run and send groups"""
 
 
 class WeightsSection(Section):
@@ -262,6 +252,15 @@ class CheckpointSection(Section):
     """roll back, once, to the checkpoint of this step; -1 = go on from the newest"""
 
 
+class SecuritySection(Section):
+    """Who may connect to the trainer."""
+
+    keys: Text | None = None
+    """folder of keys, made with bin/doctor keygen; None = everyone, without encryption"""
+    insecure: bool = False
+    """listen beyond this machine without keys"""
+
+
 class LogSection(Section):
     """Messages."""
 
@@ -284,9 +283,9 @@ class Config(Section):
     advantage: AdvantageSection = AdvantageSection()
     eval: EvalSection = EvalSection()
     wire: WireSection = WireSection()
-    security: SecuritySection = SecuritySection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
 
     @property
@@ -306,14 +305,14 @@ class Config(Section):
         return self.weights.dir or str(self.run_folder / "weights")
 
     @property
+    def keys_folder(self) -> Path | None:
+        """The folder of keys; None = no keys."""
+        return Path(self.security.keys).expanduser() if self.security.keys else None
+
+    @property
     def data_options(self) -> dict[str, str]:
         """What [data] says, as keywords for the task's `problems`; defaults left to the task."""
         return self.data.model_dump(exclude_none=True)
-
-    @property
-    def keys_folder(self) -> Path | None:
-        """The folder of key files, if there are keys."""
-        return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
     def groups_per_step(self) -> int:
@@ -389,10 +388,18 @@ def _check_ranges(config: Config) -> None:
 
 def _check_security(config: Config) -> None:
     bind, security = config.wire.bind, config.security
-    if security.keys or security.insecure or bind.startswith("127.") or bind in LOOPBACKS:
-        return
-    raise ConfigError(
-        f"wire.bind {bind} is open to a network and there are no keys; make them with "
-        "`bin/doctor keygen` and name their folder with --security.keys, or say that the network "
-        "may be trusted with --security.insecure"
-    )
+    if not (_is_loopback(bind) or security.keys or security.insecure):
+        raise ConfigError(
+            f"wire.bind {bind} lets other machines connect, and there are no keys; "
+            "make them with bin/doctor keygen --security.keys DIR, "
+            "or allow everyone with --security.insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, an interface, *
+        return False

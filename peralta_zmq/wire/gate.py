@@ -55,7 +55,14 @@ class Gate:
             raise WireError(f"a second gate in one process ({error})")
 
     def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Before `bind`: this socket talks only to clients that the gate lets in."""
+        """Before `bind`: this socket talks only to clients that the gate lets in.
+
+        libzmq passes the client's name through the queue as a message that it never counts as
+        read: a queue of one would stay full for ever.
+        """
+        queue = server.getsockopt(zmq.RCVHWM)
+        assert isinstance(queue, int)
+        server.setsockopt(zmq.RCVHWM, queue + 1)
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -80,6 +87,7 @@ class Gate:
             while not self._closed.is_set():
                 if door.poll(int(LOOK_SECONDS * 1000)):
                     door.send_multipart(self._answer(door.recv_multipart()))
+            door.unbind(ENDPOINT)  # closing alone frees the name later
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials."""

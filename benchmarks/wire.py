@@ -1,0 +1,281 @@
+"""The wire against raw pyzmq of the same bytes, the codec alone, and what encryption costs.
+
+A rate is groups sent by another process, received, checked and decoded; the peer sends as many
+bytes over bare PUSH/PULL sockets with the same options and looks at none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from benchmarks.harness import Claim, interleaved, progress, spread
+from peralta_zmq import wire
+from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
+from peralta_zmq.wire.keys import TRAINER, make_keys
+from peralta_zmq.wire.sockets import open_socket
+
+VOCAB_SIZE = 64
+RUN = "bench-00112233"
+SENDERS = (1, 8, 64)
+REPO = Path(__file__).resolve().parent.parent
+
+
+def run(*, quick: bool) -> Iterable[Claim]:
+    """All claims of the wire; `quick` leaves out the recovery and repeats less."""
+    repeats = 3 if quick else 7
+    count = 3000 if quick else 20_000
+    small, large = _group(4, 21, 31), _group(16, 200, 180)
+    yield from _codec(small, repeats=repeats)
+    for senders in SENDERS:
+        yield from _rates(large, senders, count=max(count // 10, 4 * senders), repeats=repeats)
+    yield from _rates(small, 1, count=count, repeats=repeats, name="rate_vs_raw_pyzmq_1_small")
+    yield from _curve(large, count=count // 10, repeats=repeats)
+    yield _memory(200 if quick else 1000)
+    if not quick:
+        yield recovery(repeats=3)
+
+
+def _group(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
+    """Siblings of one prompt, one policy step, random tokens."""
+    chance = np.random.default_rng(0)
+    prompt = chance.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
+
+    def rollout(reward: float) -> Rollout:
+        logprobs = -chance.exponential(1.0, num_generated).astype(np.float32)
+        tokens = chance.integers(3, VOCAB_SIZE, num_generated).astype(np.int32)
+        steps = np.full(num_generated, 7, np.int32)
+        return rollout_of(Completion(0, prompt, tokens, logprobs, steps, "stop", ""), reward)
+
+    return RolloutGroup(
+        run_id=RUN, generator_id="ann", boot=bytes(8), sequence=0, problem_id="math_1k/7",
+        task="calculator", policy_step=7, wid="0123456789abcdef",
+        rollouts=tuple(rollout(float(number % 2)) for number in range(siblings)),
+    )  # fmt: skip
+
+
+def _codec(group: RolloutGroup, *, repeats: int) -> Iterator[Claim]:
+    frame, rounds = wire.encode_group(group), 5000
+
+    def both() -> float:
+        started = time.perf_counter()
+        for _ in range(rounds):
+            wire.decode_group(wire.encode_group(group), vocab_size=VOCAB_SIZE)
+        return (time.perf_counter() - started) / rounds * 1e6
+
+    taken = interleaved({"codec": both}, repeats=repeats)["codec"]
+    yield _claim("codec_microseconds", min(taken), "us", taken)
+    yield Claim("bytes_per_group", len(frame), "bytes")
+
+
+def _rates(
+    group: RolloutGroup, senders: int, *, count: int, repeats: int, name: str | None = None
+) -> Iterator[Claim]:
+    size = len(wire.encode_group(group))
+    taken = interleaved(
+        {"ours": lambda: _ours(group, senders, count), "raw": lambda: _raw(size, senders, count)},
+        repeats=repeats,
+    )
+    ours, raw = statistics.median(taken["ours"]), statistics.median(taken["raw"])
+    yield Claim(
+        name or f"rate_vs_raw_pyzmq_{senders}", ours, f"groups/s of {size} bytes",
+        peer=raw, ratio=ours / raw, n=repeats, spread=spread(taken["ours"]),
+    )  # fmt: skip
+    if name is None:
+        yield Claim(f"megabytes_per_s_{senders}", size * ours / 1e6, "MB/s", n=repeats)
+
+
+def _curve(group: RolloutGroup, *, count: int, repeats: int) -> Iterator[Claim]:
+    """Microseconds that encryption adds to one group, both ends together."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        keys = Path(folder) / "keys"
+        for name in (TRAINER, "ann"):
+            make_keys(keys, name)
+        gate = stack.enter_context(closing(wire.Gate(keys)))
+        taken = interleaved(
+            {"with": lambda: _ours(group, 1, count, gate, keys),
+             "without": lambda: _ours(group, 1, count)},
+            repeats=repeats,
+        )  # fmt: skip
+    costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(taken["with"], taken["without"], strict=True)]
+    yield _claim("curve_cost", statistics.median(costs), "us per group", costs)
+
+
+def _ours(
+    group: RolloutGroup,
+    senders: int,
+    count: int,
+    gate: wire.Gate | None = None,
+    keys: Path | None = None,
+) -> float:
+    """Groups per second to one receiver, which checks and decodes them all."""
+    address = "tcp://127.0.0.1:*"
+    with closing(
+        wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, gate=gate)
+    ) as receiver:
+        frame = wire.encode_group(group)
+        crowd = ["ours", receiver.address, str(senders), frame.hex(), str(keys or "")]
+        return _rate(crowd, lambda: receiver.receive(timeout=1.0) is not None, senders, count)
+
+
+def _raw(size: int, senders: int, count: int) -> float:
+    """Messages per second over bare sockets with the same options."""
+    puller = open_socket(zmq.PULL, hwm=1)
+    port = puller.bind_to_random_port("tcp://127.0.0.1")
+    with puller:
+        crowd = ["raw", f"tcp://127.0.0.1:{port}", str(senders), bytes(size).hex(), ""]
+        return _rate(crowd, lambda: bool(puller.recv()), senders, count)
+
+
+def _rate(crowd: list[str], receive: Callable[[], bool], senders: int, count: int) -> float:
+    """Messages per second from a process of senders, once all of them are connected."""
+    command = [sys.executable, "-c", CROWD, str(REPO), *crowd]
+    with subprocess.Popen(command) as process:
+        left = count
+        try:
+            for _ in range(10 * senders):
+                while not receive():
+                    pass
+            started = time.perf_counter()
+            while left:
+                left -= receive()
+            return count / (time.perf_counter() - started)
+        finally:
+            process.kill()
+
+
+CROWD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import zmq
+from pathlib import Path
+from peralta_zmq import wire
+from peralta_zmq.wire.sockets import open_socket
+kind, address, count, frame, keys = sys.argv[2:]
+frame = bytes.fromhex(frame)
+keys = wire.generator_keys(Path(keys), "ann") if keys else None
+if kind == "ours":
+    senders = [wire.RolloutSender(address, keys=keys) for _ in range(int(count))]
+    while True:
+        for sender in senders:
+            sender.send(frame, timeout=1.0)
+senders = [open_socket(zmq.PUSH, hwm=1) for _ in range(int(count))]
+for sender in senders:
+    sender.connect(address)
+while True:
+    for sender in senders:
+        sender.send(frame)
+"""
+
+
+def _memory(senders: int) -> Claim:
+    """Kilobytes of the trainer for each connected sender that has sent one group."""
+    frame = wire.encode_group(_group(4, 21, 31))
+    with closing(
+        wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=VOCAB_SIZE)
+    ) as receiver:
+        command = [sys.executable, "-c", IDLE, receiver.address, str(senders), frame.hex()]
+        half, marks = senders // 2, [_resident()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as crowd:
+            for number in range(1, senders + 1):
+                while receiver.receive(timeout=1.0) is None:
+                    pass
+                if number in (half, senders):
+                    marks.append(_resident())
+            assert crowd.stdin is not None
+            crowd.stdin.close()
+    first, second = marks[1] - marks[0], marks[2] - marks[1]
+    progress(f"memory: {first / 1024:.0f} KiB for {half} senders, then {second / 1024:.0f} KiB")
+    return Claim(
+        "memory_per_sender", (first + second) / senders / 1024, f"KiB, {senders} connected",
+        bound=second / (senders - half) / 1024,
+    )  # fmt: skip
+
+
+IDLE = """
+import sys, zmq
+context = zmq.Context()
+context.set(zmq.MAX_SOCKETS, 4096)
+address, count, frame = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+pushers = []
+for _ in range(count):
+    pusher = context.socket(zmq.PUSH)
+    pusher.linger = 0
+    pusher.connect(address)
+    pusher.send(frame)
+    pushers.append(pusher)
+sys.stdin.read()
+context.destroy()
+"""
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def recovery(*, repeats: int) -> Claim:
+    """Seconds from SIGKILL of a real trainer to the next trained step, on the embedded run."""
+    taken: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        lan = ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
+               "--eval.num-examples", "1", "--eval.eval-base-model", "false"]  # fmt: skip
+        with subprocess.Popen(lan, cwd=REPO, stdout=subprocess.DEVNULL) as process:
+            run_folder = Path(folder) / "bench"
+            for number in range(repeats):
+                _step_after(run_folder, -1 if number == 0 else _last_step(run_folder) + 3)
+                before = _last_step(run_folder)
+                killed = time.monotonic()
+                _kill_trainer(folder)
+                _step_after(run_folder, before)
+                taken.append(time.monotonic() - killed)
+                progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+    return _claim("recovery_seconds", statistics.median(taken), "s", taken)
+
+
+def _step_after(folder: Path, step: int) -> None:
+    ends = time.monotonic() + 120
+    while _last_step(folder) <= step:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"no step after {step} in {folder}")
+        time.sleep(0.02)
+
+
+def _last_step(folder: Path) -> int:
+    try:
+        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return -1
+
+
+def _kill_trainer(folder: str) -> None:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if "bin/trainer" in words and folder in words:
+            os.kill(int(process.name), signal.SIGKILL)
+
+
+def _claim(name: str, value: float, unit: str, taken: Sequence[float]) -> Claim:
+    return Claim(name, value, unit, n=len(taken), spread=spread(taken))

@@ -1,0 +1,65 @@
+"""Coverage-guided fuzzing of everything that is decoded: `make fuzz SECONDS=60`.
+
+Nothing but WireError or CorruptError may escape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["peralta_zmq"]):
+    from peralta_zmq import durable, wire
+    from peralta_zmq.errors import WireError
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from fakes import VOCAB_SIZE, group_of
+
+FOLDER = Path(tempfile.mkdtemp())
+
+
+def decode_all(content: bytes) -> None:
+    """As every kind of message; groups also with a checksum that agrees."""
+    sealed = content[:-4] + zlib.crc32(content[:-4]).to_bytes(4, "little")
+    for frame in (content, sealed):
+        try:
+            wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+        except WireError:
+            continue
+    for decode in (wire.decode_announcement, wire.decode_counters):
+        try:
+            decode(content)
+        except WireError:
+            continue
+    (FOLDER / durable.MANIFEST).write_bytes(content)
+    (FOLDER / durable.STABLE).write_text(hashlib.sha256(content).hexdigest(), "ascii")
+    try:
+        durable.read_manifest(FOLDER)
+    except durable.CorruptError:
+        return
+
+
+def main() -> None:
+    """Fuzz from frames that are right."""
+    corpus = FOLDER / "corpus"
+    corpus.mkdir()
+    for number, lengths in enumerate(([4, 1, 7], [1], [30, 30, 30, 30])):
+        group = group_of([float(each % 2) for each in lengths], lengths=lengths)
+        (corpus / f"group{number}").write_bytes(wire.encode_group(group))
+    said = wire.Announcement("run", boot=bytes(8), recv={"a/00": 1}, durable={"a/00": 0})
+    (corpus / "announcement").write_bytes(wire.encode_announcement(said))
+    counted = wire.Counters("run", "ann", bytes(8), hello={"python": "3.11"})
+    (corpus / "counters").write_bytes(wire.encode_counters(counted))
+    manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
+    (corpus / "manifest").write_bytes(manifest)
+    atheris.Setup([*sys.argv, str(corpus)], decode_all)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A bad network in a thread: a TCP proxy that delays, throttles, stalls and goes silent."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from types import TracebackType
+
+CHUNK = 1460  # bytes, as on Ethernet
+
+
+class Proxy:
+    """Listens on a port of its own and forwards to 127.0.0.1:`port`, both ways.
+
+    `cut` set: bytes are neither taken nor delivered and connections stay open, as when a cable
+    is pulled. `half_open` set: only towards `port`. Each chunk waits `delay` seconds, its share
+    of `bits_per_s`, and with probability `loss` a retransmission of 0.2 s.
+    """
+
+    def __init__(
+        self, port: int, *, delay: float = 0.0, bits_per_s: float = 0.0, loss: float = 0.0
+    ) -> None:
+        self.cut, self.half_open = threading.Event(), threading.Event()
+        self.num_connections = 0
+        self._port, self._delay, self._rate, self._loss = port, delay, bits_per_s, loss
+        self._chance = random.Random(0)
+        self._ended = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._threads = [self._start(self._accept)]
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for each in [self._listening, *self._open]:  # wakes whoever waits in it
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for each in [self._listening, *self._open]:
+            each.close()
+
+    def _start(self, target: object, *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore
+        thread.start()
+        return thread
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                continue
+            self.num_connections += 1
+            for each in (near, far):
+                each.settimeout(0.05)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            self._open += [near, far]
+            self._threads.append(self._start(self._forward, near, far, True))
+            self._threads.append(self._start(self._forward, far, near, False))
+
+    def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
+        while not self._ended.is_set():
+            if self.cut.is_set() or (upward and self.half_open.is_set()):
+                self._ended.wait(0.02)
+                continue
+            try:
+                chunk = source.recv(CHUNK)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not chunk:
+                break
+            lost = self._chance.random() < self._loss
+            pause = self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)
+            self._ended.wait(pause)
+            try:
+                target.settimeout(None)
+                target.sendall(chunk)
+                target.settimeout(0.05)
+            except OSError:
+                break
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,271 @@
+"""Bad networks, slow and restarted trainers, hostile clients: rows 9-13, 23, 25, 26."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from contextlib import ExitStack, closing
+from time import monotonic
+
+import pytest
+import zmq
+from fakes import group_of
+from proxy import Proxy
+from sockets import (
+    DEADLINE,
+    GROUP,
+    bound_again,
+    drained,
+    numbered,
+    pair,
+    raw_socket,
+    received,
+    receiver_at,
+    sender_to,
+    until,
+)
+
+from peralta_zmq import wire
+from peralta_zmq.errors import WireError
+from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
+from peralta_zmq.wire import strict
+
+WINDOW = 4
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def events_of(end: wire.RolloutReceiver) -> zmq.Socket[bytes]:
+    return end._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+# Rows 9 and 10: the network.
+
+
+@pytest.mark.parametrize(
+    "seconds", [2, pytest.param(60, marks=[pytest.mark.chaos, pytest.mark.timeout(180)])]
+)
+@pytest.mark.parametrize("fault", ["cut", "half_open"])
+def test_link_that_was_down_resumes_by_itself_and_nothing_is_lost(
+    stack: ExitStack, seconds: int, fault: str
+) -> None:
+    receiver = stack.enter_context(closing(receiver_at()))
+    proxy = stack.enter_context(Proxy(port_of(receiver.address)))
+    sender = sender_to(proxy.address, stack)
+    assert sender.send(numbered(0), timeout=DEADLINE)
+    received(receiver)
+    getattr(proxy, fault).set()
+    sent = 1
+    for _ in until(seconds):
+        sent += sender.send(numbered(sent), timeout=0.1)
+    assert sent < 200  # it waited
+    getattr(proxy, fault).clear()
+    got: list[int] = []
+    last = sent
+    for _ in until(60):  # the kernel looks at a link that was long dead only now and then
+        got += [each.sequence for each in drained(receiver, quiet=0.1)]
+        sent += sent == last and sender.send(numbered(last), timeout=0.1)
+        if last in got:
+            break
+    assert got == list(range(1, last + 1))
+    assert proxy.num_connections == 1
+
+
+def test_bad_network_keeps_groups_in_order_and_few_on_their_way(stack: ExitStack) -> None:
+    receiver = stack.enter_context(closing(receiver_at()))
+    proxy = stack.enter_context(
+        Proxy(port_of(receiver.address), delay=0.05, bits_per_s=1e6, loss=0.03)
+    )
+    sender, outbox = sender_to(proxy.address, stack), wire.Outbox(GROUP.sender)
+    ledger, got, sent = Ledger(), [], 0
+    for _ in until(4):
+        if outbox.window < WINDOW:
+            frame = numbered(sent)
+            outbox.add(sent, frame, policy_step=0)
+            sent += 1
+            while not sender.send(frame, timeout=0.01):
+                got += taken(receiver, ledger)
+        got += taken(receiver, ledger)
+        newest = ledger.settled(GROUP.sender)
+        assert outbox.lost_on_the_way(announcement(newest)) == []
+        assert sent - 1 - newest <= WINDOW  # so many versions behind at most
+    assert got == list(range(len(got))) and len(got) > 10
+
+
+def taken(receiver: wire.RolloutReceiver, ledger: Ledger) -> list[int]:
+    message = receiver.receive(timeout=0.01)
+    if message is None:
+        return []
+    ledger.settle(message[0].sender, message[0].sequence, "trained")
+    return [message[0].sequence]
+
+
+def announcement(newest: int) -> wire.Announcement:
+    said = {GROUP.sender: newest}
+    return wire.Announcement(GROUP.run_id, boot=b"1", recv=said, durable=said, seen=said)
+
+
+# Rows 11 to 13: the trainer.
+
+
+def test_slow_trainer_keeps_five_greedy_generators_within_their_windows(stack: ExitStack) -> None:
+    receiver = stack.enter_context(closing(receiver_at()))
+    names = [f"g{number}" for number in range(5)]
+    senders = {name: sender_to(receiver.address, stack) for name in names}
+    outboxes = {name: wire.Outbox(wire_name(name)) for name in names}
+    ledger, made, worst = Ledger(), dict.fromkeys(names, 0), 0
+    for number in range(150):
+        for name in names:
+            if outboxes[name].window < WINDOW:
+                frame = numbered(made[name], generator_id=name)
+                if senders[name].send(frame, timeout=0.0):
+                    outboxes[name].add(made[name], frame, policy_step=0)
+                    made[name] += 1
+        if number % 3 == 0 and (message := receiver.receive(timeout=0.05)) is not None:
+            ledger.settle(message[0].sender, message[0].sequence, "trained")
+        for name in names:
+            newest = ledger.settled(wire_name(name))
+            said = {wire_name(name): newest}
+            outboxes[name].lost_on_the_way(
+                wire.Announcement(GROUP.run_id, boot=b"1", recv=said, durable=said, seen=said)
+            )
+            worst = max(worst, made[name] - 1 - newest)
+    assert worst == WINDOW
+    assert min(made.values()) > WINDOW  # nobody starves
+
+
+def wire_name(name: str) -> str:
+    return dataclasses.replace(GROUP, generator_id=name).sender
+
+
+@pytest.mark.parametrize(
+    "seconds", [3, pytest.param(60, marks=[pytest.mark.chaos, pytest.mark.timeout(120)])]
+)
+def test_stalled_trainer_disconnects_nobody_and_loses_nothing(
+    stack: ExitStack, seconds: int
+) -> None:
+    receiver, sender = pair(stack)
+    gone = stack.enter_context(events_of(receiver))
+    stack.callback(receiver._socket.disable_monitor)
+    sent = 0
+    for _ in until(seconds):
+        sent += sender.send(numbered(sent), timeout=0.2)
+    assert not gone.poll(0)
+    assert [each.sequence for each in drained(receiver)] == list(range(sent))
+
+
+def test_trainer_restarted_twenty_times_is_reached_again_within_a_second(
+    stack: ExitStack,
+) -> None:
+    receiver = receiver_at()
+    sender = sender_to(receiver.address, stack)
+    assert sender.send(numbered(0), timeout=DEADLINE)
+    received(receiver)
+    slowest = 0.0
+    for number in range(1, 21):
+        receiver.close()
+        receiver = bound_again(receiver.address)
+        bound, got = monotonic(), None
+        while got is None:
+            sender.send(numbered(number), timeout=0.02)
+            got = receiver.receive(timeout=0.02)
+            assert monotonic() - bound < DEADLINE
+        slowest = max(slowest, monotonic() - bound)
+        drained(receiver, quiet=0.05)
+    receiver.close()
+    assert slowest < 1.0
+
+
+def test_second_trainer_on_the_port_is_told_who_holds_it_and_the_first_goes_on(
+    stack: ExitStack,
+) -> None:
+    receiver, sender = pair(stack)
+    with pytest.raises(WireError, match=r"in use by pid \d+ .*--wire\.port"):
+        receiver_at(receiver.address)
+    assert sender.send(numbered(3), timeout=DEADLINE)
+    assert received(receiver).sequence == 3
+
+
+# Row 23: hostile clients.
+
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\0NULL" + bytes(48)
+HOSTILE = [
+    b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n",
+    bytes(range(256)) * 40,
+    b"\xff" * 64,
+    GREETING,
+    GREETING + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\4PUSH",
+    GREETING + b"\x06" + (2**62).to_bytes(8, "big"),  # a frame of 2^62 bytes
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+]
+
+
+def test_trainer_keeps_serving_among_garbage_and_two_hundred_slow_clients(
+    stack: ExitStack,
+) -> None:
+    receiver, sender = pair(stack)
+    port = port_of(receiver.address)
+    for number in range(200):
+        slow = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE))
+        slow.sendall(GREETING[: number % len(GREETING)])  # and never another byte
+    for content in HOSTILE * 5:
+        hostile = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        hostile.sendall(content)
+    started = monotonic()
+    for number in range(20):
+        assert sender.send(numbered(number), timeout=DEADLINE)
+        assert received(receiver).sequence == number
+    assert monotonic() - started < 5
+    assert not receiver.refused
+
+
+# Row 25: replays and jumps.
+
+
+def test_frame_that_is_replayed_is_a_duplicate_every_time(stack: ExitStack) -> None:
+    receiver, sender = pair(stack)
+    ledger, new = Ledger(), 0
+    for _ in range(50):
+        assert sender.send(numbered(5), timeout=DEADLINE)
+        group = received(receiver)
+        new += ledger.settle(group.sender, group.sequence, "trained", floor=group.floor)
+    assert new == 1
+
+
+def test_jumping_sequences_fill_neither_receiver_nor_ledger(stack: ExitStack) -> None:
+    receiver, sender = pair(stack)
+    ledger = Ledger()
+    for number in range(1, 2001):
+        assert sender.send(numbered(number << 40), timeout=DEADLINE)
+        group = received(receiver)
+        ledger.settle(group.sender, group.sequence, "trained")
+    (settled, above) = ledger.saved()[GROUP.sender]
+    assert len(above) <= MAX_ABOVE and settled < 2000 << 40
+
+
+# Row 26: too large.
+
+
+def test_oversize_group_is_refused_by_its_sender_and_its_neighbours_arrive(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, sender = pair(stack)
+    large = group_of([1.0, 0.0], lengths=[4000, 4000], sequence=6)
+    monkeypatch.setattr(strict, "MAX_MESSAGE", 32_000)
+    assert sender.send(numbered(5), timeout=DEADLINE)
+    with pytest.raises(WireError, match=r"32000.*lower sampling\.max_completion_length"):
+        sender.send(wire.encode_group(large), timeout=DEADLINE)
+    assert sender.send(numbered(7), timeout=DEADLINE)
+    assert [received(receiver).sequence for _ in range(2)] == [5, 7]
+
+
+def test_oversize_message_of_another_client_cuts_off_that_client_only(stack: ExitStack) -> None:
+    receiver, sender = pair(stack)
+    hostile = raw_socket(stack, receiver.address)
+    hostile.send(bytes(strict.MAX_MESSAGE + 1))
+    for number in range(5):
+        assert sender.send(numbered(number), timeout=DEADLINE)
+        assert received(receiver).sequence == number
+    assert not receiver.refused
