@@ -22,7 +22,7 @@ MAY_IMPORT = {
     **dict.fromkeys(LEAVES, WORDS),
     "engines": WORDS | {"policy"},
     **dict.fromkeys(LOOPS, BELOW),
-    "operate": WORDS | {"config", "observe"},
+    "operate": WORDS | {"config", "observe", "wire"},
 }
 DOORS = {
     "zmq": {"wire"},
