@@ -1,4 +1,4 @@
-"""A TCP link that can be cut: between a generator and its trainer, for tests of what follows.
+"""A TCP link that can be cut, between a generator and its trainer.
 
 Knows sockets and bytes; knows nothing of what passes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Generator
 from types import TracebackType
 
 PIECE = 1 << 14  # bytes passed on at a time
@@ -15,26 +16,27 @@ KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpress
 
 
 class Link:
-    """Passes bytes from a free local port to `port` of this machine. Use with `with`.
+    """Passes bytes from two local ports, `port` and the one after it, to `target` and its next.
 
     While it is cut nothing passes and nobody is told, as with a cable pulled out; bytes already
-    taken in are passed on when it is mended. `break_connections` is a router that restarts.
+    taken in are passed on when it is mended. Use with `with`.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target = ("127.0.0.1", port)
+    def __init__(self, target: int) -> None:
         self._up = threading.Event()
         self._up.set()
-        self._closing = False
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._listening = _two_ports()
+        self._accepting = [
+            threading.Thread(target=self._accept, args=(listening, target + index), daemon=True)
+            for index, listening in enumerate(self._listening)
+        ]
 
     @property
     def port(self) -> int:
-        """Where to connect instead."""
-        return int(self._listening.getsockname()[1])
+        """Where a generator connects instead of the trainer."""
+        return int(self._listening[0].getsockname()[1])
 
     def cut(self) -> None:
         """Let nothing pass from now on."""
@@ -44,15 +46,15 @@ class Link:
         """Let everything pass again."""
         self._up.set()
 
-    def break_connections(self) -> None:
-        """Reset every connection; new ones are taken at once."""
+    def reset(self) -> None:
+        """Close every connection; new ones are taken at once, as by a router that restarts."""
         with self._lock:
             for each in self._open:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                _shut(each)
 
     def __enter__(self) -> Link:
-        self._accepting.start()
+        for each in self._accepting:
+            each.start()
         return self
 
     def __exit__(
@@ -61,27 +63,27 @@ class Link:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._closing = True
+        for listening in self._listening:
+            _shut(listening)  # wakes its accept
+        for each in self._accepting:
+            each.join()
+        for listening in self._listening:
+            listening.close()
         self.mend()
-        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accept
-        self.break_connections()
-        self._accepting.join()
-        self._listening.close()
+        self.reset()
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                near, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+    def _accept(self, listening: socket.socket, target: int) -> None:
+        with contextlib.suppress(OSError):  # shut: we are closing
+            while True:
+                near, _ = listening.accept()
+                threading.Thread(target=self._connect, args=(near, target), daemon=True).start()
 
-    def _connect(self, near: socket.socket) -> None:
+    def _connect(self, near: socket.socket, target: int) -> None:
         """Both directions of one connection, until either end closes it."""
         with near:
             self._up.wait()
             try:
-                far = socket.create_connection(self._target)
+                far = socket.create_connection(("127.0.0.1", target))
             except OSError:
                 return  # nobody listens there just now: the caller sees a closed connection
             with far, self._counted(near, far):
@@ -91,7 +93,7 @@ class Link:
                 back.join()
 
     @contextlib.contextmanager
-    def _counted(self, *ends: socket.socket):
+    def _counted(self, *ends: socket.socket) -> Generator[None, None, None]:
         for each in ends:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
         with self._lock:
@@ -107,6 +109,21 @@ class Link:
             while piece := source.recv(PIECE):
                 self._up.wait()
                 sink.sendall(piece)
-        for each in (source, sink):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        self._up.wait()  # an end is news too
+        _shut(source)
+        _shut(sink)
+
+
+def _two_ports() -> list[socket.socket]:
+    """Listening sockets on a free port and on the one after it."""
+    while True:
+        first = socket.create_server(("127.0.0.1", 0))
+        try:
+            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))]
+        except (OSError, OverflowError):
+            first.close()
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
