@@ -205,6 +205,8 @@ class Crew:
     def recall(self, name: str) -> bool:
         """Start a worker that was dismissed; False while it is still leaving."""
         member = self._member(name)
+        if not member.dismissed:
+            return True
         if member.process is not None:
             return False
         member.dismissed, member.due = False, time.monotonic()

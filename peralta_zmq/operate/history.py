@@ -74,16 +74,19 @@ class History:
     logs: Logs
 
 
-def read_history(folder: Path, logs: Sequence[Path] = ()) -> History:
+def read_history(
+    folder: Path, logs: Sequence[Path] = (), *, max_steps: int | None = None
+) -> History:
     """The history of the run in `folder`; `logs` are those of generators elsewhere.
 
-    Without them the logs in folder/logs are read. Raises ConfigError when the folder holds no run.
+    Without them the logs in folder/logs are read; without `max_steps` the run's own setting
+    counts. Raises ConfigError when the folder holds no run.
     """
     config = load_config("history", ["@", str(folder / RESOLVED)])
     on_policy = config.train.max_async_level == 0
     summary = folder / SUMMARY
     return History(
-        max_steps=config.train.max_steps,
+        max_steps=max_steps or config.train.max_steps,
         max_off_policy_steps=0 if on_policy else config.train.max_off_policy_steps,
         rows=read_rows(folder / METRICS),
         events=read_rows(folder / EVENTS),
@@ -113,6 +116,8 @@ def read_logs(files: Sequence[Path]) -> Logs:
 def _read_line(line: str, sender: str, logs: Logs) -> str:
     """Take in one line; returns who speaks, known from the first group it makes."""
     if found := MADE.search(line):
+        if sender != found[1]:
+            logs.complete.discard(sender)  # it saw the end of a shorter run, which was continued
         sender, key = found[1], (found[1], int(found[2]))
         if key in logs.made:
             logs.made_twice.append(key)

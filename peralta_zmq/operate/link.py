@@ -27,7 +27,7 @@ class Link:
         self._up.set()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listening = _two_ports()
+        self._listening = listening_pair()
         self._accepting = [
             threading.Thread(target=self._accept, args=(listening, target + index), daemon=True)
             for index, listening in enumerate(self._listening)
@@ -114,7 +114,7 @@ class Link:
         _shut(sink)
 
 
-def _two_ports() -> list[socket.socket]:
+def listening_pair() -> list[socket.socket]:
     """Listening sockets on a free port and on the one after it."""
     while True:
         first = socket.create_server(("127.0.0.1", 0))
@@ -122,6 +122,15 @@ def _two_ports() -> list[socket.socket]:
             return [first, socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))]
         except (OSError, OverflowError):
             first.close()
+
+
+def two_free_ports() -> int:
+    """A port that is free just now together with the one after it."""
+    pair = listening_pair()
+    port = int(pair[0].getsockname()[1])
+    for each in pair:
+        each.close()
+    return port
 
 
 def _shut(end: socket.socket) -> None:

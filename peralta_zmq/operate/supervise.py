@@ -57,7 +57,7 @@ def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> i
     )
     names = [each.name for each in workers]
     monkey = Chaos(folder, max_steps=config.train.max_steps, workers=names) if chaos else None
-    code = supervise(workers, record=_recorder(folder), look=monkey.look if monkey else None)
+    code = supervise(workers, record=recorder(folder), look=monkey.look if monkey else None)
     if code == BAD_CONFIG and made:
         _clear(folder, made)
     return monkey.report() if monkey and code == 0 else code
@@ -87,7 +87,9 @@ def _door(name: str) -> tuple[str, str]:
     return sys.executable, str(BIN / name)
 
 
-def _recorder(folder: Path) -> Record:
+def recorder(folder: Path) -> Record:
+    """What writes an event of the supervisor into the run's folder."""
+
     def record(event: str, **fields: object) -> None:
         try:
             with Events(folder / EVENTS) as events:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from peralta_zmq.operate.link import Link, _two_ports
+from peralta_zmq.operate.link import Link, listening_pair
 
 pytestmark = pytest.mark.timeout(20)
 PATIENCE = 0.3  # seconds in which nothing must come through a cut link
@@ -15,7 +15,7 @@ PATIENCE = 0.3  # seconds in which nothing must come through a cut link
 
 @pytest.fixture
 def servers() -> Iterator[list[socket.socket]]:
-    listening = _two_ports()
+    listening = listening_pair()
     yield listening
     for each in listening:
         each.close()
@@ -68,6 +68,8 @@ def test_a_reset_closes_connections_and_takes_new_ones(servers: list[socket.sock
     with Link(servers[0].getsockname()[1]) as link:
         near, far = joined(link, servers[0], port=link.port)
         with near, far:
+            near.sendall(b"there")
+            assert far.recv(100) == b"there"
             link.reset()
             assert near.recv(100) == far.recv(100) == b""
         near, far = joined(link, servers[0], port=link.port)

@@ -1,8 +1,8 @@
 """The checker finds nothing in a sound history, and each doctored one breaks its promise.
 
 The sound run, by hand: 3 steps of 2 groups, max_off_policy_steps 1. Start `aa` of ann makes 4
-groups and is killed with one unsent; start `bb` makes 5: one is stale, one under way at the end.
-The trainer is killed after step 1 and resumes.
+groups and is killed with one unsent; start `bb` makes 5: one is stale, the last one too late.
+The trainer has heard of 7 of them. It is killed after step 1 and resumes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Run:
     steps: list[int] = field(default_factory=lambda: [1, 2, 3])
     log: list[str] = field(default_factory=lambda: list(LOG))
     accounting: dict[str, int] = field(default_factory=lambda: {
-        "made": 8, "trained": 6, "set_aside": 0, "stale": 1, "abandoned": 0, "invalid": 0,
-        "lost": 0, "in_flight": 1, "duplicates": 1,
+        "made": 7, "trained": 6, "set_aside": 0, "stale": 1, "abandoned": 0, "invalid": 0,
+        "lost": 0, "in_flight": 0, "duplicates": 1,
     })  # fmt: skip
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
@@ -187,14 +187,14 @@ def test_p2_a_step_taken_twice_needs_a_resume_between(
 def test_p3_a_group_of_a_living_generator_without_a_fate(tmp_path: Path) -> None:
     run = Run()
     del run.journal[3][0]
-    run.accounting |= {"stale": 0, "in_flight": 2}
+    run.accounting |= {"stale": 0, "in_flight": 1}
     assert run.check(tmp_path) == {"P3": (f"{B}/0 of step 0 has no fate",)}
 
 
 def test_p3_a_killed_generator_that_was_heard_long_after_it_made_the_group(tmp_path: Path) -> None:
     run = Run()
     del run.journal[3][0]
-    run.accounting |= {"stale": 0, "in_flight": 2}
+    run.accounting |= {"stale": 0, "in_flight": 1}
     run.log = [line for line in run.log if "complete" not in line]
     assert run.check(tmp_path) == {}  # it lived for one step more, as old as may be
     run.log[-2] = f"made group={B}/3 step=2 wid=w1"
@@ -211,11 +211,20 @@ def test_p3_a_group_that_its_sender_gave_up(tmp_path: Path) -> None:
 def test_p3_a_group_that_was_abandoned_needs_a_roll_back(tmp_path: Path) -> None:
     run = Run()
     run.journal[2].append(("aa", 3, "abandoned"))
-    run.accounting |= {"made": 9, "abandoned": 1}
+    run.accounting |= {"made": 8, "abandoned": 1}
     assert run.check(tmp_path) == {"P3": (f"{A}/3 was abandoned without a roll-back",)}
-    run.events.append({"event": "rollback", "step": 1})
+    run.events.append({"event": "roll_back", "step": 1})
     (tmp_path / "again").mkdir()
     assert run.check(tmp_path / "again") == {}
+
+
+def test_p3_a_shorter_run_that_was_continued_ends_its_generators(tmp_path: Path) -> None:
+    run = Run()
+    run.log.insert(5, "10:00:02 bin/generator run complete: groups=4")
+    assert run.check(tmp_path) == {}  # else the unsent group of `aa` would have no fate
+    run.log = [line for line in run.log if B not in line]
+    (tmp_path / "again").mkdir()
+    assert run.check(tmp_path / "again")["P3"] == (f"{A}/3 of step 0 has no fate",)
 
 
 def test_p4_a_group_older_than_the_limit(tmp_path: Path) -> None:
@@ -239,7 +248,7 @@ def test_p5_a_run_that_has_not_ended(tmp_path: Path) -> None:
 def test_p6_a_group_that_nobody_made(tmp_path: Path) -> None:
     run = Run()
     run.log.remove(f"10:00:01 bin/generator made group={A}/2 step=0 wid=w0")
-    assert run.check(tmp_path) == {"P6": (f"{A}/2 was never made",)}
+    assert f"{A}/2 was never made" in run.check(tmp_path)["P6"]
 
 
 def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
@@ -254,8 +263,9 @@ def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
         ({"trained": 5}, "trained is 5 in the summary, 6 in the records"),
         ({"stale": 0}, "stale is 0 in the summary, 1 in the records"),
         ({"set_aside": 1}, "set_aside is 1 in the summary, 0 in the records"),
-        ({"made": 9}, "made 9 is not the sum of its parts, 8"),
-        ({"made": 10, "in_flight": 3}, "made 10 in the summary, 9 in the logs"),
+        ({"made": 8}, "made is 8 in the summary, 7 in the records"),
+        ({"in_flight": 1}, "lost or in flight is 1 in the summary, 0 in the records"),
+        ({"lost": 1}, "lost is 1 in the summary, 0 in the logs"),
     ],
 )
 def test_p6_a_summary_that_counts_otherwise(
