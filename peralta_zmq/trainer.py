@@ -7,7 +7,6 @@ goes on from the newest checkpoint and the journal, with nothing trained twice.
 from __future__ import annotations
 
 import fcntl
-import functools
 import json
 import os
 import signal
@@ -17,26 +16,27 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch
 
-from peralta_zmq import durable, policy, registry, tasks, wire
-from peralta_zmq.config import RESOLVED, Config, check_same_run, write_resolved
+from peralta_zmq import durable, parts, policy, registry, tasks, wire
+from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.engines.evaluate import evaluate
-from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.learning.admission import Admission, Ledger
-from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.schedules import learning_rate
+from peralta_zmq.errors import ConfigError, JournalError, StoreError
+from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
 from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery import checkpoint
-from peralta_zmq.recovery.journal import Journal
+from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.directory import DirectoryStore
 
 ANNOUNCE_SECONDS = 1.0
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
-NO_SIGNAL_STEPS = 20  # without signal before we say so
+NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
+SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
+FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 IDENTITY, LOCK = "RUN.json", "lock"
 
 
@@ -47,7 +47,6 @@ def run(config: Config) -> None:
     written when a setting, a file, the port or a folder is at fault.
     """
     policy.use_threads(config.train.num_workers)
-    check_same_run(config, config.run_folder)
     with ExitStack() as stack:
         trainer = Trainer(config, stack)
         trainer.recover()
@@ -62,15 +61,19 @@ class Trainer:
 
     def __init__(self, config: Config, stack: ExitStack) -> None:
         self._config, self._folder = config, config.run_folder
+        self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._boot = os.urandom(8)
         self._version = -1  # number of the newest published weights
         on_policy = config.train.max_async_level == 0
         self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
-        self._heard: dict[str, tuple[str, float]] = {}  # generator -> sender, time of last group
+        self._heard: dict[str, float] = {}  # sender -> time of its last group
+        self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._announced = 0.0
+        self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
-        self._steps_without_signal = 0
+        self._journaling = 0.0  # seconds of this step
+        self._signal_at, self._signal_step, self._signal_said = time.monotonic(), 0, False
         self._stopping = False
         self._open_model()
         self._open_sockets(stack)
@@ -85,14 +88,14 @@ class Trainer:
 
     def recover(self) -> None:
         """Restore the newest checkpoint, replay the journal after it, publish what is missing."""
+        self._roll_back()
         saved = checkpoint.restore(self._folder / "checkpoints", run_id=self._run_id)
         if saved is not None:
-            self._learner.restore(saved.step, saved.tensors)
-            self._admission.ledger = Ledger(saved.progress["ledger"])
-            self._saved_step = saved.step
+            self._restore(saved)
         start = self._learner.step
         self._replay()
         step = self._learner.step
+        self._admission.abandoned = self._books.abandoned_weights(step)
         if step >= self._config.train.max_steps:
             self._books.note(f"run complete: {step} steps; delete {self._folder} to start anew")
         elif self._books.resuming:
@@ -113,27 +116,32 @@ class Trainer:
 
     def advance(self) -> None:
         """One optimizer step: collect, learn, publish, record, save."""
-        started = time.monotonic()
+        started, self._journaling = time.monotonic(), 0.0
         groups, depth = self._collect()
         if self._stopping:
             return
         collected = time.monotonic()
-        row = self._learner.learn(groups)
+        failpoint("trainer.collected")
+        row = self._learn(groups)
+        failpoint("trainer.stepped")
         # We heard nobody while we computed: that is no silence of theirs.
         busy = time.monotonic() - collected
-        self._heard = {name: (sender, at + busy) for name, (sender, at) in self._heard.items()}
+        self._heard = {sender: at + busy for sender, at in self._heard.items()}
         publishing = self._publish()
         row |= {
             "queue/depth": depth,
             "time/wait_for_batch": collected - started,
+            "time/journal": self._journaling,
             "time/publish": publishing,
         }
         self._record(groups, row, step_time=time.monotonic() - started)
+        failpoint("trainer.recorded")
         if self._learner.step % self._config.checkpoint.interval == 0:
             self._save()
 
     def finish(self) -> None:
         """Save; then close the run, or say how to resume it."""
+        self._commit()
         self._save()
         if self._learner.step < self._config.train.max_steps:
             step = self._learner.step
@@ -142,7 +150,8 @@ class Trainer:
         self._announce(done=True)
         self._evaluate()
         newest = self._store.newest()
-        self._books.close_run(newest.folder if newest else self._store.folder)
+        folder = newest.folder if newest else self._store.folder
+        self._books.close_run(folder, self._accounting())
 
     # Opening: everything that can be refused is tried before anything is written.
 
@@ -159,7 +168,7 @@ class Trainer:
         self._tokenizer = policy.load_tokenizer(self._model_folder)
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
-        self._learner = make_learner(config, self._model)
+        self._learner = parts.learner_of(config, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(self._model, self._tokenizer)
 
     def _open_sockets(self, stack: ExitStack) -> None:
@@ -182,7 +191,8 @@ class Trainer:
             # Our identity first: a weights folder that we claim must never be a stranger's to us.
             identity = json.dumps({"run_id": self._run_id}) + "\n"
             durable.replace_file(self._folder / IDENTITY, identity.encode())
-            write_resolved(self._config, self._folder)
+            if is_new:
+                write_resolved(self._config, self._folder)
         except OSError as error:
             raise ConfigError(
                 f"run folder {self._folder} cannot be written ({error.strerror}); "
@@ -201,45 +211,151 @@ class Trainer:
     # One step.
 
     def _collect(self) -> tuple[list[RolloutGroup], int]:
-        """Admitted groups of at least `batch_size` rollouts, and how many were already queued."""
+        """Admitted groups of at least `batch_size` rollouts, and how many were already queued.
+
+        What came is made durable whenever nothing more is waiting, all at once.
+        """
         step, depth, queued = self._learner.step + 1, 0, True
         started = said = time.monotonic()
         while _num_rollouts(self._pending) < self._config.train.batch_size:
             self._announce()
             if self._stopping:
                 return [], depth
-            received = self._receiver.receive(timeout=0.005 if queued else 0.2)
+            received = self._receiver.receive(timeout=0.005)
             if received is None:
+                self._commit()
                 queued = False
+                received = self._receiver.receive(timeout=0.2)
+            if received is None:
                 said = self._say_silence(started, said)
                 continue
             depth += queued
             started = said = time.monotonic()
             self._take_in(*received, step=step)
+        self._commit()
         groups, self._pending = self._pending, []
         return groups, depth
 
     def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
-        if group.sender != self._heard.get(group.generator_id, ("", 0.0))[0]:
-            self._books.event("join", generator=group.generator_id, step=step)
-        self._heard[group.generator_id] = (group.sender, time.monotonic())
-        if self._admission.admit(group, step=step):
-            self._journal.append(step, frame)  # on disk before it counts
+        failpoint("trainer.received")
+        if group.sender not in self._heard:
+            self._welcome(group, step)
+        self._heard[group.sender] = time.monotonic()
+        verdict = self._admission.admit(group, step=step)
+        if verdict in ADMITTED:
+            self._journal.append(step, frame)
             self._pending.append(group)
+        elif verdict != "duplicate":
+            note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
+            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
+            note["floor"] = group.floor
+            self._journal.append(step, json.dumps(note).encode(), DROPPED)
         self._announce(changed=True)
+
+    def _welcome(self, group: RolloutGroup, step: int) -> None:
+        name, boot = group.generator_id, group.boot.hex()
+        self._books.event("join", generator=name, boot=boot, step=step)
+        prefix = f"{name}/"
+        if any(sender.startswith(prefix) for sender in self._live(within=SAME_NAME_SECONDS)):
+            self._books.note(
+                f"two generators are called {name}; if both run, give one --generator.name"
+            )
+
+    def _commit(self) -> None:
+        """What was taken in is on disk; waits, saying so, while the disk refuses."""
+        started, patience = time.monotonic(), FIRST_PATIENCE
+        while True:
+            try:
+                if not self._journal.commit():
+                    return
+                break
+            except JournalError as error:
+                if self._stopping:
+                    raise
+                self._books.event("journal_failed", reason=str(error))
+                self._books.note(f"{error}; free some space. Training waits, nothing is lost")
+            self._pause(patience)
+            patience = min(LONGEST_PATIENCE, 2 * patience)
+        ledger = self._admission.ledger
+        self._durable = {sender: ledger.settled(sender) for sender in ledger.senders}
+        self._journaling += time.monotonic() - started
+        self._announce(changed=True)
+
+    def _pause(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and not self._stopping:
+            self._announce()
+            time.sleep(0.1)
+
+    def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        row = self._learner.learn(groups)
+        self._progress = self._progress_now()
+        return row
+
+    # Going on after an earlier session.
+
+    def _roll_back(self) -> None:
+        """Set aside, once, what came after the step that was asked for."""
+        step = self._config.checkpoint.resume_step
+        aside = self._folder / f"rolled_back_to_{step:06d}"
+        if step < 0:
+            return
+        if aside.exists():
+            self._books.note(f"rolled back to step {step} already; to do it again, move {aside}")
+            return
+        begun = aside.with_name(f".tmp-{aside.name}")
+        (begun / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (begun / "journal").mkdir(exist_ok=True)
+        checkpoint.move_after(self._folder / "checkpoints", step, begun / "checkpoints")
+        self._journal.move_after(step, begun / "journal")
+        os.rename(begun, aside)
+        self._books.event("roll_back", step=step)
+        self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+        try:
+            self._learner.restore(saved.step, saved.tensors)
+        except ValueError as error:
+            raise JournalError(
+                f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
+                "choose another --run.name, or the model it was made with"
+            ) from None
+        self._progress = saved.progress
+        self._admission.ledger = Ledger(saved.progress["ledger"])
+        self._admission.duplicates = saved.progress["duplicates"]
+        self._saved_step = saved.step
 
     def _replay(self) -> None:
         """Train again what the journal holds after the checkpoint; keep an unfinished rest."""
+        earlier = self._earlier.train.max_steps  # the schedule under which it was trained
+        self._learner.learning_rate = parts.schedule_of(self._earlier)
         while True:
-            step = self._learner.step + 1
-            frames = self._journal.read(step)
-            groups = [wire.decode_group(each, vocab_size=self._vocab_size) for each in frames]
-            for group in groups:
-                self._admission.admit(group, step=step)
-            if _num_rollouts(groups) < self._config.train.batch_size:
+            groups = self._taken_in_before(self._learner.step + 1)
+            full = _num_rollouts(groups) >= self._config.train.batch_size
+            if not full or self._learner.step >= earlier:
                 self._pending = groups
-                return
-            self._record(groups, self._learner.learn(groups), step_time=0.0)
+                break
+            self._record(groups, self._learn(groups), step_time=0.0)
+        self._learner.learning_rate = parts.schedule_of(self._config)
+        if self._earlier != self._config:
+            self._save()  # with the old schedule behind us
+            write_resolved(self._config, self._folder)
+
+    def _taken_in_before(self, step: int) -> list[RolloutGroup]:
+        """The groups that the journal holds for a step, settled again in the ledger."""
+        groups: list[RolloutGroup] = []
+        for kind, content in self._journal.read(step):
+            if kind == DROPPED:
+                fresh = self._admission.ledger.settle(**json.loads(content))
+            else:
+                groups.append(wire.decode_group(content, vocab_size=self._vocab_size))
+                fresh = self._admission.admit(groups[-1], step=step) in ADMITTED
+            if not fresh:
+                raise JournalError(
+                    f"the checkpoint of step {self._saved_step} and the journal of step {step} in "
+                    f"{self._folder} disagree: a group is in both; move the newer of the two away"
+                )
+        return groups
 
     def _publish(self) -> float:
         """Write this step's weights as bf16, or report why not; returns the seconds it took."""
@@ -266,15 +382,16 @@ class Trainer:
         if not (changed or done or now - self._announced > ANNOUNCE_SECONDS):
             return
         self._announced = now
-        ledger = self._admission.ledger
+        ledger, live = self._admission.ledger, self._live()
         announcement = wire.Announcement(
             run_id=self._run_id,
             boot=self._boot,
             step=self._learner.step,
             version=self._version,
-            recv={sender: ledger.settled(sender) for sender in self._live()},
-            durable={sender: ledger.settled(sender) for sender in self._live()},
-            seen={sender: ledger.seen(sender) for sender in self._live()},
+            min_step=max(0, self._learner.step - self._admission.max_off_policy_steps),
+            recv={sender: ledger.settled(sender) for sender in live},
+            durable={sender: self._durable.get(sender, -1) for sender in live},
+            seen={sender: ledger.seen(sender) for sender in live},
             done=done,
         )
         self._announcer.announce(announcement)
@@ -282,13 +399,15 @@ class Trainer:
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
     ) -> None:
-        dropped = self._admission.dropped
+        dropped = self._admission.ledger.outcomes
         full = {
             "step": self._learner.step,
             "time": time.time(),
             **row,
             "dropped/stale": dropped["stale"],
-            "dropped/duplicate": dropped["duplicate"],
+            "dropped/abandoned": dropped["abandoned"],
+            "dropped/lost": dropped["lost"],
+            "dropped/duplicate": self._admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
             "generators": len(self._live()),
             "step_time": step_time,
@@ -297,15 +416,45 @@ class Trainer:
             self._warn_without_signal(groups, row["frac_reward_zero_std"])
 
     def _save(self) -> None:
+        """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""
         if self._learner.step == self._saved_step:
             return
-        folder, step = self._folder / "checkpoints", self._learner.step
-        progress = {"ledger": self._admission.ledger.saved()}
-        snapshot = checkpoint.Checkpoint(step, self._learner.state(), progress)
-        keep_last = self._config.checkpoint.keep_last
-        checkpoint.save(folder, snapshot, run_id=self._run_id, keep_last=keep_last)
-        self._journal.prune(checkpoint.oldest_step(folder) + 1)
+        folder, step, rules = (
+            self._folder / "checkpoints",
+            self._learner.step,
+            self._config.checkpoint,
+        )
+        snapshot = checkpoint.Checkpoint(step, self._learner.state(), self._progress)
+        try:
+            checkpoint.save(
+                folder, snapshot, run_id=self._run_id,
+                keep_last=rules.keep_last, keep_interval=rules.keep_interval,
+            )  # fmt: skip
+        except JournalError as error:
+            self._books.event("checkpoint_failed", step=step, reason=str(error))
+            self._books.note(f"{error}; the journal still holds everything")
+            return
         self._saved_step = step
+        if not rules.keep_journal:
+            self._journal.prune(checkpoint.oldest_step(folder) + 1)
+
+    def _progress_now(self) -> dict[str, Any]:
+        """What a checkpoint says beside the tensors, as of the step just taken."""
+        ledger = self._admission.ledger
+        assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
+        return {"ledger": ledger.saved(), "duplicates": self._admission.duplicates}
+
+    def _accounting(self) -> dict[str, int]:
+        """What became of every group that we heard of; `made` is the sum of what follows it."""
+        ledger = self._admission.ledger
+        made = sum(ledger.seen(sender) + 1 for sender in ledger.senders)
+        outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
+        return {
+            "made": made,
+            **outcomes,
+            "in_flight": made - ledger.total,
+            "duplicates": self._admission.duplicates,
+        }
 
     # What a person sees.
 
@@ -332,16 +481,22 @@ class Trainer:
         }
 
     def _warn_without_signal(self, groups: Sequence[RolloutGroup], share: float) -> None:
-        self._steps_without_signal = self._steps_without_signal + 1 if share == 1.0 else 0
-        if self._steps_without_signal != NO_SIGNAL_STEPS:
+        """Say once when no step has had a signal for 20 steps or 20 seconds."""
+        if share < 1.0:
+            self._signal_at, self._signal_step = time.monotonic(), self._learner.step
             return
+        steps = self._learner.step - self._signal_step
+        long = steps > 1 and time.monotonic() - self._signal_at > NO_SIGNAL_SECONDS
+        if self._signal_said or not (steps >= NO_SIGNAL_STEPS or long):
+            return
+        self._signal_said = True
         firsts = [group.rollouts[0] for group in groups[:3]]
         samples = "; ".join(
             f"{policy.text_of(self._tokenizer, r.token_ids[r.loss_mask])!r} -> {r.reward:g}"
             for r in firsts
         )
         self._books.note(
-            f"no learning signal: 100% of groups have equal rewards for {NO_SIGNAL_STEPS} steps; "
+            f"no learning signal: 100% of groups have equal rewards for {steps} steps; "
             f"check the reward and the task's difficulty. Samples: {samples}"
         )
 
@@ -356,42 +511,14 @@ class Trainer:
         )
         return now
 
-    def _live(self) -> list[str]:
-        recently = time.monotonic() - SILENCE_SECONDS
-        return [sender for sender, heard in self._heard.values() if heard > recently]
+    def _live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
+        recently = time.monotonic() - within
+        return [sender for sender, heard in self._heard.items() if heard > recently]
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """First signal: finish the step and save. Second: leave now."""
         signal.signal(number, signal.SIG_DFL)
         self._stopping = True
-
-
-def make_learner(config: Config, model: policy.Model) -> Learner:
-    """The learner that the [train], [loss] and [advantage] sections describe."""
-    train = config.train
-    loss_options = config.loss.model_dump(exclude={"name"}, exclude_none=True)
-    advantage_options = config.advantage.model_dump(exclude={"name"}, exclude_none=True)
-    return Learner(
-        dict(model.named_parameters()),
-        score=functools.partial(
-            policy.token_logprobs, model, temperature=config.sampling.temperature
-        ),
-        loss=functools.partial(registry.resolve("loss", config.loss.name), **loss_options),
-        advantage=functools.partial(
-            registry.resolve("advantage", config.advantage.name), **advantage_options
-        ),
-        learning_rate=functools.partial(
-            learning_rate,
-            peak=train.learning_rate,
-            kind=train.lr_scheduler_type,
-            warmup_steps=train.warmup_steps,
-            max_steps=train.max_steps,
-        ),
-        betas=(train.adam_beta1, train.adam_beta2),
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        max_tokens_per_microbatch=train.max_tokens_per_microbatch,
-    )
 
 
 def run_id_of(folder: Path, name: str) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peralta_zmq.config import (
     Config,
-    check_same_run,
+    earlier_config,
     load_config,
     run_door,
     toml_text,
@@ -517,16 +517,16 @@ def test_a_run_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> N
 
 
 def test_a_new_folder_and_the_same_settings_are_the_same_run(tmp_path: Path) -> None:
-    check_same_run(Config(), tmp_path)
+    earlier_config(Config(), tmp_path)
     write_resolved(Config(), tmp_path)
-    check_same_run(Config(), tmp_path)
+    earlier_config(Config(), tmp_path)
 
 
 def test_other_settings_are_named_with_both_values_and_the_two_ways_on(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     changed = load("--loss.name", "grpo", "--train.batch-size", "64")
     with pytest.raises(ConfigError) as caught:
-        check_same_run(changed, tmp_path)
+        earlier_config(changed, tmp_path)
     assert str(caught.value) == (
         f"run folder {tmp_path} was made with other settings: train.batch_size 128 -> 64, "
         "loss.name 'reinforce' -> 'grpo'; choose another --run.name, "
@@ -552,7 +552,7 @@ def test_other_settings_are_named_with_both_values_and_the_two_ways_on(tmp_path:
 )
 def test_what_does_not_define_the_run_may_change(argument: str, tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
-    check_same_run(load(argument), tmp_path)
+    earlier_config(load(argument), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -574,10 +574,10 @@ def test_what_does_not_define_the_run_may_change(argument: str, tmp_path: Path) 
 def test_what_defines_the_run_may_not_change(argument: str, tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings"):
-        check_same_run(load(argument), tmp_path)
+        earlier_config(load(argument), tmp_path)
 
 
 def test_a_broken_config_toml_is_named_with_the_two_ways_on(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run")
     with pytest.raises(ConfigError, match=r"does not load .* choose another --run.name"):
-        check_same_run(Config(), tmp_path)
+        earlier_config(Config(), tmp_path)

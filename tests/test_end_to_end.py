@@ -29,7 +29,7 @@ SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
 STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
 SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
-                "seconds", "steps", "restarts"}  # fmt: skip
+                "seconds", "steps", "restarts", "accounting"}  # fmt: skip
 
 
 def two_free_ports() -> int:
@@ -158,10 +158,14 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     events = [row["event"] for row in read_rows(machine.run / "events.jsonl")]
     assert events.count("resume") == 1
     progress = (machine.run / "checkpoints" / "step_000007" / "progress.json").read_text()
-    ((settled, after_a_gap),) = json.loads(progress)["ledger"].values()
+    ((settled, after_a_gap),) = json.loads(progress)["ledger"]["senders"].values()
     assert settled >= 27  # 7 steps of 4 groups: what the dead trainer had in its socket came again
     assert after_a_gap == []
-    assert json.loads((machine.run / "summary.json").read_text())["restarts"] == 1
+    summary = json.loads((machine.run / "summary.json").read_text())
+    assert summary["restarts"] == 1
+    made, *parts, _ = summary["accounting"].values()
+    assert made == sum(parts) == settled + 1
+    assert summary["accounting"]["lost"] == 0
 
 
 @pytest.mark.timeout(120)

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     **dict.fromkeys(WORDS, WORDS),
     **dict.fromkeys(LEAVES, WORDS),
     "engines": WORDS | {"policy"},
-    **dict.fromkeys(LOOPS, BELOW),
+    "parts": BELOW | {"parts"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts"}),
     "operate": WORDS | {"config", "observe", "wire"},
 }
 DOORS = {

@@ -110,8 +110,8 @@ def test_round_trip_keeps_every_field() -> None:
 
 def test_round_trip_keeps_parts_and_finish_reasons() -> None:
     rollouts = (
-        rollout_with(1.5, rewards={"right": 1.0, "short": 0.5}),
-        rollout_with(0.0, finish_reason="length"),
+        rollout_with(1.5, policy_step=3, rewards={"right": 1.0, "short": 0.5}),
+        rollout_with(0.0, policy_step=4, finish_reason="length"),
     )
     group = dataclasses.replace(GROUP, rollouts=rollouts)
     assert same(decoded(wire.encode_group(group)), group)
@@ -185,7 +185,7 @@ def test_missing_field_is_refused(name: str) -> None:
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", list(msgpack.unpackb(wire.encode_group(GROUP))))
 def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
-    fits = name in ("run", "gen", "problem", "task") and value == "x"
+    fits = name in ("run", "gen", "wid", "problem", "task") and value == "x"
     if not fits:
         with pytest.raises(WireError):
             decoded(changed(**{name: value}))
@@ -248,7 +248,10 @@ TOKENS = np.array([3, 4, 5, 6, 7, 8, 9], "<i4")
         ({"mask": np.array([0, 0, 0, 1, 1, 1], np.uint8)}, "unequal"),
         ({"mask": np.array([0, 0, 0, 1, 1, 1, 2], np.uint8)}, "boolean"),
         ({"mask": np.zeros(7, np.uint8)}, "without prompt or completion"),
-        ({"mask": np.ones(7, np.uint8)}, "without prompt or completion"),
+        (
+            {"mask": np.ones(7, np.uint8), "steps": np.zeros(7, "<i4")},
+            "without prompt or completion",
+        ),
         ({"logprobs": np.where(LOGPROBS < 0, np.nan, 0).astype("<f4")}, "finite"),
         ({"logprobs": np.where(LOGPROBS < 0, -np.inf, 0).astype("<f4")}, "finite"),
         ({"logprobs": -LOGPROBS}, "above zero"),

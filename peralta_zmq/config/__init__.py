@@ -10,13 +10,13 @@ Knows nothing of models, sockets or rewards; never imports torch.
 """
 
 from peralta_zmq.config.load import load_config, run_door
-from peralta_zmq.config.resolved import RESOLVED, check_same_run, toml_text, write_resolved
+from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
 from peralta_zmq.config.sections import Config
 
 __all__ = [
     "RESOLVED",
     "Config",
-    "check_same_run",
+    "earlier_config",
     "load_config",
     "run_door",
     "toml_text",

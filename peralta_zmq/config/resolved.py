@@ -38,11 +38,15 @@ def write_resolved(config: Config, folder: Path) -> None:
         ) from None
 
 
-def check_same_run(config: Config, folder: Path) -> None:
-    """Raise ConfigError when `folder` holds a run made with other settings."""
+def earlier_config(config: Config, folder: Path) -> Config:
+    """The settings of the session before in `folder`, or `config` itself for a new run.
+
+    Raises ConfigError when they are of another run.
+    """
     if not (folder / RESOLVED).exists():
-        return
-    before, now = dict(_settings(_read(folder))), dict(_settings(config))
+        return config
+    earlier = _read(folder)
+    before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
         f"{key} {shown(before[key])} -> {shown(now[key])}"
         for key in now
@@ -52,6 +56,7 @@ def check_same_run(config: Config, folder: Path) -> None:
         raise ConfigError(
             f"run folder {folder} was made with other settings: {', '.join(changes)}; {WAYS_ON}"
         )
+    return earlier
 
 
 def toml_text(config: Config) -> str:

@@ -214,8 +214,14 @@ class CheckpointSection(Section):
 
     interval: PositiveInt = 20
     """optimizer steps between two checkpoints"""
-    keep_last: PositiveInt = 2
-    """checkpoints to keep"""
+    keep_last: PositiveInt | None = 2
+    """newest checkpoints to keep; None here and in keep_interval = all"""
+    keep_interval: PositiveInt | None = None
+    """keep besides every checkpoint whose step is a multiple of this"""
+    keep_journal: bool = False
+    """keep the journal of steps older than every checkpoint, for bin/replay of the whole run"""
+    resume_step: Annotated[int, Field(ge=-1)] = -1
+    """roll back, once, to the checkpoint of this step; -1 = go on from the newest"""
 
 
 class LogSection(Section):

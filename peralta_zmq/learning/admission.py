@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from peralta_zmq.rollout import RolloutGroup
 
+Verdict: TypeAlias = Literal["trained", "set_aside", "stale", "abandoned", "duplicate"]
+OUTCOMES = ("trained", "set_aside", "stale", "abandoned", "lost")
+ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
+MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
@@ -20,27 +25,41 @@ def staleness(group: RolloutGroup, *, step: int) -> int:
 
 
 class Ledger:
-    """Which groups of each sender are settled: all up to a sequence, and some above a gap."""
+    """Which groups of each sender are settled, and what became of all of them together.
 
-    def __init__(self, saved: Mapping[str, tuple[int, list[int]]] | None = None) -> None:
+    Settled are all up to a sequence, and some above a gap. Every settled group has exactly one
+    outcome, so the outcomes add up to the settled sequences (`total`).
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        saved = saved or {"senders": {}, "outcomes": {}}
         self._settled: dict[str, int] = {}
         self._above: dict[str, set[int]] = {}
-        for sender, (settled, above) in (saved or {}).items():
+        self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
+        self.outcomes: Counter[str] = Counter(saved["outcomes"])
+        for sender, (settled, above) in saved["senders"].items():
             self._settled[sender], self._above[sender] = settled, set(above)
 
-    def settle(self, sender: str, sequence: int, *, floor: int = 0) -> bool:
-        """Whether the group is new; it is settled from now on, and all below `floor` with it."""
-        settled, above = self.settled(sender), self._above.setdefault(sender, set())
+    def settle(self, sender: str, sequence: int, outcome: str, *, floor: int = 0) -> bool:
+        """Whether the group is new; it is settled from now on with this outcome.
+
+        What is missing below `floor` will never come: it is settled as lost.
+        """
+        settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
             return False
         above.add(sequence)
-        settled = max(settled, floor - 1)
-        if len(above) > MAX_ABOVE:
-            settled = max(settled, min(above))
+        self.outcomes[outcome] += 1
+        jump = min(above) if len(above) > MAX_ABOVE else 0
+        below = max(settled + 1, floor, jump)  # everything under it is settled
+        known = {number for number in above if number < below}
+        if lost := below - settled - 1 - len(known):
+            self.outcomes["lost"] += lost
+        settled, above = below - 1, above - known
         while settled + 1 in above:
             settled += 1
-        self._settled[sender] = settled
-        self._above[sender] = {number for number in above if number > settled}
+            above.remove(settled)
+        self._remember(sender, settled, above)
         return True
 
     def settled(self, sender: str) -> int:
@@ -51,9 +70,32 @@ class Ledger:
         """The highest settled sequence; above `settled` when there is a gap between."""
         return max(self._above.get(sender, set()), default=self.settled(sender))
 
-    def saved(self) -> dict[str, tuple[int, list[int]]]:
+    @property
+    def senders(self) -> list[str]:
+        """Every start of a generator that is remembered, the longest unheard first."""
+        return list(self._settled)
+
+    @property
+    def total(self) -> int:
+        """Settled groups of all senders."""
+        above = sum(map(len, self._above.values()))
+        return self._forgotten + sum(each + 1 for each in self._settled.values()) + above
+
+    def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint."""
-        return {each: (self._settled[each], sorted(self._above[each])) for each in self._settled}
+        senders = {each: (self._settled[each], sorted(self._above[each])) for each in self._settled}
+        return {
+            "senders": senders,
+            "outcomes": dict(self.outcomes),
+            "forgotten": self._forgotten,
+        }
+
+    def _remember(self, sender: str, settled: int, above: set[int]) -> None:
+        self._settled.pop(sender, None)  # to the end of the order
+        self._settled[sender], self._above[sender] = settled, above
+        if len(self._settled) > MAX_SENDERS:
+            oldest = next(iter(self._settled))
+            self._forgotten += self._settled.pop(oldest) + 1 + len(self._above.pop(oldest))
 
 
 @dataclass(slots=True)
@@ -62,14 +104,21 @@ class Admission:
 
     max_off_policy_steps: int
     ledger: Ledger = field(default_factory=Ledger)
-    dropped: Counter[str] = field(default_factory=Counter[str])
+    abandoned: set[str] = field(default_factory=set[str])
+    """Ids of weights that a roll-back has left behind; what they sampled is not trained."""
+    duplicates: int = 0
 
-    def admit(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether the group may be trained in optimizer step `step`; a refusal is counted."""
-        if not self.ledger.settle(group.sender, group.sequence, floor=group.floor):
-            self.dropped["duplicate"] += 1
-            return False
+    def admit(self, group: RolloutGroup, *, step: int) -> Verdict:
+        """What becomes of the group in optimizer step `step`; it is counted."""
+        verdict = self._judge(group, step)
+        if self.ledger.settle(group.sender, group.sequence, verdict, floor=group.floor):
+            return verdict
+        self.duplicates += 1
+        return "duplicate"
+
+    def _judge(self, group: RolloutGroup, step: int) -> Verdict:
+        if group.policy_step >= step or group.wid in self.abandoned:
+            return "abandoned"
         if staleness(group, step=step) > self.max_off_policy_steps:
-            self.dropped["stale"] += 1
-            return False
-        return True
+            return "stale"
+        return "trained" if group.has_signal else "set_aside"

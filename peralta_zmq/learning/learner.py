@@ -36,7 +36,7 @@ class Learner:
         self.step = 0
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
-        self._learning_rate = learning_rate
+        self.learning_rate = learning_rate
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
@@ -44,7 +44,7 @@ class Learner:
         """Take step `self.step + 1` on these groups; returns the step's metrics."""
         self.step += 1
         started = time.monotonic()
-        rate = self._learning_rate(self.step)
+        rate = self.learning_rate(self.step)
         adamw.set_learning_rate(self._optimizer, rate)
         device = next(iter(self._parameters.values())).device
         batches = make_batches(groups, self._advantage, max_tokens=self._max_tokens, device=device)
@@ -67,10 +67,21 @@ class Learner:
         return tensors | {"rng/torch": torch.get_rng_state()}
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave at `step`. Raises KeyError for another model's state."""
+        """Go on from what `state` gave at `step`.
+
+        Raises ValueError, with nothing changed, for the state of another model.
+        """
+        masters = {path[6:]: each for path, each in tensors.items() if path.startswith("model/")}
+        if masters.keys() != self._parameters.keys():
+            strange = min(masters.keys() ^ self._parameters.keys())
+            raise ValueError(f"{strange} is in one of the two only")
+        for name, parameter in self._parameters.items():
+            if masters[name].shape != parameter.shape:
+                shapes = f"{list(masters[name].shape)}, not {list(parameter.shape)}"
+                raise ValueError(f"{name} has shape {shapes}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[f"model/{name}"])
+                parameter.copy_(masters[name])
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith("adamw/"):

@@ -21,6 +21,7 @@ from peralta_zmq.observe.metrics import (
     SAMPLES,
     Events,
     JsonLines,
+    Row,
     last_step,
     number,
     read_rows,
@@ -46,6 +47,20 @@ class Books:
             self._events = stack.enter_context(Events(folder / EVENTS))
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
+
+    def abandoned_weights(self, step: int) -> set[str]:
+        """Ids of published weights that a roll-back has left behind, now that we are at `step`."""
+        published: dict[str, float] = {}  # id -> step, of the line that leads to now
+        abandoned: set[str] = set()
+        now: Row = {"event": "resume", "step": step}
+        for row in [*read_rows(self._folder / EVENTS), now]:
+            if row.get("event") == "publish":
+                published[str(row.get("wid"))] = number(row, "step")
+            elif row.get("event") == "resume":
+                later = {wid for wid, at in published.items() if at > number(row, "step")}
+                abandoned |= later
+                published = {wid: at for wid, at in published.items() if wid not in later}
+        return abandoned - published.keys()
 
     def event(self, name: str, **fields: object) -> None:
         """Something happened beside the steps."""
@@ -77,7 +92,7 @@ class Books:
         self._evaluations.append({"step": step, "accuracy": accuracy, "answers": shown})
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}")
 
-    def close_run(self, weights_folder: Path) -> None:
+    def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
         """Summary, plot and last words, all from the run's files."""
         rows = read_rows(self._folder / EVALUATIONS)
         base = next((row for row in rows if row["step"] == 0), None)
@@ -85,6 +100,7 @@ class Books:
             self._folder,
             eval_before=number(base, "accuracy") if base else None,
             eval_after=number(rows[-1], "accuracy"),
+            accounting=accounting,
         )
         if report.write_reward_plot(self._folder) is None:
             self.note("no reward plot: pip install 'peralta_zmq[plot]'")

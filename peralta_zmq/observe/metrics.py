@@ -6,6 +6,7 @@ Knows lines and files; knows nothing of training. A line that a crash tore is ne
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -17,6 +18,7 @@ from typing import BinaryIO, TypeAlias, cast
 Row: TypeAlias = dict[str, object]
 
 METRICS, EVENTS, SAMPLES = "metrics.jsonl", "events.jsonl", "samples.jsonl"
+logger = logging.getLogger(__name__)
 BLOCK = 1 << 16  # bytes read at a time when a torn line is looked for
 
 
@@ -25,13 +27,21 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+")
+        self._file = path.open("ab+", buffering=0)
+        self._torn = False  # a full disk took half a line
         _cut_torn_line(self._file)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line and hand it to the system at once; NaN and infinities become null."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        """Write one line and hand it to the system at once; NaN and infinities become null.
+
+        A disk that refuses costs the line, not the run.
+        """
+        line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+        start = b"\n" if self._torn else b""
+        try:
+            self._torn = self._file.write(start + line) < len(start + line)
+        except OSError as error:
+            logger.warning("row not written to %s: %s", self._file.name, error.strerror)
 
     def __enter__(self) -> JsonLines:
         return self

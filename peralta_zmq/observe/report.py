@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
 from peralta_zmq.rollout import Answer
 
 SUMMARY, PLOT = "summary.json", "reward.png"
+Summary: TypeAlias = dict[str, Any]
 WIDTHS = (44, 26, 26)  # characters for problem, base answer, trained answer
 
 
 def write_summary(
-    folder: Path, *, eval_before: float | None, eval_after: float | None
-) -> dict[str, float | None]:
-    """Write summary.json whole and return it; accuracies are shares between 0 and 1."""
+    folder: Path,
+    *,
+    eval_before: float | None,
+    eval_after: float | None,
+    accounting: Mapping[str, int],
+) -> Summary:
+    """Write summary.json whole and return it; accuracies are shares between 0 and 1.
+
+    `accounting` says what became of every group: `made` is the sum of what follows it, save
+    `duplicates`, which came twice.
+    """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
-    summary: dict[str, float | None] = {
+    summary: Summary = {
         "reward_first": _known(rewards[:1]),
         "reward_last5": _known(rewards[-5:]),
         "eval_before": eval_before,
@@ -32,6 +42,7 @@ def write_summary(
         "seconds": round(_seconds(rows, events), 3),
         "steps": len({row.get("step") for row in rows}),
         "restarts": sum(row.get("event") == "resume" for row in events),
+        "accounting": dict(accounting),
     }
     replace_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
@@ -81,7 +92,7 @@ def _read_summary(path: Path) -> Row:
 
 def closing_text(
     folder: Path,
-    summary: dict[str, float | None],
+    summary: Summary,
     before: Sequence[Answer],
     after: Sequence[Answer],
     weights_folder: Path,
@@ -96,6 +107,7 @@ def closing_text(
             f"reward             {_change(summary, 'reward_first', 'reward_last5')}",
             f"steps              {summary['steps']} in {summary['seconds']:.0f} s, "
             f"restarts: {summary['restarts']}",
+            f"groups             {_accounting_text(summary['accounting'])}",
             *(f"{name:<19}{path}" for name, path in named if path.exists()),
             f"weights            {weights_folder}",
             "",
@@ -124,6 +136,13 @@ def _fitted(text: str, width: int) -> str:
     return f"{line:<{width}}" if len(line) <= width else f"{line[: width - 3]}..."
 
 
-def _change(summary: dict[str, float | None], first: str, last: str) -> str:
+def _accounting_text(accounting: Mapping[str, int]) -> str:
+    made, *parts, duplicates = accounting.items()
+    shown = [f"{count} {name.replace('_', ' ')}" for name, count in parts if count]
+    twice = f"; {duplicates[1]} came twice and counted once" if duplicates[1] else ""
+    return f"{made[1]} made = {' + '.join(shown)}{twice}"
+
+
+def _change(summary: Summary, first: str, last: str) -> str:
     texts = ["-" if summary[key] is None else f"{summary[key]:.3f}" for key in (first, last)]
     return " -> ".join(texts)

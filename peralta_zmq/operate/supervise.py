@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peralta_zmq.config import check_same_run
+from peralta_zmq.config import earlier_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, Events
 from peralta_zmq.operate.chaos import Chaos
@@ -44,7 +44,7 @@ def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> i
             "another is down; set it to 2 or more"
         )
     folder = config.run_folder
-    check_same_run(config, folder)
+    earlier_config(config, folder)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ import torch
 
 from peralta_zmq import durable
 from peralta_zmq.errors import JournalError
+from peralta_zmq.failpoints import failpoint
 
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
 logger = logging.getLogger(__name__)
@@ -32,9 +34,17 @@ class Checkpoint:
     progress: dict[str, Any]  # ledger and the like, as JSON
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, run_id: str, keep_last: int) -> None:
-    """Write `folder/step_N` whole, then remove all but the newest `keep_last`.
+def save(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    run_id: str,
+    keep_last: int | None,
+    keep_interval: int | None = None,
+) -> None:
+    """Write `folder/step_N` whole, then remove what the keep rules do not keep.
 
+    Kept are the newest `keep_last` and every `keep_interval`-th step; without either, all.
     Raises JournalError when the disk refuses; the older checkpoints stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,12 +54,24 @@ def save(folder: Path, checkpoint: Checkpoint, *, run_id: str, keep_last: int) -
         PROGRESS: json.dumps(checkpoint.progress).encode(),
     }
     try:
+        failpoint("checkpoint.write")
         durable.remove_folder(final)  # one that did not verify when we resumed
         durable.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     except OSError as error:
         raise JournalError(f"cannot write checkpoint {final}: {error.strerror}") from None
-    for old in list(durable.steps_in(folder).values())[:-keep_last]:
+    failpoint("checkpoint.written")
+    for old in _superfluous(durable.steps_in(folder), keep_last, keep_interval):
         durable.remove_folder(old)
+    failpoint("checkpoint.pruned")
+
+
+def _superfluous(
+    found: Mapping[int, Path], keep_last: int | None, keep_interval: int | None
+) -> list[Path]:
+    if keep_last is None and keep_interval is None:
+        return []
+    older = list(found)[: -(keep_last or 1)]
+    return [found[step] for step in older if not keep_interval or step % keep_interval]
 
 
 def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
@@ -74,6 +96,21 @@ def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
             f"no checkpoint in {folder} verifies; put a copy back, or delete the run to start anew"
         )
     return None
+
+
+def move_after(folder: Path, step: int, target: Path) -> None:
+    """Move the checkpoints of later steps to another folder, the newest first.
+
+    Raises JournalError, with nothing moved, when there is none of `step` itself.
+    """
+    found = durable.steps_in(folder)
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise JournalError(f"no checkpoint of step {step} in {folder}; there are: {there}")
+    for later in reversed(found):
+        if later > step:
+            os.rename(found[later], target / found[later].name)
+    durable.sync_folder(folder)
 
 
 def oldest_step(folder: Path) -> int:

@@ -1,7 +1,7 @@
-"""The write-ahead log of accepted groups, one file per optimizer step.
+"""The write-ahead log of what became of every group, one file per optimizer step.
 
-A group is on disk before it counts. Restart = newest checkpoint + the journal replayed.
-Knows frames of bytes; knows nothing of what they say.
+Nothing counts before it is on disk. Restart = newest checkpoint + the journal replayed.
+Knows records of bytes; knows nothing of what they say.
 """
 
 from __future__ import annotations
@@ -12,52 +12,91 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 from peralta_zmq import durable
 from peralta_zmq.errors import JournalError
+from peralta_zmq.failpoints import failpoint
 
-RECORD = struct.Struct("<II")  # bytes, crc32
+HEADER = struct.Struct("<IIB")  # bytes of content, crc32 of kind and content, kind
+GROUP, DROPPED = 1, 2
 logger = logging.getLogger(__name__)
 
 
+class Record(NamedTuple):
+    """A group's message as it came (GROUP), or a note of one that was not taken (DROPPED)."""
+
+    kind: int
+    content: bytes
+
+
 class Journal:
-    """Appends records to `folder/step_N.msgpack`. Use with `closing`."""
+    """Collects records in memory and commits them to `folder/step_N.msgpack`. Use with `closing`.
+
+    After a failed commit nothing is lost: the next one writes the same records again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._step = -1
         self._descriptor = -1
+        self._size: int | None = None  # bytes of whole records in the step's file, once known
+        self._waiting: list[bytes] = []  # encoded, not yet committed
         folder.mkdir(parents=True, exist_ok=True)
 
-    def append(self, step: int, frame: bytes) -> None:
-        """Make one record durable. Raises JournalError when the disk refuses."""
-        try:
-            if step != self._step:
-                self._open(step)
-            record = RECORD.pack(len(frame), zlib.crc32(frame)) + frame
-            if os.write(self._descriptor, record) < len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise JournalError(f"cannot write {self._file(step)}: {error.strerror}") from None
+    def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
+        """Take in one record of a step; it is durable after the next `commit`."""
+        if step != self._step:
+            assert not self._waiting, "a step ends with a commit"
+            self.close()
+            self._step, self._size = step, None
+        self._waiting.append(_encoded(Record(kind, content)))
 
-    def read(self, step: int) -> list[bytes]:
+    def commit(self) -> bool:
+        """Make what was appended durable; False when there was nothing to do.
+
+        Raises JournalError when the disk refuses; the file is whole again before the next try.
+        """
+        if not self._waiting:
+            return False
+        failpoint("journal.commit")
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            self.close()  # a second fsync of the same pages would lie
+            raise JournalError(f"cannot write {self._file(self._step)}: {error.strerror}") from None
+        self._waiting.clear()
+        failpoint("journal.synced")
+        return True
+
+    def read(self, step: int) -> list[Record]:
         """The whole records of a step; a torn tail is cut off the file and reported."""
         file = self._file(step)
         if not file.exists():
             return []
         content = file.read_bytes()
-        frames, good = _records(content)
+        records, good = _decoded(content)
         if good < len(content):
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, len(content) - good)
             os.truncate(file, good)
-        return frames
+        return records
+
+    def steps(self) -> list[int]:
+        """Steps that have a file, ascending."""
+        return sorted(int(file.stem[5:]) for file in self._folder.glob("step_*.msgpack"))
 
     def prune(self, oldest: int) -> None:
         """Remove the files of steps before `oldest`."""
-        for file in self._folder.glob("step_*.msgpack"):
-            if int(file.stem[5:]) < oldest:
-                file.unlink()
+        for step in self.steps():
+            if step < oldest:
+                self._file(step).unlink()
+
+    def move_after(self, step: int, target: Path) -> None:
+        """Move the files of later steps to another folder, the newest first."""
+        for later in reversed(self.steps()):
+            if later > step:
+                os.rename(self._file(later), target / self._file(later).name)
+        durable.sync_folder(self._folder)
 
     def close(self) -> None:
         """Close the open file."""
@@ -65,25 +104,38 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _open(self, step: int) -> None:
-        self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._descriptor = os.open(self._file(step), flags, 0o644)
-        self._step = step
-        durable.sync_folder(self._folder)
+    def _write(self, content: bytes) -> None:
+        if self._descriptor < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._descriptor = os.open(self._file(self._step), flags, 0o644)
+            durable.sync_folder(self._folder)
+        if self._size is None:
+            self._size = os.fstat(self._descriptor).st_size
+        os.ftruncate(self._descriptor, self._size)  # what a failed commit left
+        if os.write(self._descriptor, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        failpoint("journal.written")
+        os.fsync(self._descriptor)
+        self._size += len(content)
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}.msgpack"
 
 
-def _records(content: bytes) -> tuple[list[bytes], int]:
-    frames: list[bytes] = []
-    good = 0  # a power cut may leave zeros behind it, which have the checksum of an empty frame
-    while good + RECORD.size <= len(content):
-        size, checksum = RECORD.unpack_from(content, good)
-        frame = content[good + RECORD.size : good + RECORD.size + size]
-        if not size or len(frame) < size or zlib.crc32(frame) != checksum:
+def _encoded(record: Record) -> bytes:
+    kind, content = record
+    return HEADER.pack(len(content), zlib.crc32(content, kind), kind) + content
+
+
+def _decoded(content: bytes) -> tuple[list[Record], int]:
+    records: list[Record] = []
+    good = 0
+    while good + HEADER.size <= len(content):
+        size, checksum, kind = HEADER.unpack_from(content, good)
+        body = content[good + HEADER.size : good + HEADER.size + size]
+        # A power cut may leave zeros behind the last record: no record is empty.
+        if not size or len(body) < size or zlib.crc32(body, kind) != checksum:
             break
-        frames.append(frame)
-        good += RECORD.size + size
-    return frames, good
+        records.append(Record(kind, body))
+        good += HEADER.size + size
+    return records, good

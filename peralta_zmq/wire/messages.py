@@ -55,6 +55,8 @@ SAID = {
     "wid": str, "min_step": int, "recv": dict, "durable": dict, "seen": dict, "done": bool,
 }  # fmt: skip
 
+BY_SENDER = ("recv", "durable", "seen")
+
 
 def encode_group(group: RolloutGroup) -> bytes:
     """One group as one msgpack map with flat little-endian buffers.
@@ -114,10 +116,10 @@ def decode_announcement(frame: bytes) -> Announcement:
 
     Raises WireError when a field is missing or of another type.
     """
-    fields = _unpack(frame, max_map_len=MAX_SENDERS, max_lists=0, max_maps=3)
+    fields = _unpack(frame, max_map_len=MAX_SENDERS, max_lists=0, max_maps=1 + len(BY_SENDER))
     try:
         known = {name: _typed(fields[name], kind) for name, kind in SAID.items() if name in fields}
-        for name in ("recv", "durable", "seen"):
+        for name in BY_SENDER:
             for sender, sequence in known.get(name, {}).items():
                 _typed(sender, str)
                 _typed(sequence, int)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from fakes import group_of
+from hypothesis import given
+from hypothesis import strategies as st
 
+from peralta_zmq.learning import admission as admission_module
 from peralta_zmq.learning.admission import Admission, Ledger, staleness
 
 
@@ -16,58 +20,55 @@ def test_staleness_counts_the_steps_taken_since() -> None:
     assert staleness(group_of([1, 0], policy_step=2), step=7) == 4
 
 
-def test_group_from_weights_of_the_future_is_not_stale() -> None:
-    assert staleness(group_of([1, 0], policy_step=9), step=7) == 0
-
-
 @pytest.mark.parametrize(("step", "admitted"), [(1, True), (8, True), (9, True), (10, False)])
 def test_group_is_admitted_up_to_the_bound_and_not_beyond(step: int, admitted: bool) -> None:
     # policy step 0: staleness 0, 7, 8 and 9
-    assert Admission(8).admit(group_of([1, 0]), step=step) is admitted
+    verdict = Admission(8).admit(group_of([1, 0]), step=step)
+    assert verdict == ("trained" if admitted else "stale")
 
 
 def test_bound_of_zero_admits_the_newest_weights_only() -> None:
     admission = Admission(0)
     fresh, old = group_of([1, 0], policy_step=4), group_of([1, 0], policy_step=3, sequence=1)
-    assert (admission.admit(fresh, step=5), admission.admit(old, step=5)) == (True, False)
+    assert [admission.admit(each, step=5) for each in (fresh, old)] == ["trained", "stale"]
 
 
 def test_stale_group_is_counted() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0]), step=10)
-    assert admission.dropped == {"stale": 1}
+    assert admission.ledger.outcomes == {"stale": 1}
 
 
 def test_group_that_comes_twice_is_dropped_and_counted() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=3), step=1)
-    assert not admission.admit(group_of([1, 0], sequence=3), step=1)
-    assert admission.dropped == {"duplicate": 1}
+    assert admission.admit(group_of([1, 0], sequence=3), step=1) == "duplicate"
+    assert (admission.duplicates, admission.ledger.outcomes) == (1, {"trained": 1})
 
 
 def test_group_that_was_overtaken_is_still_admitted() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=3), step=1)
-    assert admission.admit(group_of([1, 0], sequence=2), step=1)
+    assert admission.admit(group_of([1, 0], sequence=2), step=1) == "trained"
 
 
 def test_stale_group_that_comes_again_is_a_duplicate() -> None:
     admission = Admission(8)
     for _ in range(2):
         admission.admit(group_of([1, 0]), step=10)
-    assert admission.dropped == {"stale": 1, "duplicate": 1}
+    assert (admission.duplicates, admission.ledger.outcomes) == (1, {"stale": 1})
 
 
 def test_restarted_generator_may_count_from_zero_again() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=9), step=1)
-    assert admission.admit(group_of([1, 0], sequence=0, boot=b"second!!"), step=1)
+    assert admission.admit(group_of([1, 0], sequence=0, boot=b"second!!"), step=1) == "trained"
 
 
 def test_generators_count_apart() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=9), step=1)
-    assert admission.admit(group_of([1, 0], sequence=0, generator_id="bob"), step=1)
+    assert admission.admit(group_of([1, 0], sequence=0, generator_id="bob"), step=1) == "trained"
 
 
 def test_ledger_of_an_earlier_start_is_honoured() -> None:
@@ -75,22 +76,22 @@ def test_ledger_of_an_earlier_start_is_honoured() -> None:
     before.admit(group_of([1, 0], sequence=3), step=1)
     saved = json.loads(json.dumps(before.ledger.saved()))
     after = Admission(8, ledger=Ledger(saved))
-    assert not after.admit(group_of([1, 0], sequence=3), step=1)
-    assert after.admit(group_of([1, 0], sequence=0), step=1)
+    assert after.admit(group_of([1, 0], sequence=3), step=1) == "duplicate"
+    assert after.admit(group_of([1, 0], sequence=0), step=1) == "trained"
 
 
 def test_floor_of_a_group_settles_what_its_sender_has_given_up() -> None:
     ledger = Ledger()
-    ledger.settle("a", 5, floor=5)
+    ledger.settle("a", 5, "trained", floor=5)
     assert (ledger.settled("a"), ledger.seen("a")) == (5, 5)
-    assert not ledger.settle("a", 3)
+    assert not ledger.settle("a", 3, "trained")
 
 
 def test_a_gap_holds_the_watermark_until_it_is_filled() -> None:
     ledger = Ledger()
     marks = []
     for sequence in (0, 2, 3, 1):
-        ledger.settle("a", sequence)
+        ledger.settle("a", sequence, "trained")
         marks.append((ledger.settled("a"), ledger.seen("a")))
     assert marks == [(0, 0), (0, 2), (0, 3), (3, 3)]
 
@@ -102,6 +103,50 @@ def test_a_sender_never_heard_has_settled_nothing() -> None:
 def test_jumping_sequences_do_not_fill_memory() -> None:
     ledger = Ledger()
     for sequence in range(0, 40_000, 2):
-        assert ledger.settle("a", sequence)
+        assert ledger.settle("a", sequence, "trained")
     assert len(json.dumps(ledger.saved())) < 10_000
-    assert not ledger.settle("a", 39_998)
+    assert not ledger.settle("a", 39_998, "trained")
+
+
+@pytest.mark.parametrize("field", [{"policy_step": 5}, {"policy_step": 9}, {"wid": "left behind"}])
+def test_group_of_weights_left_behind_by_a_roll_back_is_not_trained(field: dict[str, Any]) -> None:
+    admission = Admission(8, abandoned={"left behind"})
+    assert admission.admit(group_of([1, 0], **field), step=5) == "abandoned"
+
+
+def test_group_without_signal_belongs_to_the_batch_and_is_counted_apart() -> None:
+    admission = Admission(8)
+    assert admission.admit(group_of([1, 1]), step=1) == "set_aside"
+    assert admission.ledger.outcomes == {"set_aside": 1}
+
+
+def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> None:
+    ledger = Ledger()
+    for sequence, floor in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
+        ledger.settle("a", sequence, "trained", floor=floor)
+    assert ledger.outcomes == {"trained": 3, "lost": 3}
+    assert (ledger.settled("a"), ledger.seen("a")) == (4, 6)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=60)
+)
+def test_every_settled_group_has_exactly_one_outcome(
+    messages: list[tuple[str, int, int]],
+) -> None:
+    ledger = Ledger()
+    for sender, sequence, below in messages:
+        ledger.settle(sender, sequence, "trained", floor=min(below, sequence))
+        ledger = Ledger(json.loads(json.dumps(ledger.saved())))
+        assert ledger.total == sum(ledger.outcomes.values())
+
+
+def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_SENDERS", 2)
+    ledger = Ledger()
+    for sender in ("a", "b", "a", "c"):
+        ledger.settle(sender, ledger.seen(sender) + 1, "trained")
+    assert ledger.senders == ["a", "c"]
+    assert ledger.total == 4 == ledger.outcomes["trained"]

@@ -94,7 +94,16 @@ def test_restored_learner_draws_the_same_random_numbers() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_state_of_another_model_is_refused() -> None:
-    state = tiny_learner(tiny_model()).state()
-    with pytest.raises(KeyError, match=r"layers\.2"):
-        tiny_learner(tiny_model(num_hidden_layers=3)).restore(0, state)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"num_hidden_layers": 3}, r"layers\.2.* is in one of the two only"),
+     ({"vocab_size": 65}, r"embed_tokens.* has shape \[64, 16\], not \[65, 16\]")],
+)  # fmt: skip
+def test_state_of_another_model_is_refused_and_changes_nothing(
+    settings: dict[str, int], reason: str
+) -> None:
+    state, other = tiny_learner(tiny_model()).state(), tiny_learner(tiny_model(**settings, seed=1))
+    before = {name: tensor.clone() for name, tensor in other.state().items()}
+    with pytest.raises(ValueError, match=reason):
+        other.restore(0, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state().items())

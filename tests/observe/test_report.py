@@ -15,6 +15,7 @@ from peralta_zmq.rollout import Answer
 pytestmark = pytest.mark.timeout(60)
 
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
+ACCOUNTING = {"made": 9, "trained": 6, "set_aside": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_summary_has_its_seven_fields(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97)
+def test_the_summary_has_its_fields(folder: Path) -> None:
+    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
     assert summary == {
         "reward_first": 0.3,
         "reward_last5": pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 0.9) / 5),
@@ -48,25 +49,26 @@ def test_the_summary_has_its_seven_fields(folder: Path) -> None:
         "seconds": 12.0 + 7.0,  # the pause between the sessions does not count
         "steps": 5,
         "restarts": 1,
+        "accounting": ACCOUNTING,
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 
 def test_a_run_without_rows_has_a_summary_of_nulls(tmp_path: Path) -> None:
-    summary = write_summary(tmp_path, eval_before=None, eval_after=None)
+    summary = write_summary(tmp_path, eval_before=None, eval_after=None, accounting=ACCOUNTING)
     assert (summary["reward_first"], summary["reward_last5"]) == (None, None)
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
 def test_a_summary_replaces_the_earlier_one_and_leaves_no_other_file(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=None)
-    write_summary(folder, eval_before=0.5, eval_after=0.9)
+    write_summary(folder, eval_before=0.5, eval_after=None, accounting=ACCOUNTING)
+    write_summary(folder, eval_before=0.5, eval_after=0.9, accounting=ACCOUNTING)
     assert json.loads((folder / "summary.json").read_text())["eval_after"] == 0.9
     assert {path.name for path in folder.iterdir()} == {METRICS, EVENTS, "summary.json"}
 
 
 def test_the_plot_is_a_png_of_a_readable_size(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=0.97)
+    write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
     path = write_reward_plot(folder)
     assert path == folder / "reward.png"
     head = path.read_bytes()[:24]
@@ -81,7 +83,7 @@ def test_evaluations_and_resumes_are_drawn(folder: Path) -> None:
         return path.read_bytes()
 
     with_resume = drawn()
-    write_summary(folder, eval_before=0.5, eval_after=0.97)
+    write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
     with_both = drawn()
     (folder / EVENTS).unlink()
     assert len({with_resume, with_both, drawn()}) == 3
@@ -112,7 +114,7 @@ def test_the_report_is_imported_without_matplotlib_and_torch() -> None:
 
 
 def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97)
+    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
     write_reward_plot(folder)
     before = [Answer("add 3 to 5", "3 5 +", 0.0), Answer("x" * 60, "the result\nis 8.", 0.0)]
     after = [Answer("add 3 to 5", "3 + 5", 1.0), Answer("x" * 60, "8", 0.5)]
@@ -130,6 +132,6 @@ def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder:
 
 
 def test_a_run_without_base_evaluation_closes_with_a_dash(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=None, eval_after=0.97)
+    summary = write_summary(folder, eval_before=None, eval_after=0.97, accounting=ACCOUNTING)
     text = closing_text(folder, summary, [], [], folder)
     assert "held-out accuracy  - -> 0.970" in text

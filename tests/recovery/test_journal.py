@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import JournalError
-from peralta_zmq.recovery.journal import RECORD, Journal
+from peralta_zmq.recovery.journal import DROPPED, HEADER, Journal, Record
 
 FRAMES = [b"first", b"the second one", b"3"]
-ENDS = [13, 35, 44]  # bytes after each record: 8 of header and the frame
+ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
 
 
 @pytest.fixture
@@ -26,18 +26,36 @@ def written(folder: Path, frames: list[bytes] = FRAMES) -> Path:
     with closing(Journal(folder)) as journal:
         for frame in frames:
             journal.append(4, frame)
+        journal.commit()
     return folder / "step_000004.msgpack"
 
 
 def read(folder: Path) -> list[bytes]:
     with closing(Journal(folder)) as journal:
-        return journal.read(4)
+        return frames(journal, 4)
+
+
+def frames(journal: Journal, step: int) -> list[bytes]:
+    return [record.content for record in journal.read(step)]
 
 
 def test_records_come_back_in_order(journal: Journal) -> None:
     for frame in FRAMES:
         journal.append(4, frame)
-    assert journal.read(4) == FRAMES
+    journal.commit()
+    assert frames(journal, 4) == FRAMES
+
+
+def test_kinds_come_back(journal: Journal) -> None:
+    journal.append(4, b"a group")
+    journal.append(4, b"a note", DROPPED)
+    journal.commit()
+    assert journal.read(4)[1] == Record(DROPPED, b"a note")
+
+
+def test_nothing_is_on_disk_before_the_commit(journal: Journal) -> None:
+    journal.append(4, b"first")
+    assert (journal.read(4), journal.commit(), journal.commit()) == ([], True, False)
 
 
 def test_records_outlive_their_writer(tmp_path: Path) -> None:
@@ -45,7 +63,7 @@ def test_records_outlive_their_writer(tmp_path: Path) -> None:
     assert read(tmp_path) == FRAMES
 
 
-def test_record_is_on_disk_when_append_returns(
+def test_records_are_on_disk_when_commit_returns(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -56,16 +74,18 @@ def test_record_is_on_disk_when_append_returns(
         real(descriptor)
 
     journal.append(4, b"first")
+    journal.commit()
     monkeypatch.setattr(os, "fsync", seen)
     journal.append(4, b"the second one")
-    assert sizes == [35]
+    journal.commit()
+    assert sizes == [ENDS[1]]
 
 
 def test_each_step_has_its_own_records(journal: Journal) -> None:
-    journal.append(4, b"four")
-    journal.append(5, b"five")
-    journal.append(4, b"four again")
-    assert (journal.read(4), journal.read(5)) == ([b"four", b"four again"], [b"five"])
+    for step, frame in ((4, b"four"), (5, b"five"), (4, b"four again")):
+        journal.append(step, frame)
+        journal.commit()
+    assert (frames(journal, 4), frames(journal, 5)) == ([b"four", b"four again"], [b"five"])
 
 
 def test_step_never_written_has_no_records(journal: Journal) -> None:
@@ -83,6 +103,7 @@ def test_journal_goes_on_after_a_torn_tail(tmp_path: Path) -> None:
     with closing(Journal(tmp_path)) as journal:
         journal.read(4)
         journal.append(4, b"new")
+        journal.commit()
     assert read(tmp_path) == [*FRAMES[:2], b"new"]
 
 
@@ -104,13 +125,14 @@ def test_zeros_after_a_power_cut_are_no_records(tmp_path: Path, zeros: int) -> N
 
 def test_length_beyond_the_file_is_a_torn_record(tmp_path: Path) -> None:
     file = written(tmp_path)
-    file.write_bytes(file.read_bytes() + RECORD.pack(2**32 - 1, 0) + b"x")
+    file.write_bytes(file.read_bytes() + HEADER.pack(2**32 - 1, 0, 1) + b"x")
     assert read(tmp_path) == FRAMES
 
 
 def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
     for step in (1, 2, 3, 1000):
         journal.append(step, b"frame")
+        journal.commit()
     journal.prune(3)
     names = sorted(os.listdir(tmp_path / "journal"))
     assert names == ["step_000003.msgpack", "step_001000.msgpack"]
@@ -124,21 +146,43 @@ def test_disk_that_refuses_is_reported_with_its_reason(
     def fails(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, call, fails)
-    with pytest.raises(JournalError, match=os.strerror(code)):
-        journal.append(4, b"frame")
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        with pytest.raises(JournalError, match=os.strerror(code)):
+            journal.commit()
+    journal.append(4, b"another")
+    journal.commit()  # room again: nothing is lost and nothing is there twice
+    assert frames(journal, 4) == [b"frame", b"another"]
 
 
-def test_disk_that_takes_half_a_record_is_reported(
+def test_disk_that_takes_half_a_record_is_reported_and_the_half_is_cut_off(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    journal.append(4, b"whole")
+    journal.commit()
     real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
-    with pytest.raises(JournalError, match="step_000004"):
-        journal.append(4, b"frame")
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
+        with pytest.raises(JournalError, match="step_000004"):
+            journal.commit()
+    journal.commit()
+    assert frames(journal, 4) == [b"whole", b"frame"]
+
+
+def test_later_steps_are_moved_away_and_earlier_stay(journal: Journal, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        journal.append(step, b"frame")
+        journal.commit()
+    (tmp_path / "aside").mkdir()
+    journal.move_after(1, tmp_path / "aside")
+    assert journal.steps() == [1]
+    assert len(os.listdir(tmp_path / "aside")) == 2
 
 
 def test_closing_twice_is_harmless(journal: Journal) -> None:
     journal.append(4, b"frame")
+    journal.commit()
     journal.close()
     journal.close()

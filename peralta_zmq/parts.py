@@ -1,0 +1,55 @@
+"""From the settings to the parts that more than one loop needs. Knows the config and the leaves."""
+
+from __future__ import annotations
+
+import functools
+
+from peralta_zmq import policy, registry
+from peralta_zmq.config import Config
+from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.schedules import learning_rate
+from peralta_zmq.rollout import Sampling
+
+
+def learner_of(config: Config, model: policy.Model) -> Learner:
+    """The learner that the [train], [loss] and [advantage] sections describe."""
+    train = config.train
+    loss_options = config.loss.model_dump(exclude={"name"}, exclude_none=True)
+    advantage_options = config.advantage.model_dump(exclude={"name"}, exclude_none=True)
+    return Learner(
+        dict(model.named_parameters()),
+        score=functools.partial(
+            policy.token_logprobs, model, temperature=config.sampling.temperature
+        ),
+        loss=functools.partial(registry.resolve("loss", config.loss.name), **loss_options),
+        advantage=functools.partial(
+            registry.resolve("advantage", config.advantage.name), **advantage_options
+        ),
+        learning_rate=schedule_of(config),
+        betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        max_tokens_per_microbatch=train.max_tokens_per_microbatch,
+    )
+
+
+def schedule_of(config: Config) -> functools.partial[float]:
+    """The learning rate as a function of the step."""
+    train = config.train
+    return functools.partial(
+        learning_rate,
+        peak=train.learning_rate,
+        kind=train.lr_scheduler_type,
+        warmup_steps=train.warmup_steps,
+        max_steps=train.max_steps,
+    )
+
+
+def sampling_of(config: Config) -> Sampling:
+    """How this run draws tokens."""
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        max_completion_length=config.sampling.max_completion_length,
+    )
