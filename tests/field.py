@@ -5,7 +5,6 @@ Every program is started as a person would; whatever a test leaves running is ki
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import subprocess
@@ -126,6 +125,13 @@ class Field:
         history = read_history(self.run, self._logs, max_steps=max_steps)
         return {each.promise: each.broken for each in check(history) if each.broken}
 
+    def replay(self) -> list[str]:
+        """What bin/replay says of each step, trained again from the journal by nobody killed."""
+        command = [sys.executable, str(REPO / "bin" / "replay"), str(self.run)]
+        replayed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        return replayed.stdout.splitlines()
+
     def close(self) -> None:
         """End what still runs."""
         for each in self._started:
@@ -156,10 +162,6 @@ def chance() -> random.Random:
     seed = seed_of(os.environ)
     print(f"{SEED}={seed}")
     return random.Random(seed)
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def processes_that_name(words: str) -> list[str]:
