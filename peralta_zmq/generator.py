@@ -18,17 +18,17 @@ from itertools import islice
 
 import torch
 
-from peralta_zmq import policy, registry, tasks, wire
+from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
 from peralta_zmq.errors import StoreError, TaskError
+from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
     MAX_REWARD,
     Completion,
     Problem,
     RolloutGroup,
-    Sampling,
     rollout_of,
     sender_of,
 )
@@ -132,7 +132,7 @@ class Generator:
         reward: Reward,
     ) -> None:
         """The story: refresh, pace, ask, score, send."""
-        sampling = sampling_of(self._config)
+        sampling = parts.sampling_of(self._config)
         todo = self._problems_from(engine.step, problems)
         while self._wait_for_turn(engine):
             version = self._version  # a newer one may be applied between two groups
@@ -143,10 +143,16 @@ class Generator:
             )  # fmt: skip
             for index, completions in answers:
                 group = self._group_of(version, asked[index], completions, reward)
+                logger.debug(
+                    "made group=%s/%d step=%d wid=%s",
+                    group.sender, group.sequence, group.policy_step, group.wid,
+                )  # fmt: skip
+                failpoint("generator.made")
                 frame = wire.encode_group(group)
                 self._outbox.add(group.sequence, frame)
                 if not self._send(frame, engine):
                     return
+                failpoint("generator.sent")
         logger.info("run complete: groups=%d", self._pace.made)
 
     def _problems_from(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
@@ -257,16 +263,6 @@ def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) ->
         newest.number, newest.step, newest.wid, time.monotonic() - started,
     )  # fmt: skip
     return newest
-
-
-def sampling_of(config: Config) -> Sampling:
-    """How this run draws tokens."""
-    return Sampling(
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        max_completion_length=config.sampling.max_completion_length,
-    )
 
 
 def open_engine(

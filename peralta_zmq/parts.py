@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+import uuid
+from contextlib import suppress
+from pathlib import Path
 
 from peralta_zmq import policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.rollout import Sampling
+
+IDENTITY = "RUN.json"
 
 
 def learner_of(config: Config, model: policy.Model) -> Learner:
@@ -53,3 +59,10 @@ def sampling_of(config: Config) -> Sampling:
         top_p=config.sampling.top_p,
         max_completion_length=config.sampling.max_completion_length,
     )
+
+
+def run_id_of(folder: Path, name: str) -> str:
+    """The id of the run in `folder`, or a new one."""
+    with suppress(OSError, ValueError, KeyError):
+        return str(json.loads((folder / IDENTITY).read_text("utf-8"))["run_id"])
+    return f"{name}-{uuid.uuid4().hex[:8]}"

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
-IDENTITY, LOCK = "RUN.json", "lock"
+LOCK = "lock"
 
 
 def run(config: Config) -> None:
@@ -173,7 +172,7 @@ class Trainer:
 
     def _open_sockets(self, stack: ExitStack) -> None:
         wires = self._config.wire
-        self._run_id = run_id_of(self._folder, self._config.run.name)
+        self._run_id = parts.run_id_of(self._folder, self._config.run.name)
         address = f"tcp://{wires.bind}:{wires.port}"
         self._receiver = wire.RolloutReceiver(
             address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm
@@ -184,13 +183,13 @@ class Trainer:
 
     def _open_folders(self, stack: ExitStack) -> None:
         self._store = DirectoryStore(self._config.weights_folder)
-        is_new = not (self._folder / IDENTITY).exists()
+        is_new = not (self._folder / parts.IDENTITY).exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(closing(_locked(self._folder)))
             # Our identity first: a weights folder that we claim must never be a stranger's to us.
             identity = json.dumps({"run_id": self._run_id}) + "\n"
-            durable.replace_file(self._folder / IDENTITY, identity.encode())
+            durable.replace_file(self._folder / parts.IDENTITY, identity.encode())
             if is_new:
                 write_resolved(self._config, self._folder)
         except OSError as error:
@@ -521,13 +520,6 @@ class Trainer:
         self._stopping = True
 
 
-def run_id_of(folder: Path, name: str) -> str:
-    """The id of the run in `folder`, or a new one."""
-    with suppress(OSError, ValueError, KeyError):
-        return str(json.loads((folder / IDENTITY).read_text("utf-8"))["run_id"])
-    return f"{name}-{uuid.uuid4().hex[:8]}"
-
-
 def _locked(folder: Path) -> IO[bytes]:
     """The lock of a run folder, held while the file is open. Raises ConfigError when it is held."""
     lock = (folder / LOCK).open("ab")
@@ -543,7 +535,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
 def _remove_new(folder: Path) -> None:
     """Take back what opening a new run wrote before it was refused."""
-    for name in (IDENTITY, RESOLVED, LOCK):
+    for name in (parts.IDENTITY, RESOLVED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # the supervisor's logs may be there
         folder.rmdir()

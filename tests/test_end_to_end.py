@@ -75,7 +75,11 @@ class Machine:
 
     def start(self, door: str, *settings: str) -> Door:
         """bin/DOOR with this run's settings; later settings win."""
-        command = [sys.executable, str(REPO / "bin" / door), *self._settings, *settings]
+        return self.start_plain(door, *self._settings, *settings)
+
+    def start_plain(self, door: str, *arguments: str) -> Door:
+        """bin/DOOR with these arguments only."""
+        command = [sys.executable, str(REPO / "bin" / door), *arguments]
         self._started.append(Door(command, self._folder / f"{len(self._started)}.log"))
         return self._started[-1]
 
@@ -111,7 +115,7 @@ def sha256(file: Path) -> str:
 
 @pytest.mark.timeout(120)
 def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Machine) -> None:
-    trainer = machine.start("trainer", "--train.max-steps", "3")
+    trainer = machine.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
     generator = machine.start("generator")
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed
@@ -126,6 +130,13 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     prompt = policy.chat_prompt(tokenizer, [Message("user", "add 2 to the product of 3 and 4.")])
     said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
     assert "3" in policy.text_of(tokenizer, said[0, len(prompt) :].numpy())
+
+    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
+    assert replayed.ends() == 0, replayed.printed
+    assert "step=3" in replayed.printed and "  as published" in replayed.printed
+    assert "step=1" not in replayed.printed
+    other = machine.start_plain("replay", str(machine.run), "--train.learning-rate", "0.01")
+    assert other.ends() == 0 and "published" not in other.printed
 
     again = machine.start("trainer", "--train.max-steps", "3")  # complete: nothing to train
     assert again.ends() == 0

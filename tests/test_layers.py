@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "engines": WORDS | {"policy"},
     "parts": BELOW | {"parts"},
     **dict.fromkeys(LOOPS, BELOW | {"parts"}),
+    "replay": BELOW | {"parts"},
     "operate": WORDS | {"config", "observe", "wire"},
 }
 DOORS = {

@@ -17,7 +17,8 @@ import pytest
 from peralta_zmq import trainer
 from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import ConfigError, PeraltaError, StoreError, TaskError, WireError
-from peralta_zmq.trainer import Trainer, run_id_of
+from peralta_zmq.parts import run_id_of
+from peralta_zmq.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

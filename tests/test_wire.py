@@ -684,7 +684,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
     ledger, taken = Ledger(), []
     for _ in range(2):
         group = received(first)
-        ledger.settle(group.sender, group.sequence)
+        ledger.settle(group.sender, group.sequence, "trained")
         taken.append(group.sequence)
     first.close()  # with four in its queues
 
@@ -700,7 +700,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
             number += 1
             outbox.add(number, wire.encode_group(dataclasses.replace(GROUP, sequence=number)))
             sender.send(wire.encode_group(dataclasses.replace(GROUP, sequence=number)), timeout=0)
-        elif ledger.settle(got[0].sender, got[0].sequence):
+        elif ledger.settle(got[0].sender, got[0].sequence, "trained"):
             taken.append(got[0].sequence)
         seen = {GROUP.sender: ledger.seen(GROUP.sender)}
         settled = {GROUP.sender: ledger.settled(GROUP.sender)}

@@ -9,7 +9,7 @@
 Knows nothing of models, sockets or rewards; never imports torch.
 """
 
-from peralta_zmq.config.load import load_config, run_door
+from peralta_zmq.config.load import load_config, run_door, run_plain_door
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
 from peralta_zmq.config.sections import Config
 
@@ -19,6 +19,7 @@ __all__ = [
     "earlier_config",
     "load_config",
     "run_door",
+    "run_plain_door",
     "toml_text",
     "write_resolved",
 ]

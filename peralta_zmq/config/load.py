@@ -39,11 +39,21 @@ def run_door(
     stderr and code 2.
     """
     usage = f"{program} {{{','.join(commands)}}}" if commands else program
-    try:
-        config = load_config(usage, _without_command(program, sys.argv[1:], commands))
+
+    def start(arguments: Sequence[str]) -> int | None:
+        config = load_config(usage, _without_command(program, arguments, commands))
         _set_up_logs(program, config.log.level)
+        loop: Any = pkgutil.resolve_name(main) if isinstance(main, str) else main
+        return loop(config)
+
+    return run_plain_door(start, program)
+
+
+def run_plain_door(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
+    """The same for a program that reads its arguments itself."""
+    try:
         start: Any = pkgutil.resolve_name(main) if isinstance(main, str) else main
-        return start(config) or 0
+        return start(sys.argv[1:]) or 0
     except PeraltaError as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         return 2

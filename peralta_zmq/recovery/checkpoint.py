@@ -80,7 +80,16 @@ def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
     Raises JournalError when it is of another run, or when there are some but none verifies.
     """
     durable.sweep(folder)
-    found = durable.steps_in(folder)
+    return newest(folder, run_id=run_id)
+
+
+def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint of at most step `until` that verifies; changes nothing.
+
+    Raises JournalError as `restore` does.
+    """
+    found = {step: each for step, each in durable.steps_in(folder).items()
+             if until is None or step <= until}  # fmt: skip
     for path in reversed(found.values()):
         with contextlib.suppress(OSError, durable.CorruptError, KeyError, ValueError):
             manifest = durable.read_manifest(path)

@@ -72,18 +72,15 @@ class Journal:
     def read(self, step: int) -> list[Record]:
         """The whole records of a step; a torn tail is cut off the file and reported."""
         file = self._file(step)
-        if not file.exists():
-            return []
-        content = file.read_bytes()
-        records, good = _decoded(content)
-        if good < len(content):
-            logger.warning("journal cut: file=%s lost_bytes=%d", file.name, len(content) - good)
-            os.truncate(file, good)
+        records, torn = read_records(self._folder, step)
+        if torn:
+            logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
+            os.truncate(file, file.stat().st_size - torn)
         return records
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""
-        return sorted(int(file.stem[5:]) for file in self._folder.glob("step_*.msgpack"))
+        return steps_in(self._folder)
 
     def prune(self, oldest: int) -> None:
         """Remove the files of steps before `oldest`."""
@@ -119,7 +116,24 @@ class Journal:
         self._size += len(content)
 
     def _file(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}.msgpack"
+        return _file_of(self._folder, step)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps that have a file, ascending."""
+    return sorted(int(file.stem[5:]) for file in folder.glob("step_*.msgpack"))
+
+
+def read_records(folder: Path, step: int) -> tuple[list[Record], int]:
+    """The whole records of a step, and the bytes of a torn tail; changes nothing."""
+    file = _file_of(folder, step)
+    content = file.read_bytes() if file.exists() else b""
+    records, good = _decoded(content)
+    return records, len(content) - good
+
+
+def _file_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.msgpack"
 
 
 def _encoded(record: Record) -> bytes:

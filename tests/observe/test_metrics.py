@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import time
 from pathlib import Path
 
@@ -85,3 +86,20 @@ def test_a_field_that_is_no_number_counts_as_absent() -> None:
     assert number(row, "a") == 3.0
     assert math.isnan(number(row, "b"))
     assert number(row, "c", 0.0) == number(row, "d", 0.0) == 0.0
+
+
+def test_a_full_disk_costs_the_line_and_the_next_one_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with JsonLines(tmp_path / "rows.jsonl") as lines:
+        lines.append({"step": 1})
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))  # 8 bytes more than there are
+        try:
+            lines.append({"step": 2, "text": "much too long"})
+            lines.append({"step": 3, "text": "much too long"})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        lines.append({"step": 4})
+    assert [row["step"] for row in read_rows(tmp_path / "rows.jsonl")] == [1, 4]
+    assert "row not written" in caplog.text

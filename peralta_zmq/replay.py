@@ -1,0 +1,145 @@
+"""`bin/replay RUN`: train a run again from its journal, with no generator; write nothing into it.
+
+The same settings give the same weights, bit for bit on a CPU. Other settings (`--loss.name grpo`)
+answer what they would have made of the same rollouts. Knows the config and the leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from peralta_zmq import parts, policy, wire
+from peralta_zmq.config import RESOLVED, Config, load_config
+from peralta_zmq.errors import ConfigError, JournalError
+from peralta_zmq.learning.learner import Learner
+from peralta_zmq.recovery import checkpoint, journal
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors
+
+USAGE = """\
+bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
+       bin/replay export RUN STEP FOLDER"""
+SHOWN = ("reward", "loss", "grad_norm", "learning_rate")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay or export; 1 when the weights differ from those that the run published.
+
+    Raises ConfigError or JournalError when there is nothing to replay.
+    """
+    if arguments[:1] == ["export"]:
+        return export(arguments[1:])
+    parser = argparse.ArgumentParser(prog="bin/replay", usage=USAGE, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--from", dest="first", type=int, help="first step (default: the earliest)")
+    parser.add_argument("--to", dest="last", type=int, help="last step (default: all there are)")
+    asked, settings = parser.parse_known_args(arguments)
+    config, same = _config_of(asked.run, settings)
+    replayed = replay(config, asked.run, first=asked.first, last=asked.last)
+    published = _published(config) if same else {}
+    differ = 0
+    for step, metrics, digest in replayed:
+        verdict = {None: "", digest: "  as published"}.get(
+            published.get(step), "  NOT as published"
+        )
+        differ += verdict.startswith("  NOT")
+        numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in SHOWN)
+        sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{verdict}\n")
+        sys.stdout.flush()
+    return 1 if differ else 0
+
+
+def replay(
+    config: Config, folder: Path, *, first: int | None = None, last: int | None = None
+) -> Iterator[tuple[int, dict[str, float], str]]:
+    """Every step with its metrics and the sha256 of the weights that it would publish.
+
+    Steps before `first` back to a checkpoint (or the base model) are trained again too, unseen.
+    Raises JournalError when the journal does not reach back far enough.
+    """
+    policy.use_threads(config.train.num_workers)
+    device = policy.choose_device(config.model.device)
+    model = policy.load_model(
+        policy.model_folder(config.model.name), device=device, dtype=torch.float32
+    )
+    learner = parts.learner_of(config, model)
+    there = journal.steps_in(folder / "journal")
+    if not there:
+        raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
+    _start(learner, folder, min(there), first)
+    while last is None or learner.step < last:
+        groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
+        if sum(len(group.rollouts) for group in groups) < config.train.batch_size:
+            return
+        metrics = learner.learn(groups)
+        if first is None or learner.step >= first:
+            yield learner.step, metrics, fingerprint(policy.weights_of(model))
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write one published version as a folder that transformers can load."""
+    parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("step", type=int, help="optimizer step")
+    parser.add_argument("folder", type=Path, help="where to write; must not exist")
+    asked = parser.parse_args(arguments)
+    raise ConfigError(f"no step {asked.step}")
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over names and bfloat16 bytes, in the order of the names."""
+    hashed = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().to("cpu", torch.bfloat16).contiguous()
+        hashed.update(name.encode() + b"\0")
+        hashed.update(tensor.view(torch.int16).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def _config_of(run: Path, settings: Sequence[str]) -> tuple[Config, bool]:
+    """The run's settings with these changes, and whether they are its own."""
+    if not (run / RESOLVED).exists():
+        raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
+    own = ["@", str(run / RESOLVED)]
+    config = load_config("bin/replay RUN", [*own, *settings])
+    return config, config == load_config("bin/replay RUN", own)
+
+
+def _start(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
+    if earliest == 1 and first is None:
+        return
+    run_id = parts.run_id_of(folder, folder.name)
+    until = earliest - 1 if first is None else first - 1
+    saved = checkpoint.newest(folder / "checkpoints", run_id=run_id, until=until)
+    if saved is not None:
+        learner.restore(saved.step, saved.tensors)
+    if learner.step + 1 < earliest:
+        raise JournalError(
+            f"{folder}/journal begins with step {earliest} and no checkpoint fits before it; "
+            "train with --checkpoint.keep-journal to keep all"
+        )
+
+
+def _groups_of(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
+    records, _ = journal.read_records(folder / "journal", step)
+    return [
+        wire.decode_group(each.content, vocab_size=vocab_size)
+        for each in records if each.kind == journal.GROUP
+    ]  # fmt: skip
+
+
+def _published(config: Config) -> dict[int, str]:
+    """Fingerprint by step of every version that the run's weights folder still has."""
+    found: dict[int, str] = {}
+    store = DirectoryStore(config.weights_folder)
+    newest = store.newest()
+    if newest is not None:
+        with store.load(newest) as local:
+            found[newest.step] = fingerprint(LazyTensors(local / WEIGHTS))
+    return found
