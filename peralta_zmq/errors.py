@@ -6,6 +6,7 @@ PeraltaError
  +-- StoreError     a weights folder, or a version in it
  +-- JournalError   a journal or a checkpoint
  +-- TaskError      a data file, a row, a target, a reward
+ +-- EngineError    weights that do not compute
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
@@ -33,3 +34,7 @@ class JournalError(PeraltaError):
 
 class TaskError(PeraltaError):
     """A data file, a row of it, or a reward function is at fault."""
+
+
+class EngineError(PeraltaError):
+    """The weights give logits that are not finite; what was under way with them is given up."""

@@ -14,15 +14,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
-
-import torch
 
 from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import StoreError, TaskError
+from peralta_zmq.errors import EngineError, StoreError, TaskError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
     MAX_REWARD,
@@ -53,7 +50,6 @@ class Pace:
 
     groups_per_step: int
     max_async_level: int
-    batch: int = 1  # groups made together
     made: int = 0
     last_made: float = field(default_factory=time.monotonic)
     _step: int = -1
@@ -73,7 +69,7 @@ class Pace:
         share = self.groups_per_step / max(1, generators)
         if self.max_async_level == 0:
             return self.made - self._made_from_step < share
-        return under_way == 0 or under_way + self.batch <= share * self.max_async_level
+        return under_way == 0 or under_way + 1 <= share * self.max_async_level
 
     def count(self) -> None:
         """A group was made."""
@@ -117,12 +113,15 @@ class Generator:
     ) -> None:
         self._config, self._name, self._store = config, name, store
         self._listener, self._watch, self._sender = listener, watch, sender
-        self._version = version
+        self._ids: dict[int, tuple[str, str]] = {}  # policy step -> run id and wid of its weights
+        self._serve(version)
+        self._draining = False  # waiting for the groups under way to apply a newer version
+        self._done = False  # the run is complete
+        self._sequence = 0  # of the next group
+        self._under_way = 0  # groups in the engine
         self._boot = os.urandom(8)
         self._outbox = wire.Outbox(sender_of(name, self._boot))
-        self._pace = Pace(
-            config.groups_per_step, config.train.max_async_level, config.engine.prompts_per_batch
-        )
+        self._pace = Pace(config.groups_per_step, config.train.max_async_level)
 
     def work(
         self,
@@ -131,58 +130,63 @@ class Generator:
         problems: Sequence[Problem],
         reward: Reward,
     ) -> None:
-        """The story: refresh, pace, ask, score, send."""
-        sampling = parts.sampling_of(self._config)
+        """The story: one stream of problems through the engine; score and send what comes out."""
         todo = self._problems_from(engine.step, problems)
-        while self._wait_for_turn(engine):
-            version = self._version  # a newer one may be applied between two groups
-            asked = list(islice(todo, self._config.engine.prompts_per_batch))
+        while not self._done:
             answers = ask(
-                engine, tokenizer, asked,
-                num_generations=self._config.sampling.num_generations, sampling=sampling,
+                engine, tokenizer, self._turns(engine, todo),
+                num_generations=self._config.sampling.num_generations,
+                sampling=self._sampling(engine.step),
+                between_steps=lambda: self._refresh(engine),
             )  # fmt: skip
-            for index, completions in answers:
-                group = self._group_of(version, asked[index], completions, reward)
-                logger.debug(
-                    "made group=%s/%d step=%d wid=%s",
-                    group.sender, group.sequence, group.policy_step, group.wid,
-                )  # fmt: skip
-                failpoint("generator.made")
-                frame = wire.encode_group(group)
-                self._outbox.add(group.sequence, frame)
-                if not self._send(frame, engine):
-                    return
-                failpoint("generator.sent")
-        logger.info("run complete: groups=%d", self._pace.made)
+            try:
+                for problem, completions in answers:
+                    self._under_way -= 1
+                    if not self._send_new(self._group_of(problem, completions, reward), engine):
+                        self._done = True
+                        break
+            except EngineError as error:
+                self._under_way = 0
+                self._serve(go_back(engine, self._store, self._version, error))
+        logger.info("run complete: groups=%d", self._sequence)
 
     def _problems_from(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
         generator = self._config.generator
-        who = f"{self._config.run.seed}/{self._name}/{step}"
-        torch.manual_seed(zlib.crc32(who.encode()))
         start = step * self._config.groups_per_step // generator.count
         return walk(
             problems, seed=self._config.run.seed,
             index=generator.index, count=generator.count, start=start,
         )  # fmt: skip
 
-    def _wait_for_turn(self, engine: registry.Engine) -> bool:
-        """True when a group may be made; False when the run is complete."""
-        while True:
-            self._refresh(engine)
-            heard = self._hear()
-            if heard is not None and heard.done:
-                return False
-            for frame in self._outbox.lost_on_the_way(heard):
-                if not self._send(frame, engine):
-                    return False
-            if self._pace.allows(
-                step=engine.step,
-                under_way=len(self._outbox),
-                generators=len(heard.recv) if heard else 1,
-                heard_at=self._listener.heard_at,
-            ):
-                return True
-            self._listener.listen(timeout=0.02)
+    def _sampling(self, step: int) -> Sampling:
+        who = f"{self._config.run.seed}/{self._name}/{step}"
+        return parts.sampling_of(self._config, seed=zlib.crc32(who.encode()))
+
+    def _turns(self, engine: registry.Engine, todo: Iterator[Problem]) -> Iterator[Problem | None]:
+        """The next problem whenever it is our turn, None when not; ends when the run is done."""
+        while not self._done:
+            if self._is_our_turn(engine):
+                self._under_way += 1
+                self._pace.count()
+                yield next(todo)
+                continue
+            if not self._under_way:  # else the engine has work
+                self._listener.listen(timeout=0.02)
+            yield None
+
+    def _is_our_turn(self, engine: registry.Engine) -> bool:
+        """Whether a further group may be started; notes when the run is complete."""
+        self._refresh(engine)
+        heard = self._hear()
+        self._done = heard is not None and heard.done
+        for frame in self._outbox.lost_on_the_way(heard):
+            self._done = self._done or not self._send(frame, engine)
+        return not (self._done or self._draining) and self._pace.allows(
+            step=engine.step,
+            under_way=len(self._outbox) + self._under_way,
+            generators=len(heard.recv) if heard else 1,
+            heard_at=self._listener.heard_at,
+        )
 
     def _hear(self) -> wire.Announcement | None:
         """The newest announcement of the run whose weights we serve."""
@@ -190,15 +194,20 @@ class Generator:
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _refresh(self, engine: registry.Engine) -> None:
-        if self._watch.due():
-            self._version = refresh(engine, self._store, self._version)
+        """Apply a newer version, at once or when the groups under way have ended."""
+        if self._under_way and self._config.weights.update == "between_groups":
+            if not self._draining and self._watch.due():
+                self._draining = newer(self._store, self._version) is not None
+        elif self._draining or self._watch.due():
+            self._draining = False
+            self._serve(refresh(engine, self._store, self._version))
+
+    def _serve(self, version: Version) -> None:
+        self._version = version
+        self._ids[version.step] = version.run_id, version.wid
 
     def _group_of(
-        self,
-        version: Version,
-        problem: Problem,
-        completions: Sequence[Completion],
-        reward: Reward,
+        self, problem: Problem, completions: Sequence[Completion], reward: Reward
     ) -> RolloutGroup:
         rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
         for rollout in rollouts:
@@ -207,20 +216,33 @@ class Generator:
                     f"task '{problem.task}' rewards an answer to '{problem.id}' with "
                     f"{rollout.reward}; return a number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
                 )
-        sequence = self._pace.made
-        self._pace.count()
+        oldest = min(int(each.policy_steps.min()) for each in completions)
+        run_id, wid = self._ids[oldest]
+        sequence, self._sequence = self._sequence, self._sequence + 1
         return RolloutGroup(
-            run_id=version.run_id,
+            run_id=run_id,
             generator_id=self._name,
             boot=self._boot,
             sequence=sequence,
             problem_id=problem.id,
             task=problem.task,
-            policy_step=min(int(each.policy_steps.min()) for each in completions),
-            wid=version.wid,
+            policy_step=oldest,
+            wid=wid,
             rollouts=rollouts,
             floor=self._outbox.floor,
         )
+
+    def _send_new(self, group: RolloutGroup, engine: registry.Engine) -> bool:
+        logger.debug(
+            "made group=%s/%d step=%d wid=%s",
+            group.sender, group.sequence, group.policy_step, group.wid,
+        )  # fmt: skip
+        failpoint("generator.made")
+        frame = wire.encode_group(group)
+        self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
+        sent = self._send(frame, engine)
+        failpoint("generator.sent")
+        return sent
 
     def _send(self, frame: bytes, engine: registry.Engine) -> bool:
         """Wait for room in the queue; False when the run is complete instead."""
@@ -237,15 +259,36 @@ class Generator:
         return True
 
 
+def newer(store: DirectoryStore, current: Version) -> Version | None:
+    """The newest version if it is newer than `current`, or of another run."""
+    newest = store.newest()
+    if newest is None or (newest.run_id == current.run_id and newest.number <= current.number):
+        return None
+    return newest
+
+
+def go_back(
+    engine: registry.Engine, store: DirectoryStore, bad: Version, error: EngineError
+) -> Version:
+    """Serve the version before `bad`, whose weights do not compute. Raises `error` if none is."""
+    logger.warning("gave up the groups under way: version=%d reason=%s", bad.number, error)
+    store.quarantine(bad)
+    previous = store.newest()
+    if previous is None:
+        raise error
+    with store.load(previous) as folder:
+        engine.apply(LazyTensors(folder / WEIGHTS), previous.step)
+    logger.info("went back to version=%d step=%d", previous.number, previous.step)
+    return previous
+
+
 def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) -> Version:
     """Apply the newest version in place if there is a newer one; a bad one changes nothing.
 
     Returns the version that the engine samples from.
     """
-    newest = store.newest()
+    newest = newer(store, current)
     if newest is None:
-        return current
-    if newest.run_id == current.run_id and newest.number <= current.number:
         return current
     started = time.monotonic()
     try:
@@ -299,10 +342,14 @@ def make_engine(
 ) -> tuple[registry.Engine, policy.Tokenizer]:
     """The configured engine over the weights of `version`, loaded once; later ones go in place."""
     device = policy.choose_device(config.model.device)
-    dtype = policy.choose_dtype(device, config.model.dtype)
-    logger.info("device=%s dtype=%s", device, str(dtype).removeprefix("torch."))
+    dtype, reason = policy.choose_dtype(device, config.model.dtype)
+    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     with store.load(version) as folder:
         model = policy.load_model(folder, device=device, dtype=dtype)
         tokenizer = policy.load_tokenizer(folder)
         engine = registry.resolve("engine", config.engine.name)
-    return engine(model, tokenizer, step=version.step), tokenizer
+    made = engine(
+        model, tokenizer, step=version.step,
+        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+    )  # fmt: skip
+    return made, tokenizer

@@ -51,14 +51,11 @@ def schedule_of(config: Config) -> functools.partial[float]:
     )
 
 
-def sampling_of(config: Config) -> Sampling:
+def sampling_of(config: Config, *, seed: int) -> Sampling:
     """How this run draws tokens."""
-    return Sampling(
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        max_completion_length=config.sampling.max_completion_length,
-    )
+    chosen = config.sampling.model_dump(exclude={"num_generations", "stop"})
+    stop = config.sampling.stop
+    return Sampling(**chosen, stop=() if stop is None else (stop,), seed=seed)
 
 
 def run_id_of(folder: Path, name: str) -> str:

@@ -159,35 +159,52 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
     Tensors are taken from `weights` one at a time, so a lazy mapping needs no second model.
     """
     live = weights_of(model)
-    if strange := sorted(live.keys() ^ weights.keys()):
-        raise ValueError(f"tensor names differ, first {strange[0]}")
-    for name, target in live.items():
-        tensor = weights[name]
-        if tensor.shape != target.shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(target.shape)}"
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} is not finite")
+    check_weights({name: tensor.shape for name, tensor in live.items()}, weights)
     with torch.no_grad():
         for name, target in live.items():
             target.copy_(weights[name])
 
 
-def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """Compute dtype for sampling: the narrowest the hardware multiplies natively, else fp32."""
+def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless `weights` have these names and shapes and are all finite."""
+    if strange := sorted(shapes.keys() ^ weights.keys()):
+        raise ValueError(f"tensor names differ, first {strange[0]}")
+    for name, shape in shapes.items():
+        tensor = weights[name]
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(shape)}")
+        if not _is_finite(tensor):
+            raise ValueError(f"{name} is not finite")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum is ten times as fast as a look at each number; only a strange sum needs the looks."""
+    summed = tensor.sum(dtype=torch.float32)
+    return bool(summed.isfinite()) or bool(tensor.isfinite().all())
+
+
+def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
+    """Compute dtype for sampling and the reason for it: `auto` takes the narrowest that the
+    hardware multiplies natively."""
     if name != "auto":
-        return DTYPES[name]
+        return DTYPES[name], "as model.dtype says"
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "auto: this GPU multiplies it"
+        return torch.float16, "auto: this GPU has no bfloat16"
     if device.type == "mps":
-        return torch.float16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+        return torch.float16, "auto: half the memory of float32 on mps"
+    if _cpu_has_bf16():
+        return torch.bfloat16, "auto: this CPU multiplies it"
+    return torch.float32, "auto: this CPU has no bfloat16"
 
 
 def _cpu_has_bf16() -> bool:
     flags = Path("/proc/cpuinfo")
-    return flags.exists() and "avx512_bf16" in flags.read_text(encoding="ascii", errors="replace")
+    if not flags.exists():
+        return False
+    words = flags.read_text(encoding="ascii", errors="replace")
+    return any(each in words for each in ("avx512_bf16", "amx_bf16"))
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
@@ -211,7 +228,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return tokenizer.encode(cast(str, text), add_special_tokens=False)
 
 
-def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.int32]) -> str:
+def text_of(tokenizer: Tokenizer, token_ids: NDArray[np.integer]) -> str:
     """The tokens as text, special tokens included."""
     return cast(str, tokenizer.decode(token_ids.tolist()))
 

@@ -8,7 +8,7 @@ or `my_lab.losses:mine` an attribute of one (all others).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +28,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "calculator": "peralta_zmq.tasks.calculator",
     },
     "engine": {
+        "native": "peralta_zmq.engines.native:open_engine",
         "hf": "peralta_zmq.engines.hf:HfEngine",
     },
     "loss": {
@@ -60,19 +61,44 @@ class Engine(Protocol):
 
     step: int
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """One completion per request, in any order; `index` tells whose it is."""
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        """One completion per request, in any order; `index` tells whose it is.
+
+        Requests are taken as there is room; None among them says that there is nothing to start
+        right now. `between_steps` is called wherever newer weights may be applied.
+        """
         ...
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Sample from `weights` from now on, in place. Raises ValueError with nothing changed."""
         ...
 
+    def cancel(self) -> None:
+        """Give up what is under way; `generate` ends."""
+        ...
+
 
 class EngineMaker(Protocol):
-    """Makes an engine over a loaded model."""
+    """Makes an engine over a loaded model, for `slots` completions of `max_model_len` tokens.
 
-    def __call__(self, model: Any, tokenizer: Any, *, step: int = 0) -> Engine: ...
+    With `live` the weights belong to a trainer, which changes them between two `generate`.
+    """
+
+    def __call__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        step: int = 0,
+        slots: int = 32,
+        max_model_len: int = 512,
+        live: bool = False,
+    ) -> Engine: ...
 
 
 class Loss(Protocol):

@@ -47,7 +47,12 @@ class Sampling:
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
+    min_p: float = 0.0  # 0 keeps all
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0  # no end before so many
     max_completion_length: int = 48  # tokens
+    stop: tuple[str, ...] = ()  # a completion ends when its text has one of these
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,10 @@ class Trainer:
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
         self._learner = parts.learner_of(config, self._model)
-        self._engine = registry.resolve("engine", config.engine.name)(self._model, self._tokenizer)
+        self._engine = registry.resolve("engine", config.engine.name)(
+            self._model, self._tokenizer, live=True,
+            slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+        )  # fmt: skip
 
     def _open_sockets(self, stack: ExitStack) -> None:
         wires = self._config.wire

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -24,3 +25,10 @@ def context() -> Iterator[None]:
     for each in left:
         each.close(linger=0)
     assert not left, f"sockets left open: {left}"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here is left at the end of the test."""
+    with ExitStack() as opened:
+        yield opened

@@ -60,16 +60,6 @@ def test_what_is_settled_makes_room(clock: Clock) -> None:
     assert made(pace, settled=5) == 5
 
 
-def test_groups_made_together_never_exceed_the_share(clock: Clock) -> None:
-    pace = Pace(groups_per_step=16, max_async_level=1, batch=6)
-    assert made(pace) == 11  # a further six would make 17
-
-
-def test_a_batch_larger_than_the_share_is_made_when_nothing_is_under_way(clock: Clock) -> None:
-    pace = Pace(groups_per_step=2, max_async_level=1, batch=8)
-    assert made(pace) == 1
-
-
 def test_at_level_0_a_generator_makes_its_share_of_a_version_and_waits_for_the_next(
     clock: Clock,
 ) -> None:

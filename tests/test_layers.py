@@ -31,7 +31,7 @@ DOORS = {
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
-    "transformers": {"policy", "engines.hf"},
+    "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "huggingface_hub": {"policy"},
     "pydantic": {"config"},
     "pydantic_config": {"config"},

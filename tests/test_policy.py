@@ -313,7 +313,7 @@ def test_cpu_is_always_there() -> None:
 
 
 def test_named_dtype_is_taken_as_it_is() -> None:
-    assert policy.choose_dtype(CPU, "float32") == torch.float32
+    assert policy.choose_dtype(CPU, "float32") == (torch.float32, "as model.dtype says")
 
 
 def test_tiny_model_speaks_the_whole_vocabulary(model: Any) -> None:

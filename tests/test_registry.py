@@ -37,6 +37,10 @@ def test_every_shipped_name_resolves(kind: Kind) -> None:
         resolve(kind, name)
 
 
+def test_the_native_engine_resolves_to_what_opens_it() -> None:
+    assert getattr(resolve("engine", "native"), "__name__", "") == "open_engine"
+
+
 def test_the_hf_engine_resolves_to_its_class() -> None:
     assert getattr(resolve("engine", "hf"), "__name__", "") == "HfEngine"
 

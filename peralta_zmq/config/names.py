@@ -47,7 +47,8 @@ FOREIGN = {
     "data.prompt_column": "prompt_field prompt_key question_column",
     "data.system_prompt": "system system_message",
     "data.train": "dataset_name dataset_path train_data train_dataset train_file train_path",
-    "engine.prompts_per_batch": "num_prompts prompt_batch_size prompts_per_step",
+    "engine.max_model_len": "context_length max_context max_seq_len model_max_length",
+    "engine.slots": "max_num_seqs num_slots prompt_batch_size prompts_per_batch prompts_per_step",
     "eval.num_examples": "eval_examples num_eval_examples num_eval_samples",
     "eval.eval_base_model": "eval_base eval_before_train eval_on_start val_before_train",
     "generator.count": "num_shards world_size",
@@ -69,6 +70,10 @@ FOREIGN = {
     "sampling.num_generations": "g_size group_size k n n_samples n_samples_per_prompt "
     "num_completions num_return_sequences num_rollouts num_samples rollouts_per_example "
     "rollouts_per_prompt rollouts_per_problem samples_per_prompt",
+    "sampling.min_p": "minp",
+    "sampling.min_tokens": "min_completion_length min_length min_new_tokens",
+    "sampling.repetition_penalty": "rep_penalty repeat_penalty",
+    "sampling.stop": "stop_strings stop_words stop_sequences",
     "sampling.temperature": "temp",
     "sampling.top_k": "topk",
     "sampling.top_p": "nucleus topp",
@@ -93,6 +98,7 @@ FOREIGN = {
     "weights.dir": "broadcast_dir weight_dir weights_dir weights_path",
     "weights.keep_last": "keep keep_weights",
     "weights.poll_seconds": "poll poll_interval polling_interval",
+    "weights.update": "inflight_updates update_mode weight_update",
     "wire.bind": "bind_address listen listen_address",
     "wire.host": "address hostname ip master_addr trainer_address trainer_host",
     "wire.hwm": "high_water_mark queue_size sndhwm rcvhwm",

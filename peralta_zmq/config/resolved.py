@@ -19,7 +19,7 @@ RESOLVED = "config.toml"
 WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=1 make run)"
 
 # What only says where and how long, not what is learned: free to change when a run goes on.
-FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "weights", "wire"}
+FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "security", "weights", "wire"}
 FREE_SETTINGS = {"model.device", "run.dir", "run.num_local_generators", "train.num_workers"}
 GROWING_SETTINGS = {"train.max_steps"}
 

@@ -26,10 +26,12 @@ from peralta_zmq.errors import ConfigError
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
+LOOPBACKS = ("localhost", "::1", "[::1]")
+
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65534)]  # port + 1 is used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # the two ports after it are used too
 
 
 class Section(BaseConfig):
@@ -97,17 +99,27 @@ class SamplingSection(Section):
     """keep the most likely tokens up to this probability mass; 1 = off"""
     top_k: NonNegativeInt = 0
     """keep this many most likely tokens; 0 = off"""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """keep tokens at least this probable in proportion to the most likely one; 0 = off"""
+    repetition_penalty: PositiveFloat = 1.0
+    """above 1, tokens that prompt or completion already has become less likely; 1 = off"""
+    min_tokens: NonNegativeInt = 0
+    """generated tokens before a completion may end"""
     max_completion_length: PositiveInt = 48
     """generated tokens at most, the end token included"""
+    stop: Text | None = None
+    """a completion ends when its text has this string, which is then cut off"""
 
 
 class EngineSection(Section):
     """The machinery that samples."""
 
-    name: Text = "hf"
+    name: Text = "native"
     """a shipped engine, or a dotted name of your own (module:attribute)"""
-    prompts_per_batch: PositiveInt = 4
-    """problems sampled together; each brings num_generations completions"""
+    slots: PositiveInt = 32
+    """completions sampled together; a finished one makes room for the next"""
+    max_model_len: PositiveInt = 512
+    """tokens of prompt and completion that a slot holds; memory grows with slots times this"""
 
 
 class GeneratorSection(Section):
@@ -191,11 +203,20 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements use the next one"""
+    """port for rollouts; announcements and counters use the next two"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1
     """groups that one generator's queue holds before it waits"""
+
+
+class SecuritySection(Section):
+    """Who may take part."""
+
+    keys: Text | None = None
+    """folder of key files, made by `bin/doctor keygen`; None = no encryption, loopback only"""
+    insecure: bool = False
+    """listen on a network without keys: anyone there can read the run and send groups"""
 
 
 class WeightsSection(Section):
@@ -207,6 +228,8 @@ class WeightsSection(Section):
     """published versions to keep"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two looks at the folder when nothing was announced"""
+    update: Literal["in_flight", "between_groups"] = "in_flight"
+    """apply a new version between two tokens, or when no group is under way"""
 
 
 class CheckpointSection(Section):
@@ -246,6 +269,7 @@ class Config(Section):
     advantage: AdvantageSection = AdvantageSection()
     eval: EvalSection = EvalSection()
     wire: WireSection = WireSection()
+    security: SecuritySection = SecuritySection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
@@ -267,6 +291,11 @@ class Config(Section):
         return self.data.model_dump(exclude_none=True)
 
     @property
+    def keys_folder(self) -> Path | None:
+        """The folder of key files, if there are keys."""
+        return Path(self.security.keys).expanduser() if self.security.keys else None
+
+    @property
     def groups_per_step(self) -> int:
         """Groups in one optimizer step."""
         return self.train.batch_size // self.sampling.num_generations
@@ -283,6 +312,7 @@ class Config(Section):
         _check_names(self)
         _check_batch(self)
         _check_ranges(self)
+        _check_security(self)
         return self
 
 
@@ -335,3 +365,14 @@ def _check_ranges(config: Config) -> None:
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and the count is the same for all generators"
         )
+
+
+def _check_security(config: Config) -> None:
+    bind, security = config.wire.bind, config.security
+    if security.keys or security.insecure or bind.startswith("127.") or bind in LOOPBACKS:
+        return
+    raise ConfigError(
+        f"wire.bind {bind} is open to a network and there are no keys; make them with "
+        "`bin/doctor keygen` and name their folder with --security.keys, or say that the network "
+        "may be trusted with --security.insecure"
+    )

@@ -5,7 +5,8 @@ Knows problems, prompts and engines; knows nothing of rewards, sockets or the ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,12 @@ from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 class Generates(Protocol):
     """The part of an engine that `ask` needs."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
         """One completion per request, in any order."""
         ...
 
@@ -25,20 +31,34 @@ class Generates(Protocol):
 def ask(
     engine: Generates,
     tokenizer: policy.Tokenizer,
-    problems: Sequence[Problem],
+    problems: Iterable[Problem | None],
     *,
     num_generations: int,
     sampling: Sampling,
-) -> Iterator[tuple[int, list[Completion]]]:
-    """A problem's index with its `num_generations` completions, as soon as they are all there."""
-    requests: list[Request] = []
-    for problem in problems:
-        prompt_ids = np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32)
-        for _ in range(num_generations):
-            requests.append(Request(len(requests), prompt_ids))
-    siblings: list[list[Completion]] = [[] for _ in problems]
-    for completion in engine.generate(requests, sampling):
-        group = completion.index // num_generations
-        siblings[group].append(completion)
-        if len(siblings[group]) == num_generations:
-            yield group, siblings[group]
+    between_steps: Callable[[], None] | None = None,
+) -> Iterator[tuple[Problem, list[Completion]]]:
+    """A problem with its `num_generations` completions, as soon as they are all there.
+
+    Problems are taken one at a time as the engine has room; None says that there is none now.
+    """
+    under_way: dict[int, tuple[Problem, list[Completion]]] = {}  # by number of the problem
+
+    def requests() -> Iterator[Request | None]:
+        numbers = count()
+        for problem in problems:
+            if problem is None:
+                yield None
+                continue
+            number = next(numbers)
+            under_way[number] = problem, []
+            prompt_ids = np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32)
+            for sibling in range(num_generations):
+                yield Request(number * num_generations + sibling, prompt_ids)
+
+    for completion in engine.generate(requests(), sampling, between_steps):
+        number = completion.index // num_generations
+        problem, siblings = under_way[number]
+        siblings.append(completion)
+        if len(siblings) == num_generations:
+            del under_way[number]
+            yield problem, sorted(siblings, key=lambda each: each.index)

@@ -1,43 +1,53 @@
-"""Rollouts and announcements over ZeroMQ. Knows sockets and bytes; knows nothing of models.
+"""Rollouts, announcements and counters over ZeroMQ. Knows sockets and bytes, not models.
 
 Generators PUSH whole groups to the trainer's PULL; the trainer PUBlishes what it is doing on the
-next port. An announcement is a hint and may be lost. A group message that breaks any rule is
-counted and dropped by the receiver, never raised. A group is kept in the sender's outbox until an
-announcement says that it is safe, and is sent again when it was lost on the way.
+next port; generators PUBlish how they fare to the port after that. An announcement is a hint and
+may be lost. A message that breaks any rule is counted and dropped by the receiver, never raised.
+A group is kept in the sender's outbox until an announcement says that it is safe, and is sent
+again when it was lost on the way.
 
-    messages   both messages as bytes
-    sockets    the four sockets
-    outbox     what was sent and is not yet known to be safe
+    strict         bytes from a stranger as plain values
+    groups         a group as bytes; announcements, counters  the other two messages
+    sockets        options, addresses, ports
+    rollouts       the pair that carries groups; announcing, counting  the other two pairs
+    outbox         what was sent and is not yet known to be safe
+    keys, gate     who may connect
 """
 
-from peralta_zmq.wire.messages import (
+from peralta_zmq.wire.announcements import (
     Announcement,
     decode_announcement,
-    decode_group,
     encode_announcement,
-    encode_group,
 )
+from peralta_zmq.wire.announcing import Announcer, Listener
+from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
+from peralta_zmq.wire.counting import CounterReceiver, CounterSender
+from peralta_zmq.wire.gate import Gate
+from peralta_zmq.wire.groups import decode_group, encode_group
+from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.outbox import Outbox
-from peralta_zmq.wire.sockets import (
-    Announcer,
-    Listener,
-    RolloutReceiver,
-    RolloutSender,
-    answers,
-    next_port,
-)
+from peralta_zmq.wire.rollouts import RolloutReceiver, RolloutSender
+from peralta_zmq.wire.sockets import answers, next_port
 
 __all__ = [
     "Announcement",
     "Announcer",
+    "CounterReceiver",
+    "CounterSender",
+    "Counters",
+    "Gate",
+    "GeneratorKeys",
     "Listener",
     "Outbox",
     "RolloutReceiver",
     "RolloutSender",
     "answers",
     "decode_announcement",
+    "decode_counters",
     "decode_group",
     "encode_announcement",
+    "encode_counters",
     "encode_group",
+    "generator_keys",
     "next_port",
 ]

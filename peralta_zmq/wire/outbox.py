@@ -7,54 +7,82 @@ from __future__ import annotations
 
 import time
 
-from peralta_zmq.wire.messages import Announcement
+from peralta_zmq.wire.announcements import Announcement
 
 RESEND_SECONDS = 2.0  # for an announcement to tell of what was just sent again
 
 
 class Outbox:
-    """Keeps the frames of one sender until they are settled; bounded, the oldest goes first."""
+    """Keeps the frames of one sender until they are durable; bounded, the oldest goes first."""
 
     def __init__(self, sender: str, *, limit: int = 64) -> None:
-        self.lost = 0  # frames given up because the outbox was full
+        self.lost = 0  # groups given up because the outbox was full
+        self.stale = 0  # groups given up because a restarted trainer would not take them any more
+        self.resent = 0  # groups sent again
         self._sender, self._limit = sender, limit
-        self._frames: dict[int, bytes] = {}  # by sequence, ascending
+        self._frames: dict[int, tuple[int, bytes]] = {}  # sequence -> policy step, frame; ascending
         self._next = 0
+        self._received = -1  # all up to this sequence have come to the trainer
         self._trainer = b""  # the start of the trainer that we last heard
-        self._resent = float("-inf")
+        self._resent_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._frames)
+
+    @property
+    def window(self) -> int:
+        """Groups on their way: kept, and not known to have come."""
+        return sum(sequence > self._received for sequence in self._frames)
 
     @property
     def floor(self) -> int:
         """Nothing below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
 
-    def add(self, sequence: int, frame: bytes) -> None:
+    def add(self, sequence: int, frame: bytes, *, policy_step: int) -> None:
         """Keep a frame; sequences ascend."""
         if len(self._frames) == self._limit:
             del self._frames[self.floor]
             self.lost += 1
-        self._frames[sequence] = frame
+        self._frames[sequence] = policy_step, frame
         self._next = sequence + 1
 
     def lost_on_the_way(self, heard: Announcement | None) -> list[bytes]:
-        """Forget what `heard` settles; returns the frames to send again now, in order.
+        """Forget what `heard` says is durable; returns the frames to send again now, in order.
 
         A restarted trainer has lost all that was in its sockets; one that has seen a later group
-        than it has settled has lost something between.
+        than it has received without a gap has lost something between.
         """
         if heard is None:
             return []
-        settled = heard.durable.get(self._sender, -1)
-        self._frames = {number: each for number, each in self._frames.items() if number > settled}
         restarted = self._trainer not in (b"", heard.boot)
         self._trainer = heard.boot
-        seen = self._next if restarted else heard.seen.get(self._sender, -1)
-        if not restarted and time.monotonic() - self._resent < RESEND_SECONDS:
+        self._settle(heard, restarted)
+        seen = heard.seen.get(self._sender, -1)
+        if restarted:
+            self._give_up_stale(heard.min_step, seen)
+            return self._again(self._next)
+        if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []
-        again = [each for number, each in self._frames.items() if number < seen]
-        if again:
-            self._resent = time.monotonic()
-        return again
+        return self._again(seen)
+
+    def _settle(self, heard: Announcement, restarted: bool) -> None:
+        durable = heard.durable.get(self._sender, -1)
+        known = -1 if restarted else self._received  # what a dead trainer had received is lost
+        self._received = max(known, durable, heard.recv.get(self._sender, -1))
+        self._frames = {number: each for number, each in self._frames.items() if number > durable}
+
+    def _give_up_stale(self, min_step: int, seen: int) -> None:
+        """Of what the trainer has seen it keeps account itself."""
+        stale = [n for n, (step, _) in self._frames.items() if n > seen and step < min_step]
+        for number in stale:
+            del self._frames[number]
+        self.stale += len(stale)
+
+    def _again(self, below: int) -> list[bytes]:
+        frames = [each for number, (_, each) in self._frames.items()
+                  if self._received < number < below]  # fmt: skip
+        if frames:
+            self._resent_at = time.monotonic()
+            self.resent += len(frames)
+        return frames

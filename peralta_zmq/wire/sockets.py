@@ -1,153 +1,67 @@
-"""The four sockets: rollouts from sender to receiver, announcements from announcer to listener.
+"""One ZeroMQ socket, opened with the options of the protocol, bound or explained.
 
-Knows ZeroMQ and addresses; knows nothing of what a message says, save that it decodes.
+Knows options, addresses and ports; knows nothing of messages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
-import time
-from collections import Counter
 from pathlib import Path
 from typing import cast
 
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.messages import (
-    MAX_MESSAGE,
-    Announcement,
-    decode_announcement,
-    decode_group,
-    encode_announcement,
-)
+from peralta_zmq.wire.strict import MAX_MESSAGE
 
-KERNEL_BUFFER = 16 << 10  # bytes; larger ones would queue dozens of groups past the HWM
-MAX_REASONS = 100  # distinct refusals remembered, so that a hostile sender cannot fill memory
+SMALLEST_BUFFER, LARGEST_BUFFER = 8 << 10, 16 << 10  # bytes; more would queue dozens of groups
+HINTS_HWM = 100  # announcements or counters that wait for a slow reader
 TCP_LISTEN = "0A"  # in /proc/net/tcp
-logger = logging.getLogger(__name__)
 
 
-class RolloutSender:
-    """Pushes groups to the trainer; `send` says no when the queue is full. Use with `closing`."""
-
-    def __init__(self, address: str, *, hwm: int = 1) -> None:
-        self._socket = _open(zmq.PUSH, hwm=hwm)
-        self._socket.connect(address)
-
-    def send(self, frame: bytes, *, timeout: float) -> bool:
-        """Queue one encoded group within `timeout` seconds, or return False."""
-        if not _ready(self._socket, zmq.POLLOUT, timeout):
-            return False
-        try:
-            self._socket.send(frame, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self, linger_seconds: float = 2.0) -> None:
-        """Close, giving queued groups up to `linger_seconds` to leave."""
-        self._socket.close(linger=int(linger_seconds * 1000))
+def open_socket(kind: int, *, hwm: int, group_bytes: int = LARGEST_BUFFER) -> zmq.Socket[bytes]:
+    """A socket of this kind; the kernel's buffers are as large as a group, within bounds."""
+    buffer = min(max(group_bytes, SMALLEST_BUFFER), LARGEST_BUFFER)
+    opened = zmq.Context.instance().socket(kind)
+    for option, value in (
+        (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
+        (zmq.SNDBUF, buffer), (zmq.RCVBUF, buffer), (zmq.MAXMSGSIZE, MAX_MESSAGE),
+        (zmq.RECONNECT_IVL, 100), (zmq.RECONNECT_IVL_MAX, 5000),
+    ):  # fmt: skip
+        opened.setsockopt(option, value)
+    return opened
 
 
-class RolloutReceiver:
-    """Binds the trainer's PULL socket and yields valid groups of its run. Use with `closing`."""
-
-    def __init__(self, address: str, *, run_id: str, vocab_size: int, hwm: int = 1) -> None:
-        self.refused: Counter[str] = Counter()  # reason -> messages
-        self._run_id, self._vocab_size = run_id, vocab_size
-        self._socket = _open(zmq.PULL, hwm=hwm)
-        for option, value in (
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 60),
-            (zmq.TCP_KEEPALIVE_INTVL, 15),
-            (zmq.TCP_KEEPALIVE_CNT, 8),
-        ):
-            self._socket.setsockopt(option, value)
-        self.address = _bind(self._socket, address)
-
-    def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
-        """The next valid group with its frame, or None after `timeout` seconds or a bad one."""
-        if not _ready(self._socket, zmq.POLLIN, timeout):
-            return None
-        parts = self._socket.recv_multipart()
-        try:
-            if len(parts) > 1:
-                raise WireError(f"{len(parts)} frames instead of one")
-            group = decode_group(parts[0], vocab_size=self._vocab_size)
-            if group.run_id != self._run_id:
-                raise WireError(f"group of another run, {group.run_id}")
-        except WireError as error:
-            self._refuse(error)
-            return None
-        return group, parts[0]
-
-    def close(self) -> None:
-        """Close at once; what lies in the queue is lost."""
-        self._socket.close(linger=0)
-
-    def _refuse(self, error: WireError) -> None:
-        reason = str(error)[:80]
-        if not self.refused[reason]:
-            logger.warning("message refused: %s", reason)
-        if len(self.refused) < MAX_REASONS or reason in self.refused:
-            self.refused[reason] += 1
-        else:
-            self.refused["other"] += 1
+def keep_alive(opened: zmq.Socket[bytes]) -> None:
+    """Let the kernel notice a peer that is gone; heartbeats would cut off a busy one."""
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
+        (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
+    ):  # fmt: skip
+        opened.setsockopt(option, value)
 
 
-class Announcer:
-    """Publishes announcements on the port after the rollouts'. Use with `closing`."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = _open(zmq.PUB, hwm=100)
-        self.address = _bind(self._socket, address)
-
-    def announce(self, announcement: Announcement) -> None:
-        """Tell whoever listens; never blocks."""
-        self._socket.send(encode_announcement(announcement))
-
-    def close(self, linger_seconds: float = 0.5) -> None:
-        """Close, giving the last announcement time to leave."""
-        self._socket.close(linger=int(linger_seconds * 1000))
+def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
+    """Whether `event` comes within `timeout` seconds."""
+    return bool(opened.poll(int(timeout * 1000), event))
 
 
-class Listener:
-    """Hears the trainer's announcements. Use with `closing`."""
-
-    def __init__(self, address: str) -> None:
-        self.latest: Announcement | None = None
-        self.heard_at = float("-inf")  # monotonic seconds
-        self._socket = _open(zmq.SUB, hwm=100)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self._socket.subscribe(b"")
-        self._socket.connect(address)
-
-    def listen(self, *, timeout: float = 0.0) -> Announcement | None:
-        """The newest announcement so far, after waiting up to `timeout` seconds for one."""
-        while _ready(self._socket, zmq.POLLIN, timeout):
-            timeout = 0.0
-            try:
-                self.latest = decode_announcement(self._socket.recv())
-                self.heard_at = time.monotonic()
-            except WireError as error:
-                logger.warning("announcement refused: %s", error)
-        return self.latest
-
-    def close(self) -> None:
-        """Close at once."""
-        self._socket.close(linger=0)
+def bind(opened: zmq.Socket[bytes], address: str) -> str:
+    """The address that it listens on. Raises WireError, having closed the socket."""
+    try:
+        opened.bind(address)
+    except zmq.ZMQError as error:
+        opened.close(linger=0)
+        raise WireError(_bind_failure(address, error)) from None
+    return cast(bytes, opened.getsockopt(zmq.LAST_ENDPOINT)).decode()
 
 
-def next_port(address: str) -> str:
-    """Where the announcements are: tcp://HOST:5555 -> tcp://HOST:5556."""
+def next_port(address: str, by: int = 1) -> str:
+    """Announcements are on the port after the rollouts', counters on the one after that."""
     host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + 1}"
+    return f"{host}:{int(port) + by}"
 
 
 def answers(address: str, *, timeout: float = 1.0) -> bool:
@@ -158,30 +72,6 @@ def answers(address: str, *, timeout: float = 1.0) -> bool:
             return True
     except OSError:
         return False
-
-
-def _open(kind: int, *, hwm: int) -> zmq.Socket[bytes]:
-    opened = zmq.Context.instance().socket(kind)
-    for option, value in (
-        (zmq.LINGER, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm), (zmq.MAXMSGSIZE, MAX_MESSAGE),
-        (zmq.SNDBUF, KERNEL_BUFFER), (zmq.RCVBUF, KERNEL_BUFFER),
-        (zmq.RECONNECT_IVL, 100), (zmq.RECONNECT_IVL_MAX, 5000),
-    ):  # fmt: skip
-        opened.setsockopt(option, value)
-    return opened
-
-
-def _ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
-    return bool(opened.poll(int(timeout * 1000), event))
-
-
-def _bind(opened: zmq.Socket[bytes], address: str) -> str:
-    try:
-        opened.bind(address)
-    except zmq.ZMQError as error:
-        opened.close(linger=0)
-        raise WireError(_bind_failure(address, error)) from None
-    return cast(bytes, opened.getsockopt(zmq.LAST_ENDPOINT)).decode()
 
 
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,25 +31,54 @@ class Parrot:
         self.samplings: list[Sampling] = []
         self.yielded = 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        self.asked.append(len(requests))
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        taken = [each for each in requests if each is not None]
+        self.asked.append(len(taken))
         self.samplings.append(sampling)
-        for position in self.order or range(len(requests)):
-            request = requests[position]
+        for position in self.order or range(len(taken)):
             self.yielded += 1
-            yield Completion(
-                index=request.index,
-                prompt_ids=request.prompt_ids,
-                token_ids=np.array([5, 2], np.int32),
-                logprobs=np.array([-1, -1], np.float32),
-                policy_steps=np.array([0, 0], np.int32),
-                finish_reason="stop",
-                text=f"said {len(request.prompt_ids)}",
-            )
+            yield answer_to(taken[position])
 
 
-def asked(engine: Parrot, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
-    return ask(engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling())
+def answer_to(request: Request) -> Completion:
+    return Completion(
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        token_ids=np.array([5, 2], np.int32),
+        logprobs=np.array([-1, -1], np.float32),
+        policy_steps=np.array([0, 0], np.int32),
+        finish_reason="stop",
+        text=f"said {len(request.prompt_ids)}",
+    )
+
+
+class Hasty:
+    """An engine with room for one completion, which notes what it could take."""
+
+    def __init__(self) -> None:
+        self.taken: list[int | None] = []
+
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        for request in requests:
+            self.taken.append(request and request.index)
+            if request is not None:
+                yield answer_to(request)
+
+
+def asked(engine: Any, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
+    """The number of each answered problem, from 0, with what was said."""
+    answers = ask(engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling())
+    return ((int(problem.id) - 1, said) for problem, said in answers)
 
 
 def test_every_problem_comes_with_its_completions(tokenizer: Any) -> None:
@@ -75,10 +104,19 @@ def test_completions_in_any_order_find_their_problem(tokenizer: Any) -> None:
         assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
 
 
-def test_all_requests_are_made_in_one_call(tokenizer: Any) -> None:
-    engine = Parrot()
-    list(asked(engine, tokenizer, 4))
-    assert engine.asked == [12]
+def test_siblings_are_in_order_whenever_they_came(tokenizer: Any) -> None:
+    for index, said in asked(Parrot(order=[4, 1, 5, 2, 0, 3]), tokenizer, 2):
+        assert [each.index for each in said] == [2 * index, 2 * index + 1]
+
+
+def test_problems_are_taken_one_at_a_time_and_none_passes_through(tokenizer: Any) -> None:
+    engine = Hasty()
+    problems = iter([None, PROBLEMS[0], None, None, PROBLEMS[1], PROBLEMS[2]])
+    answers = ask(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
+    assert next(answers)[0] is PROBLEMS[0]
+    assert engine.taken == [None, 0, 1]
+    assert next(answers)[0] is PROBLEMS[1]
+    assert engine.taken == [None, 0, 1, None, None, 2, 3]
 
 
 def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
@@ -113,10 +151,3 @@ def test_evaluation_adds_up_the_parts_of_a_reward(tokenizer: Any) -> None:
         Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, max_completion_length=7
     )
     assert [each.reward for each in answers] == [1.5] * 3
-
-
-def test_evaluation_of_many_problems_is_done_in_parts(tokenizer: Any) -> None:
-    many = [Problem(str(n), "calculator", (Message("user", "1"),), "1") for n in range(100)]
-    engine = Parrot()
-    answers = evaluate(engine, tokenizer, many, paid, max_completion_length=7)
-    assert (engine.asked, len(answers)) == ([64, 36], 100)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,7 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
 def sampled(
     engine: HfEngine, sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS, seed: int = 0
 ) -> list[Completion]:
-    torch.manual_seed(seed)
-    return list(engine.generate(requests(prompts), sampling))
+    return list(engine.generate(requests(prompts), replace(sampling, seed=seed)))
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:

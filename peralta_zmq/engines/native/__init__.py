@@ -1,0 +1,17 @@
+"""Our own decode loop over the weights of a Hugging Face decoder.
+
+    engine    requests in, completions out, newer weights between two steps
+    loop      what a step does to the completions under way
+    rows      the completions under way
+    prompts   what is computed once: the common prefix per weights, a prompt per group
+    decoder   the model's own forward over our cache
+    cache     keys and values of every row, allocated once
+    linears   weights packed for the machine, replaced in place
+    sampler   from logits to a token and its logprob
+
+Knows a model and token ids; knows nothing of rewards, sockets or the run.
+"""
+
+from peralta_zmq.engines.native.engine import NativeEngine, open_engine
+
+__all__ = ["NativeEngine", "open_engine"]

@@ -1,0 +1,73 @@
+"""What the trainer announces, as bytes: how far it is, what it has, whether it waits.
+
+Knows the rules of a sound announcement; knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import msgpack
+
+from peralta_zmq.errors import WireError
+from peralta_zmq.wire import strict
+
+MAX_SENDERS = 1 << 14  # in one announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What the trainer says of itself, every second and on change."""
+
+    run_id: str
+    boot: bytes = b""  # 8 random bytes, new with each start of the trainer
+    step: int = 0  # optimizer steps taken
+    version: int = -1  # newest published version, -1 before the first
+    wid: str = ""  # of the newest version
+    min_step: int = 0  # groups of older weights are not accepted any more
+    recv: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender heard from lately: all its groups up to this sequence have come."""
+    durable: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender: all its groups up to this sequence are on the trainer's disk, or not needed."""
+    seen: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender: the highest sequence that came. Above `recv`, something between is lost."""
+    waiting: bool = False  # for groups; else in a step, an evaluation, a start
+    done: bool = False  # the run is complete
+
+
+SAID = {
+    "run_id": str, "boot": bytes, "step": int, "version": int, "wid": str, "min_step": int,
+    "recv": dict, "durable": dict, "seen": dict, "waiting": bool, "done": bool,
+}  # fmt: skip
+BY_SENDER = ("recv", "durable", "seen")
+
+
+def encode_announcement(announcement: Announcement) -> bytes:
+    """One announcement as one msgpack map."""
+    return cast(bytes, msgpack.packb(asdict(announcement)))
+
+
+def decode_announcement(frame: bytes) -> Announcement:
+    """The announcement in a frame; fields of a later version are passed over.
+
+    Raises WireError when `run_id` is missing or a field is of another type.
+    """
+    fields = strict.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
+    try:
+        return Announcement(**_known(fields))
+    except (TypeError, ValueError) as error:
+        raise WireError(f"malformed announcement: {error}") from None
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    known = {
+        name: strict.typed(fields[name], kind, name)
+        for name, kind in SAID.items()
+        if name in fields
+    }
+    for name in BY_SENDER:
+        for sender, sequence in known.get(name, {}).items():
+            strict.typed(sender, str, name)
+            strict.typed(sequence, int, name)
+    return known

@@ -1,0 +1,100 @@
+"""Counters from every generator to the trainer: a report every two seconds, which may be lost.
+
+Knows sockets; knows nothing of what is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from peralta_zmq.errors import WireError
+from peralta_zmq.wire import strict
+from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
+from peralta_zmq.wire.gate import Gate, Turnstile
+from peralta_zmq.wire.keys import GeneratorKeys
+from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket
+
+REPORT_SECONDS = 2.0
+MAX_SENDERS = 4096  # remembered; the one unheard for longest goes first
+MAX_AT_ONCE = 1000  # reports read in one call
+logger = logging.getLogger(__name__)
+
+
+class CounterSender:
+    """Reports on one generator; never blocks, and never fails. Use with `closing`."""
+
+    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+        self._sent = float("-inf")  # monotonic seconds
+        self._socket = open_socket(zmq.PUB, hwm=HINTS_HWM)
+        self._turnstile = Turnstile(self._socket, address, keys)
+        self._socket.connect(address)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next report."""
+        return time.monotonic() - self._sent >= REPORT_SECONDS
+
+    def send(self, counters: Counters) -> None:
+        """Report now."""
+        self._sent = time.monotonic()
+        self._socket.send(encode_counters(counters))
+
+    def failure(self) -> str | None:
+        """Why the trainer turned us away, if it did."""
+        return self._turnstile.refusal()
+
+    def close(self, linger_seconds: float = 0.5) -> None:
+        """Close, giving the last report time to leave."""
+        self._turnstile.close()
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+
+class CounterReceiver:
+    """Binds the trainer's SUB socket and keeps the latest report of each sender of its run."""
+
+    def __init__(self, address: str, *, run_id: str, gate: Gate | None = None) -> None:
+        self.latest: dict[str, Counters] = {}  # by Counters.sender, the latest heard last
+        self.refused = 0  # reports
+        self._run_id, self._guarded = run_id, gate is not None
+        self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
+        self._socket.subscribe(b"")
+        keep_alive(self._socket)
+        if gate is not None:
+            gate.guard(self._socket)
+        self.address = bind(self._socket, address)
+
+    def receive(self) -> dict[str, Counters]:
+        """The latest reports, with all that came meanwhile; never blocks."""
+        for _ in range(MAX_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                self._keep(frames)
+            except WireError as error:
+                self.refused += 1
+                logger.log(logging.DEBUG if self.refused > 1 else logging.WARNING,
+                           "counters refused: %s", error)  # fmt: skip
+        return self.latest
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close(linger=0)
+
+    def _keep(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) > 1:
+            raise WireError(f"{len(frames)} frames instead of one")
+        counters = decode_counters(frames[0].bytes)
+        strict.check_claim(
+            counters.generator_id, str(frames[0]["User-Id"]) if self._guarded else None
+        )
+        if counters.run_id != self._run_id:
+            raise WireError(f"counters of another run, {counters.run_id}")
+        self.latest.pop(counters.sender, None)
+        self.latest[counters.sender] = counters
+        if len(self.latest) > MAX_SENDERS:
+            del self.latest[next(iter(self.latest))]

@@ -1,0 +1,170 @@
+"""Who may connect to the trainer (CURVE with ZAP), and why a client was turned away.
+
+Fails closed: bound sockets enforce a domain, so that libzmq itself turns everyone away when no
+gate answers. Knows keys and handshakes; knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from peralta_zmq.errors import WireError
+from peralta_zmq.wire.keys import GeneratorKeys, known_generators, trainer_secret
+
+ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZAP
+DOMAIN = b"peralta"
+LOOK_SECONDS = 0.2  # until a closed gate ends
+READ_SECONDS = 1.0  # between two looks into the folder, however many knock
+PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5  # of a client whose connection just ends
+HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """Lets in the generators whose public keys lie in a folder, under their files' names.
+
+    Open it before the sockets that it guards, and close it after them. A key that is added or
+    removed counts for connections made a second later. Use with `closing`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.refused = 0  # clients
+        self._secret = trainer_secret(folder)
+        self._folder = folder
+        self._names = known_generators(folder)
+        self._read_at = time.monotonic()
+        self._closed = threading.Event()
+        opened: SimpleQueue[zmq.ZMQError | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(opened,), daemon=True)
+        self._thread.start()
+        if error := opened.get():
+            raise WireError(f"a second gate in one process ({error})")
+
+    def guard(self, server: zmq.Socket[bytes]) -> None:
+        """Before `bind`: this socket talks only to clients that the gate lets in."""
+        server.setsockopt(zmq.CURVE_SERVER, 1)
+        server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _serve(self, opened: SimpleQueue[zmq.ZMQError | None]) -> None:
+        door = zmq.Context.instance().socket(zmq.REP)
+        door.setsockopt(zmq.LINGER, 0)
+        try:
+            door.bind(ENDPOINT)
+        except zmq.ZMQError as error:
+            door.close()
+            opened.put(error)
+            return
+        opened.put(None)
+        with door:
+            while not self._closed.is_set():
+                if door.poll(int(LOOK_SECONDS * 1000)):
+                    door.send_multipart(self._answer(door.recv_multipart()))
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials."""
+        version, number, domain, address, _, mechanism, *credentials = request
+        name = None
+        if (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
+            name = self._known().get(z85.encode(credentials[0]))
+        if name is not None:
+            return [version, number, b"200", b"welcome", name.encode(), b""]
+        self.refused += 1
+        logger.log(
+            logging.WARNING if self.refused == 1 else logging.DEBUG,
+            "refused: an unknown key from %s", address.decode(errors="replace"),
+        )  # fmt: skip
+        return [version, number, b"400", b"unknown key", b"", b""]
+
+    def _known(self) -> dict[bytes, str]:
+        if time.monotonic() - self._read_at > READ_SECONDS:
+            self._read_at = time.monotonic()
+            try:
+                self._names = known_generators(self._folder)
+            except WireError as error:
+                self._names = {}
+                logger.warning("nobody is let in: %s", error)
+        return self._names
+
+
+class Turnstile:
+    """The client's side of a handshake: shows its keys, and learns of a refusal."""
+
+    def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:
+        self._address, self._keys = address, keys
+        self._failures, self._first_failure = 0, 0.0  # since the last success; monotonic seconds
+        self._refusal: str | None = None
+        if keys is not None:
+            client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
+            client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self._client = client
+        self._events: zmq.Socket[bytes] = client.get_monitor_socket(HANDSHAKES)
+
+    def refusal(self) -> str | None:
+        """Why the trainer will not talk to us, once that is known; never blocks."""
+        while self._refusal is None and self._events.poll(0):
+            message: Any = parse_monitor_message(self._events.recv_multipart())
+            self._refusal = self._reason(message["event"])
+        return self._refusal
+
+    def check(self) -> None:
+        """Raise WireError when the trainer turned us away."""
+        if reason := self.refusal():
+            raise WireError(reason)
+
+    def close(self) -> None:
+        """Before the client's socket is closed."""
+        self._client.disable_monitor()
+        self._events.close(linger=0)
+
+    def _reason(self, event: int) -> str | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures = 0
+            return None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            with_or_without = "no keys" if self._keys is None else "keys"
+            return (
+                f"the trainer at {self._address} turned us away: we come with {with_or_without}, "
+                "and it expects the contrary; give both sides the same security.keys"
+            )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
+            return (
+                f"the trainer at {self._address} does not know the key of {self._keys.name}; "
+                f"put {self._keys.name}.public into its security.keys folder"
+            )
+        return self._reason_of_silence()
+
+    def _reason_of_silence(self) -> str | None:
+        """A trainer that is killed hangs up once; one whose key we do not have, every time."""
+        if self._keys is None:
+            return None
+        now = time.monotonic()
+        self._failures += 1
+        self._first_failure = now if self._failures == 1 else self._first_failure
+        if self._failures < PATIENCE_TRIES or now - self._first_failure < PATIENCE_SECONDS:
+            return None
+        return (
+            f"the trainer at {self._address} hangs up on us: trainer.public is not its key, "
+            "or it lets nobody in; copy trainer.public from its security.keys folder"
+        )

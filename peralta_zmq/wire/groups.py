@@ -1,0 +1,340 @@
+"""A group of rollouts as bytes: one msgpack map with flat little-endian buffers, and a checksum.
+
+What siblings share is sent once, and what is known of context tokens (logprob 0, no policy step)
+is not sent at all. Knows the rules of a sound group; knows nothing of sockets.
+
+    v run gen boot seq floor step wid problem task    who made it, when, from what
+    turns     u2 [K]          spans of each rollout
+    spans     u4 [S, 2]       context tokens, then generated tokens
+    prompt    i4 [P]          the first tokens of every rollout; empty when they differ
+    tokens    i4              all other tokens
+    logprobs  f4 [G]          of the generated tokens
+    versions  u4 [R, 2]       policy step above `step`, and how many generated tokens have it
+    rewards   f8 [K]
+    parts     names of the rewards' parts, each ended by NUL
+    values    f8 [K, parts]   NaN = this rollout has no such part
+    finish    u1 [K]          index into FINISH_REASONS
+    crc32     u4              the last four bytes of the frame, over all before them
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from struct import error as StructError
+from struct import pack, unpack
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from peralta_zmq.errors import WireError
+from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
+from peralta_zmq.wire import strict
+
+VERSION = 2
+LOGPROB_SLACK = 1e-3  # rounding may lift log(1) a little above 0
+MAX_TOKENS = 1 << 20  # of one group; a shared prompt could make a small message large
+MAX_COUNT = 1 << 12  # of rollouts, of spans, of changes of the policy step
+MAX_STEP = 2**31 - 1
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
+INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
+NO_STEP = pack("<i", -1)
+NAMES = ("run", "gen", "wid", "problem", "task")
+FIELDS = strict.Fields({
+    "v": int, "run": str, "gen": str, "boot": bytes, "seq": int, "floor": int, "step": int,
+    "wid": str, "problem": str, "task": str, "turns": bytes, "spans": bytes, "prompt": bytes,
+    "tokens": bytes, "logprobs": bytes, "versions": bytes, "rewards": bytes, "parts": str,
+    "values": bytes, "finish": bytes, "crc32": bytes,
+})  # fmt: skip
+
+
+# Encoding.
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The siblings' arrays as bytes."""
+
+    turns: list[int] = field(default_factory=list[int])
+    spans: list[int] = field(default_factory=list[int])
+    tokens: list[bytes] = field(default_factory=list[bytes])  # one for each rollout
+    logprobs: list[bytes] = field(default_factory=list[bytes])  # one for each span
+    versions: list[bytes] = field(default_factory=list[bytes])  # one for each span
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """One group as one frame.
+
+    Raises WireError when the receiver would refuse it: for its size, a name, a reward.
+    """
+    try:
+        return _frame_of(group)
+    except (ValueError, OverflowError, StructError) as error:
+        raise WireError(f"a group of {group.problem_id!a:.40} cannot be sent: {error}") from None
+
+
+def _frame_of(group: RolloutGroup) -> bytes:
+    rollouts = group.rollouts
+    columns = _columns_of(rollouts)
+    prompt = _shared_prompt(columns)
+    rewards = [each.reward for each in rollouts]
+    parts = _part_names(rollouts)
+    _check_values(rewards)
+    fields = {
+        "v": VERSION,
+        "run": group.run_id,
+        "gen": group.generator_id,
+        "boot": group.boot,
+        "seq": group.sequence,
+        "floor": group.floor,
+        "step": group.policy_step,
+        "wid": group.wid,
+        "problem": group.problem_id,
+        "task": group.task,
+        "turns": pack(f"<{len(rollouts)}H", *columns.turns),
+        "spans": pack(f"<{len(columns.spans)}I", *columns.spans),
+        "prompt": prompt,
+        "tokens": b"".join([each[len(prompt) :] for each in columns.tokens]),
+        "logprobs": b"".join(columns.logprobs),
+        "versions": _runs(b"".join(columns.versions), group.policy_step),
+        "rewards": pack(f"<{len(rewards)}d", *rewards),
+        "parts": "".join([f"{name}\0" for name in parts]),
+        "values": _values(rollouts, parts) if parts else b"",
+        "finish": bytes([FINISH_REASONS.index(each.finish_reason) for each in rollouts]),
+        "crc32": bytes(4),
+    }
+    frame = cast(bytes, msgpack.packb(fields))[:-4]
+    _check_size(group, columns, fields, len(frame) + 4)
+    return frame + pack("<I", zlib.crc32(frame))
+
+
+def _columns_of(rollouts: Sequence[Rollout]) -> _Columns:
+    columns = _Columns()
+    for rollout in rollouts:
+        mask, begun = rollout.loss_mask.tobytes(), len(columns.spans)
+        logprobs = _bytes(rollout.logprobs, FLOAT)
+        versions = _bytes(rollout.policy_steps, INT)
+        end, length = 0, len(mask)
+        while end < length:
+            start = mask.find(1, end) % (length + 1)  # -1, not found: to the end
+            stop = mask.find(0, start) % (length + 1)
+            columns.spans += (start - end, stop - start)
+            columns.logprobs.append(logprobs[4 * start : 4 * stop])
+            columns.versions.append(versions[4 * start : 4 * stop])
+            end = stop
+        if not (columns.spans[begun] and columns.spans[begun + 1]):
+            raise ValueError("a rollout without prompt or completion")
+        columns.turns.append((len(columns.spans) - begun) // 2)
+        columns.tokens.append(_bytes(rollout.token_ids, INT))
+    return columns
+
+
+def _bytes(array: NDArray[Any], kind: np.dtype[Any]) -> bytes:
+    return (array if array.dtype == kind else array.astype(kind)).tobytes()
+
+
+def _shared_prompt(columns: _Columns) -> bytes:
+    """The context tokens that every rollout begins with, if all begin with the same ones."""
+    prompt = columns.tokens[0][: 4 * columns.spans[0]]
+    return prompt if all([each.startswith(prompt) for each in columns.tokens]) else b""
+
+
+def _runs(versions: bytes, first: int) -> bytes:
+    """Policy steps of all generated tokens, run-length encoded: mostly one run."""
+    length = len(versions) >> 2
+    if versions == versions[:4] * length:
+        return pack("<II", int.from_bytes(versions[:4], "little") - first, length)
+    steps = np.frombuffer(versions, INT).astype(np.int64)
+    starts = np.flatnonzero(np.diff(steps, prepend=-2))
+    pairs = np.stack([steps[starts] - first, np.diff(starts, append=length)], axis=1)
+    return pack(f"<{pairs.size}I", *pairs.ravel().tolist())
+
+
+def _part_names(rollouts: Sequence[Rollout]) -> list[str]:
+    names = list(dict.fromkeys([name for each in rollouts for name in each.rewards]))
+    if any("\0" in name for name in names):
+        raise ValueError("the name of a reward's part holds NUL")
+    return names
+
+
+def _values(rollouts: Sequence[Rollout], parts: Sequence[str]) -> bytes:
+    present = [each.rewards[name] for each in rollouts for name in parts if name in each.rewards]
+    _check_values(present)
+    values = [each.rewards.get(name, math.nan) for each in rollouts for name in parts]
+    return pack(f"<{len(values)}d", *values)
+
+
+def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], size: int) -> None:
+    if size > strict.MAX_MESSAGE or sum(columns.spans) > MAX_TOKENS:
+        raise ValueError(
+            f"{size} bytes and {sum(columns.spans)} tokens exceed the limits of "
+            f"{strict.MAX_MESSAGE} and {MAX_TOKENS}; "
+            "lower sampling.max_completion_length or sampling.num_generations"
+        )
+    if max(len(columns.spans) // 2, len(fields["versions"]) // 8) > MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} rollouts, spans or changes of the policy step")
+    for name in (*NAMES, "parts"):
+        if len(fields[name]) * 4 > strict.MAX_TEXT and len(fields[name].encode()) > strict.MAX_TEXT:
+            raise ValueError(f"{name} is longer than {strict.MAX_TEXT} bytes; shorten it")
+
+
+# Decoding.
+
+
+def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
+    """The group in a frame. Raises WireError with the rule that it breaks."""
+    fields = strict.unpack(frame)
+    try:
+        return _group_of(fields, frame, vocab_size)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, StructError) as error:
+        raise WireError(f"malformed group: {type(error).__name__}: {error}") from None
+
+
+def _group_of(fields: dict[str, Any], frame: bytes, vocab_size: int) -> RolloutGroup:
+    if fields["v"] != VERSION:
+        raise ValueError(f"version {fields['v']!a:.20} is not {VERSION}")
+    _, run, gen, boot, sequence, floor, step, wid, problem, task, *columns, crc32 = FIELDS.of(
+        fields
+    )
+    if crc32 != pack("<I", zlib.crc32(memoryview(frame)[:-4])):
+        raise ValueError("checksum does not match")
+    if len(boot) != 8:
+        raise ValueError("boot is not 8 bytes")
+    if not 0 <= floor <= sequence:
+        raise ValueError("floor above the sequence, or a negative one")
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    return RolloutGroup(
+        run, gen, boot, sequence, problem, task, step, wid,
+        _rollouts_of(step, vocab_size, *columns), floor,
+    )  # fmt: skip
+
+
+def _rollouts_of(
+    step: int, vocab_size: int, turns_: bytes, spans_: bytes, prompt: bytes, tokens_: bytes,
+    logprobs_: bytes, versions_: bytes, rewards_: bytes, parts: str, values: bytes, finish: bytes,
+) -> tuple[Rollout, ...]:  # fmt: skip
+    turns, spans = unpack(f"<{len(turns_) >> 1}H", turns_), unpack(f"<{len(spans_) >> 2}I", spans_)
+    _check_lengths(turns, spans, prompt, tokens_, logprobs_)
+    versions = _expanded(versions_, step, len(logprobs_))
+    tokens: list[bytes] = []
+    masks: list[bytes] = []
+    logprobs: list[bytes] = []
+    steps: list[bytes] = []
+    cuts = [0]
+    pairs = zip(spans[::2], spans[1::2], strict=True)
+    at = taken = end = 0
+    for count in turns:
+        start, begun = end, at
+        for context, generated in islice(pairs, count):
+            upto = at + 4 * generated
+            masks += (bytes(context), b"\1" * generated)
+            logprobs += (bytes(4 * context), logprobs_[at:upto])
+            steps += (NO_STEP * context, versions[at:upto])
+            at, end = upto, end + context + generated
+        if at == begun:
+            raise ValueError("a rollout without prompt or completion")
+        upto = taken + 4 * (end - start) - len(prompt)
+        if upto < taken:
+            raise ValueError("a prompt that is longer than a rollout")
+        tokens += (prompt, tokens_[taken:upto])
+        taken = upto
+        cuts.append(end)
+    columns = (
+        _tokens_of(b"".join(tokens), vocab_size),
+        np.frombuffer(b"".join(masks), np.bool_),
+        _logprobs_of(b"".join(logprobs)),
+        np.frombuffer(b"".join(steps), INT).astype(np.int32, copy=False),
+    )
+    return tuple(_cut(columns, cuts, rewards_, finish, parts, values))
+
+
+def _check_lengths(
+    turns: Sequence[int], spans: Sequence[int], prompt: bytes, tokens: bytes, logprobs: bytes
+) -> None:
+    if not turns or not all(turns) or not all(spans[::2]):
+        raise ValueError("a rollout without prompt or completion")
+    if 2 * sum(turns) != len(spans):
+        raise ValueError("turns and spans of unequal length")
+    if len(spans) > 2 * MAX_COUNT or sum(spans) > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_COUNT} spans or {MAX_TOKENS} tokens")
+    if len(prompt) * len(turns) + len(tokens) != 4 * sum(spans):
+        raise ValueError("tokens and spans of unequal length")
+    if len(logprobs) != 4 * sum(spans[1::2]):
+        raise ValueError("logprobs and spans of unequal length")
+
+
+def _expanded(versions: bytes, step: int, size: int) -> bytes:
+    """The policy step of each generated token, as bytes."""
+    if len(versions) > 8 * MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} changes of the policy step")
+    pairs = unpack(f"<{len(versions) >> 2}I", versions)
+    if 4 * sum(pairs[1::2]) != size:
+        raise ValueError("policy steps and spans of unequal length")
+    runs = zip(pairs[::2], pairs[1::2], strict=True)
+    return b"".join([pack("<i", step + above) * count for above, count in runs])
+
+
+def _tokens_of(content: bytes, vocab_size: int) -> NDArray[np.int32]:
+    tokens = np.frombuffer(content, "<u4")  # unsigned, so that a negative one is a large one
+    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax costs a tenth of max
+        raise ValueError("token outside the vocabulary")
+    return tokens.view(INT).astype(np.int32, copy=False)
+
+
+def _logprobs_of(content: bytes) -> NDArray[np.float32]:
+    logprobs = np.frombuffer(content, FLOAT)
+    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    if not (highest < math.inf and lowest > -math.inf):  # a NaN is both
+        raise ValueError("logprob is not finite")
+    if highest > LOGPROB_SLACK:
+        raise ValueError("logprob above zero")
+    return logprobs.astype(np.float32, copy=False)
+
+
+def _cut(
+    columns: tuple[NDArray[Any], ...], cuts: Sequence[int],
+    rewards_: bytes, finish: bytes, parts: str, values: bytes,
+) -> Iterator[Rollout]:  # fmt: skip
+    tokens, masks, logprobs, steps = columns
+    rewards = unpack(f"<{len(cuts) - 1}d", rewards_)
+    _check_values(rewards)
+    named = _named(parts, values, len(rewards))
+    if len(finish) != len(rewards) or max(finish) >= len(FINISH_REASONS):
+        raise ValueError("unknown finish reason, or one too many")
+    for start, end, reward, reason, each in zip(
+        cuts[:-1], cuts[1:], rewards, finish, named, strict=True
+    ):
+        yield Rollout(
+            tokens[start:end], masks[start:end], logprobs[start:end], steps[start:end],
+            reward, FINISH_REASONS[reason], each,
+        )  # fmt: skip
+
+
+def _named(parts: str, values: bytes, count: int) -> list[dict[str, float]]:
+    """The named parts of each rollout's reward."""
+    if not parts and not values:
+        return [{} for _ in range(count)]
+    *names, rest = parts.split("\0")
+    numbers = iter(unpack(f"<{count * len(names)}d", values))
+    if rest:
+        raise ValueError("the last name of a part does not end")
+    rows = ([next(numbers) for _ in names] for _ in range(count))
+    named = [
+        {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
+        for row in rows
+    ]
+    for each in named:
+        _check_values(tuple(each.values()))
+    return named
+
+
+def _check_values(values: Sequence[float]) -> None:
+    for value in values:
+        if not -MAX_REWARD <= value <= MAX_REWARD:  # NaN too
+            raise ValueError(f"reward {value} is not finite, or out of bounds")

@@ -1,0 +1,120 @@
+"""Key files: who may speak to the trainer, and how each side knows the other.
+
+A folder holds one CURVE key in each file: `trainer.public` and `trainer.secret`, and for each
+generator `NAME.public` and `NAME.secret`. The trainer needs its own secret and everyone's public
+keys; a generator needs `trainer.public` and its own secret. Knows files; knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from peralta_zmq.errors import WireError
+
+TRAINER = "trainer"
+PUBLIC, SECRET = ".public", ".secret"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorKeys:
+    """What a generator shows, and the one trainer it talks to."""
+
+    name: str
+    secret: bytes
+    trainer: bytes  # its public key
+
+    @property
+    def public(self) -> bytes:
+        """The public half of `secret`."""
+        return zmq.curve_public(self.secret)
+
+
+def make_keys(folder: Path, name: str) -> bool:
+    """Write NAME.secret (mode 0600) and NAME.public; False when they are there already.
+
+    Raises WireError when the folder cannot be written or holds one without the other.
+    """
+    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    _check_name(name)
+    if secret.exists():
+        if _read(public) != zmq.curve_public(read_secret(secret)):
+            raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
+        return False
+    keys = zmq.curve_keypair()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(public, keys[0], 0o644)
+        _write(secret, keys[1], 0o600)
+    except OSError as error:
+        raise WireError(f"{error.filename} cannot be written ({error.strerror})") from None
+    return True
+
+
+def trainer_secret(folder: Path) -> bytes:
+    """The trainer's secret key. Raises WireError, as `generator_keys`."""
+    return read_secret(folder / f"{TRAINER}{SECRET}")
+
+
+def generator_keys(folder: Path, name: str) -> GeneratorKeys:
+    """The keys of one generator.
+
+    Raises WireError when a file is missing, is no key, or others may read a secret.
+    """
+    _check_name(name)
+    secret, trainer = folder / f"{name}{SECRET}", folder / f"{TRAINER}{PUBLIC}"
+    return GeneratorKeys(name, read_secret(secret), _read(trainer))
+
+
+def known_generators(folder: Path) -> dict[bytes, str]:
+    """The generators whose public keys lie in the folder: key -> name.
+
+    Raises WireError when one key has two names, or a file is no key.
+    """
+    names: dict[bytes, str] = {}
+    for file in sorted(folder.glob(f"*{PUBLIC}")):
+        name = file.name.removesuffix(PUBLIC)
+        if name == TRAINER or not NAME.fullmatch(name):
+            continue
+        key = _read(file)
+        if key in names:
+            raise WireError(f"{file} holds the key of {names[key]}; one key has one name")
+        names[key] = name
+    return names
+
+
+def read_secret(file: Path) -> bytes:
+    """A secret key that nobody else may read. Raises WireError."""
+    key = _read(file)
+    if file.stat().st_mode & 0o077:
+        raise WireError(f"{file} can be read by others; chmod 600 {file}")
+    return key
+
+
+def _read(file: Path) -> bytes:
+    try:
+        key = file.read_bytes()[:100].strip()
+    except OSError as error:
+        raise WireError(
+            f"key {file}: {error.strerror}; make it with bin/doctor keygen, or copy it here"
+        ) from None
+    if not KEY.fullmatch(key):
+        raise WireError(f"{file} is not a key; make a new pair with bin/doctor keygen")
+    return key
+
+
+def _write(file: Path, key: bytes, mode: int) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(key + b"\n")
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise WireError(f"{name!a} is not a plain name; use letters, digits, . _ and -")

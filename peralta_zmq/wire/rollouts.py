@@ -1,0 +1,139 @@
+"""Groups from sender to receiver. Knows queues and refusals; knows nothing of what is learned."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import zmq
+
+from peralta_zmq.errors import WireError
+from peralta_zmq.failpoints import failpoint
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.wire import strict
+from peralta_zmq.wire.gate import Gate, Turnstile
+from peralta_zmq.wire.groups import decode_group
+from peralta_zmq.wire.keys import GeneratorKeys
+from peralta_zmq.wire.sockets import LARGEST_BUFFER, bind, keep_alive, open_socket, ready
+
+MAX_REASONS = 100  # distinct refusals remembered, so that a hostile sender cannot fill memory
+logger = logging.getLogger(__name__)
+
+
+class RolloutSender:
+    """Pushes groups to the trainer; `send` says no when the queue is full. Use with `closing`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        hwm: int = 1,
+        group_bytes: int = LARGEST_BUFFER,
+        keys: GeneratorKeys | None = None,
+    ) -> None:
+        self._socket = open_socket(zmq.PUSH, hwm=hwm, group_bytes=group_bytes)
+        self._turnstile = Turnstile(self._socket, address, keys)
+        self._socket.connect(address)
+
+    def send(self, frame: bytes, *, timeout: float) -> bool:
+        """Queue one encoded group within `timeout` seconds, or return False.
+
+        Raises WireError when the trainer turned us away.
+        """
+        failpoint("wire.send")
+        if self._queued(frame):
+            return True
+        self._turnstile.check()
+        return ready(self._socket, zmq.POLLOUT, timeout) and self._queued(frame)
+
+    def failure(self) -> str | None:
+        """Why the trainer turned us away, if it did."""
+        return self._turnstile.refusal()
+
+    def close(self, linger_seconds: float = 2.0) -> None:
+        """Close, giving queued groups up to `linger_seconds` to leave."""
+        self._turnstile.close()
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+    def _queued(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class RolloutReceiver:
+    """Binds the trainer's PULL socket and yields valid groups of its run. Use with `closing`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        vocab_size: int,
+        hwm: int = 1,
+        group_bytes: int = LARGEST_BUFFER,
+        gate: Gate | None = None,
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # reason -> messages
+        self._run_id, self._vocab_size = run_id, vocab_size
+        self._guarded = gate is not None
+        self._socket = open_socket(zmq.PULL, hwm=hwm, group_bytes=group_bytes)
+        keep_alive(self._socket)
+        if gate is not None:
+            gate.guard(self._socket)
+        self.address = bind(self._socket, address)
+
+    def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
+        """The next valid group with its frame, or None after `timeout` seconds or a bad one."""
+        message = self._next()
+        if message is None and ready(self._socket, zmq.POLLIN, timeout):
+            message = self._next()
+        if message is None:
+            return None
+        failpoint("wire.receive")
+        try:
+            return self._group_of(*message)
+        except WireError as error:
+            self._refuse(error)
+            return None
+
+    def close(self) -> None:
+        """Close at once; what lies in the queue is lost."""
+        self._socket.close(linger=0)
+
+    def _next(self) -> tuple[bytes, int, str | None] | None:
+        """The first frame of a message, how many it had, and whose key it came with."""
+        owner = None
+        try:
+            if self._guarded:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                first, owner = frame.bytes, str(frame["User-Id"])
+            else:
+                first = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        count = 1
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv()
+            count += 1
+        return first, count, owner
+
+    def _group_of(self, frame: bytes, count: int, owner: str | None) -> tuple[RolloutGroup, bytes]:
+        if count > 1:
+            raise WireError(f"{count} frames instead of one")
+        group = decode_group(frame, vocab_size=self._vocab_size)
+        strict.check_claim(group.generator_id, owner)
+        if group.run_id != self._run_id:
+            raise WireError(f"group of another run, {group.run_id}")
+        return group, frame
+
+    def _refuse(self, error: WireError) -> None:
+        reason = str(error)[:80]
+        if not self.refused[reason]:
+            logger.warning("message refused: %s", reason)
+        if len(self.refused) < MAX_REASONS or reason in self.refused:
+            self.refused[reason] += 1
+        else:
+            self.refused["other"] += 1

@@ -1,0 +1,75 @@
+"""Bytes from a stranger as plain values, or WireError: every length is bounded before it is used.
+
+Knows msgpack and the limits; knows nothing of what a message means.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any, cast
+
+import msgpack
+
+from peralta_zmq.errors import WireError
+
+MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
+MAX_TEXT = 1 << 10  # bytes of one name
+LIMITS = {
+    "max_str_len": MAX_TEXT,
+    "max_bin_len": MAX_MESSAGE,
+    "max_array_len": 0,
+    "max_ext_len": 0,
+}
+
+
+def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
+    """The map in a frame; it holds no lists, and `max_maps` maps in all: one inside the other
+    would multiply. Raises WireError.
+    """
+    left = [None] * max_maps
+
+    def counted(inner: dict[str, Any]) -> dict[str, Any]:
+        if not left:
+            raise ValueError(f"more than {max_maps} maps")
+        left.pop()
+        return inner
+
+    try:
+        fields = cast(Any, msgpack).unpackb(
+            frame, object_hook=counted, max_map_len=max_map_len, **LIMITS
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"not a message: {error}") from None
+    if type(fields) is not dict:
+        raise WireError(f"not a message: {type(fields).__name__} is not a map")
+    return fields
+
+
+class Fields:
+    """The fields of a message in a fixed order, each of exactly its type."""
+
+    def __init__(self, kinds: dict[str, type]) -> None:
+        self._kinds = tuple(kinds.items())
+        self._get = itemgetter(*kinds)
+        self._types = tuple(kinds.values())
+
+    def of(self, fields: dict[str, Any]) -> tuple[Any, ...]:
+        """Their values. Raises KeyError or ValueError with the name of the first wrong one."""
+        values = self._get(fields)
+        if tuple(map(type, values)) != self._types:
+            for (name, kind), value in zip(self._kinds, values, strict=True):
+                typed(value, kind, name)
+        return values
+
+
+def typed(value: Any, kind: type, name: str) -> Any:
+    """`value` if it is exactly of that type. Raises ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"{name}: {type(value).__name__} is not {kind.__name__}")
+    return value
+
+
+def check_claim(claimed: str, owner: str | None) -> None:
+    """Raise WireError unless a key's owner speaks in his own name; None = there are no keys."""
+    if owner is not None and claimed != owner:
+        raise WireError(f"the key of {owner} was used in another name, {claimed:.40}")

@@ -1,0 +1,470 @@
+"""The native engine against transformers and against the trainer's own scoring."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import TINY, tiny_model
+
+from peralta_zmq import policy
+from peralta_zmq.engines.hf import HfEngine
+from peralta_zmq.engines.native import NativeEngine, open_engine
+from peralta_zmq.engines.native.linears import PackedLinear
+from peralta_zmq.errors import ConfigError, EngineError
+from peralta_zmq.rollout import Completion, Request, Sampling
+
+END = 2
+PROMPTS = [
+    [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
+    [5, 11], [5, 9, 33, 12], [6, 6, 6, 6, 6], [5, 12], [9], [5, 9, 33, 13],
+]  # fmt: skip
+GREEDY = Sampling(temperature=0.0, max_completion_length=12)
+FAMILIES = {
+    "qwen3": {}, "qwen2": {"model_type": "qwen2"}, "llama": {"model_type": "llama"},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 4, "final_logit_softcapping": 30.0,
+               "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 4, "query_pre_attn_scalar": 8,
+               "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+OPTIONS = {
+    "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5}, "min_tokens": {"min_tokens": 6},
+    "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
+            "repetition_penalty": 1.2, "min_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return policy.load_tokenizer(policy.EMBEDDED)
+
+
+def sharp_model(seed: int = 0, **settings: Any) -> Any:
+    """A random model whose context, temperature and truncation make a difference."""
+    settings = {"tie_word_embeddings": False, "attn_implementation": "eager", **settings}
+    model = tiny_model(seed=seed, **settings)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
+    model.generation_config.eos_token_id = END
+    return model
+
+
+def engine_of(model: Any, tokenizer: Any, **options: Any) -> NativeEngine:
+    return NativeEngine(model, tokenizer, **{"slots": 4, "max_model_len": 64, **options})
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> NativeEngine:
+    return engine_of(sharp_model(), tokenizer, step=3)
+
+
+def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> list[Request]:
+    arrays = [np.array(ids, np.int32) for ids in prompts for _ in range(siblings)]
+    return [Request(index, ids) for index, ids in enumerate(arrays)]
+
+
+def sampled(engine: Any, sampling: Sampling, *asked: Any, **options: Any) -> list[Completion]:
+    """In the order of the requests."""
+    completions = engine.generate(*asked or (requests(),), sampling, **options)
+    return sorted(completions, key=lambda each: each.index)
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [each.token_ids.tolist() for each in completions]
+
+
+def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
+    alone = torch.tensor([prompt])
+    return model.generate(
+        alone, attention_mask=torch.ones_like(alone), do_sample=False, max_new_tokens=length,
+        eos_token_id=END, pad_token_id=0,
+    )[0, len(prompt) :].tolist()  # fmt: skip
+
+
+def scored(model: Any, completion: Completion, temperature: float) -> list[float]:
+    """The trainer's logprobs of the generated tokens."""
+    row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
+    with torch.no_grad():
+        logprobs = policy.token_logprobs(
+            model, row[None], torch.ones_like(row)[None], temperature=temperature
+        )
+    return logprobs[0, len(completion.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    family: str, kv_heads: int, tokenizer: Any
+) -> None:
+    settings = {**FAMILIES[family], "num_key_value_heads": kv_heads}
+    model = sharp_model(**settings)
+    expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in PROMPTS]
+    completions = sampled(engine_of(model, tokenizer), GREEDY)
+    assert tokens(completions) == expected
+    for each in completions:
+        scores = scored(sharp_model(**settings), each, 1.0)
+        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer: Any) -> None:
+    model = tiny_model(**FAMILIES[family])
+    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    expected = model(input_ids=ids).logits
+    decoder = engine_of(model, tokenizer)._decoder
+    assert decoder is not None
+    with torch.inference_mode():
+        start = torch.arange(5).expand(2, 5)
+        decoder.hidden(ids[:, :5], start, first=1, length=5)
+        for place in range(5, 8):
+            places = torch.full((2, 1), place)
+            last = decoder.hidden(ids[:, place, None], places, first=1, length=place + 1)
+            error = (decoder.logits(last[:, 0]) - expected[:, place]).abs().max()
+            assert error <= 1e-5
+
+
+@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_sampler_logprob_is_the_trainers_at_equal_weights(
+    name: str, engine_kind: Any, tokenizer: Any
+) -> None:
+    sampling = Sampling(max_completion_length=12, **OPTIONS[name])
+    engine = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
+    for each in sampled(engine, sampling, requests(siblings=2)):
+        expected = scored(sharp_model(), each, sampling.temperature)
+        assert np.exp(each.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"min_tokens": 5}], ids=str)
+def test_what_penalizes_does_so_as_in_transformers(options: dict[str, Any], tokenizer: Any) -> None:
+    sampling = Sampling(temperature=0.0, max_completion_length=12, **options)
+    ours = tokens(sampled(engine_of(ending_soon(), tokenizer), sampling))
+    theirs = tokens(sampled(HfEngine(ending_soon(), tokenizer, max_model_len=64), sampling))
+    without = tokens(sampled(engine_of(ending_soon(), tokenizer), GREEDY))
+    assert ours == theirs != without
+
+
+def ending_soon() -> Any:
+    """A model whose favourite token ends a completion."""
+    model = sharp_model()
+    favourite = plain_greedy(model, PROMPTS[0], 2)[1]
+    model.generation_config.eos_token_id = [END, favourite]
+    return model
+
+
+# Slots.
+
+
+def test_each_request_is_answered_once_with_its_own_prompt(engine: NativeEngine) -> None:
+    asked = requests(siblings=3)
+    completions = sampled(engine, Sampling(max_completion_length=9), asked)
+    assert [each.index for each in completions] == list(range(30))
+    for request, each in zip(asked, completions, strict=True):
+        assert each.prompt_ids.tolist() == request.prompt_ids.tolist()
+        assert len(each.token_ids) == len(each.logprobs) == len(each.policy_steps) <= 9
+        ended = each.token_ids[-1] == END
+        assert each.finish_reason == ("stop" if ended else "length")
+        assert ended or len(each.token_ids) == 9
+        assert END not in each.token_ids[:-1].tolist()
+
+
+def test_a_row_that_ends_is_filled_at_the_next_step(tokenizer: Any) -> None:
+    engine, steps = engine_of(ending_soon(), tokenizer, slots=2), []
+    completions = sampled(engine, GREEDY, between_steps=lambda: steps.append(1))
+    lengths = [len(each.token_ids) for each in completions]
+    assert min(lengths) < max(lengths)
+    free_at = [0, 0]
+    for length in lengths:  # each goes to the row that is free first
+        first = free_at.index(min(free_at))
+        free_at[first] += length if length == 1 else length - 1  # start gives two tokens at once
+    assert len(steps) <= max(free_at) + 1
+
+
+def test_neighbours_and_slots_do_not_change_a_completion(tokenizer: Any) -> None:
+    drawn = Sampling(max_completion_length=9, top_k=9, seed=5)
+    one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), drawn))
+    four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), drawn))
+    assert one == four
+
+
+def test_equal_seeds_give_equal_samples_and_others_do_not(engine: NativeEngine) -> None:
+    first, again, other = (
+        tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9))) for seed in (4, 4, 5)
+    )
+    assert first == again != other
+
+
+def test_siblings_differ(engine: NativeEngine) -> None:
+    siblings = tokens(sampled(engine, Sampling(max_completion_length=9), requests(siblings=2)))
+    assert siblings[0] != siblings[1]
+
+
+def test_none_means_nothing_now_and_more_may_come(engine: NativeEngine) -> None:
+    calls: list[int] = []
+
+    def source() -> Iterator[Request | None]:
+        yield None
+        yield requests()[0]
+        while len(calls) < 20:
+            yield None
+        yield requests()[1]
+
+    completions = sampled(engine, GREEDY, source(), between_steps=lambda: calls.append(1))
+    assert tokens(completions) == tokens(sampled(engine, GREEDY, requests()[:2]))
+
+
+def test_requests_are_taken_only_as_rows_become_free(engine: NativeEngine) -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[Request]:
+        for request in requests():
+            taken.append(request.index)
+            yield request
+
+    completions = engine.generate(source(), Sampling(min_tokens=9, max_completion_length=9))
+    next(completions)
+    assert taken == [0, 1, 2, 3]
+
+
+def test_cancel_gives_up_what_is_under_way(engine: NativeEngine) -> None:
+    steps: list[int] = []
+
+    def third_step() -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            engine.cancel()
+
+    long = Sampling(min_tokens=9, max_completion_length=9)
+    assert sampled(engine, long, between_steps=third_step) == []
+    assert len(sampled(engine, long)) == len(PROMPTS)
+
+
+def test_stop_string_ends_a_completion_and_is_cut_off(tokenizer: Any) -> None:
+    free = sampled(engine_of(sharp_model(), tokenizer), GREEDY)[0]
+    stop = tokenizer.decode(free.token_ids[3:4].tolist()).strip() or " "
+    sampling = Sampling(temperature=0.0, max_completion_length=12, stop=(stop,))
+    for kind in (NativeEngine, HfEngine):
+        engine = kind(sharp_model(), tokenizer, slots=4, max_model_len=64)
+        stopped = sampled(engine, sampling)[0]
+        assert len(stopped.token_ids) <= 4
+        assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
+        assert free.token_ids.tolist()[: len(stopped.token_ids)] == stopped.token_ids.tolist()
+
+
+# Prompt work.
+
+
+def tokens_computed(engine: NativeEngine, asked: list[Request]) -> int:
+    """Tokens that went through the model before the first decode step."""
+    computed: list[int] = []
+    base = engine._model.model
+    hook = base.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    one = Sampling(temperature=0.0, max_completion_length=1)
+    list(engine.generate(asked, one))
+    hook.remove()
+    return sum(computed)
+
+
+def test_a_group_computes_its_prompt_once(tokenizer: Any) -> None:
+    engine = engine_of(sharp_model(), tokenizer, slots=3)
+    assert tokens_computed(engine, requests([[5, 9, 33, 8]], siblings=8)) == 4
+
+
+def test_the_common_prefix_is_computed_once(tokenizer: Any) -> None:
+    prefix = list(range(10, 30))
+    engine = engine_of(sharp_model(), tokenizer, slots=4)
+    asked = requests([[*prefix, last, last + 1] for last in range(40, 52)])
+    assert tokens_computed(engine, asked) == 20 + 12 * 2
+
+
+# Newer weights.
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Weights that are made when asked for; counts how many are alive at once."""
+
+    def __init__(self, model: Any) -> None:
+        self._weights = policy.weights_of(model)
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        made = self._weights[name].detach().clone()
+        self._given.append(weakref.ref(made))
+        self.most = max(self.most, sum(each() is not None for each in self._given))
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
+    live: bool, tied: bool, tokenizer: Any
+) -> None:
+    new = {"tie_word_embeddings": tied, "seed": 8}
+    engine = engine_of(sharp_model(tie_word_embeddings=tied), tokenizer, live=live)
+    before, weights = tokens(sampled(engine, GREEDY)), Lazy(sharp_model(**new))
+    engine.apply(weights, 4)
+    after = tokens(sampled(engine, GREEDY))
+    assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
+    assert weights.most <= 2
+
+
+def switched_greedy(prompt: Sequence[int], swap_after: int, length: int) -> tuple[list[int], Any]:
+    """Greedy tokens of transformers whose weights change after `swap_after` tokens, the old keys
+    and values kept, and their logprobs."""
+    model, cache, fed = sharp_model(), None, torch.tensor([prompt])
+    out: list[int] = []
+    scores: list[float] = []
+    while len(out) < length and (not out or out[-1] != END):
+        if len(out) == swap_after:
+            policy.apply_weights(model, policy.weights_of(sharp_model(seed=8)))
+        with torch.no_grad():
+            said = model(input_ids=fed, past_key_values=cache, use_cache=True)
+        cache, logprobs = said.past_key_values, said.logits[0, -1].log_softmax(-1)
+        out.append(int(logprobs.argmax()))
+        scores.append(float(logprobs.max()))
+        fed = torch.tensor([[out[-1]]])
+    return out, scores
+
+
+def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(tokenizer: Any) -> None:
+    engine, steps = engine_of(sharp_model(), tokenizer, slots=2, step=6), []
+
+    def swap() -> None:
+        steps.append(1)
+        if len(steps) == 4:  # tokens 1 and 2 come in the first step
+            engine.apply(policy.weights_of(sharp_model(seed=8)), 7)
+
+    completions = sampled(engine, GREEDY, between_steps=swap)
+    assert len(completions) == len(PROMPTS)
+    for prompt, each in zip(PROMPTS[:2], completions, strict=False):
+        expected, scores = switched_greedy(prompt, 5, 12)
+        assert each.token_ids.tolist() == expected
+        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+        assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(expected) - 5)
+    for prompt, each in zip(PROMPTS[2:], completions[2:], strict=True):  # started after it
+        if set(each.policy_steps.tolist()) == {7}:
+            assert each.token_ids.tolist() == plain_greedy(sharp_model(seed=8), prompt, 12)
+    assert set(completions[-1].policy_steps.tolist()) == {7}
+
+
+def strange(name: str) -> dict[str, torch.Tensor]:
+    weights = dict(policy.weights_of(sharp_model(seed=8)))
+    last = "model.norm.weight"  # the check must come before the first copy
+    if name == "other name":
+        weights["model.other.weight"] = weights.pop(last)
+    elif name == "other shape":
+        weights[last] = torch.ones(3)
+    elif name == "integers":
+        weights[last] = torch.ones(TINY["hidden_size"], dtype=torch.int32)
+    else:
+        weights[last] = torch.full((TINY["hidden_size"],), float(name))
+    return weights
+
+
+@pytest.mark.parametrize("name", ["other name", "other shape", "integers", "nan", "inf"])
+def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> None:
+    before = tokens(sampled(engine, GREEDY))
+    with pytest.raises(ValueError, match=r"model\.(norm|other)"):
+        engine.apply(strange(name), 9)
+    assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
+
+
+def test_large_finite_weights_whose_sum_overflows_are_not_refused() -> None:
+    policy.check_weights({"w": torch.Size([4])}, {"w": torch.full((4,), 3e38)})
+
+
+def test_logits_that_are_not_finite_end_what_is_under_way(engine: NativeEngine) -> None:
+    before = tokens(sampled(engine, GREEDY))
+    good = policy.weights_of(sharp_model())
+    too_large = torch.full_like(good["lm_head.weight"], 3e38)
+    engine.apply({**good, "lm_head.weight": too_large}, 9)
+    with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
+        sampled(engine, GREEDY)
+    engine.apply(good, 3)
+    assert tokens(sampled(engine, GREEDY)) == before
+
+
+# A trainer's model.
+
+
+def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> None:
+    model = sharp_model()
+    engine = engine_of(model, tokenizer, live=True)
+    before = tokens(sampled(engine, GREEDY))
+    kinds = [type(each) for each in model.modules()]
+    assert model.config._attn_implementation == "eager" and PackedLinear not in kinds
+    policy.apply_weights(model, policy.weights_of(sharp_model(seed=8)))  # an optimizer step
+    after = tokens(sampled(engine, GREEDY))
+    assert after == [plain_greedy(sharp_model(seed=8), each, 12) for each in PROMPTS] != before
+
+
+# What cannot be.
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+    engine: NativeEngine,
+) -> None:
+    with pytest.raises(ConfigError, match=r"60 tokens .* 12 do not fit into 64 .* to 72"):
+        sampled(engine, GREEDY, requests([[5] * 60]))
+    assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
+
+
+def test_zero_new_tokens_are_refused(engine: NativeEngine) -> None:
+    with pytest.raises(ConfigError, match="max_completion_length 0 leaves no room"):
+        sampled(engine, Sampling(max_completion_length=0))
+
+
+def test_slots_that_do_not_fit_are_refused_before_they_are_allocated(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
+        engine_of(sharp_model(), tokenizer, slots=900_000_000)
+
+
+def test_another_architecture_is_sampled_by_transformers_and_one_line_says_so(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "peralta_zmq")
+    model = tiny_model(model_type="mistral")
+    assert isinstance(open_engine(model, tokenizer), HfEngine)
+    assert [each.getMessage() for each in caplog.records] == [
+        "engine native does not know mistral: transformers' generate samples instead"
+    ]
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_10_000_completions(tokenizer: Any) -> None:
+    engine = engine_of(sharp_model(), tokenizer, slots=32)
+    drawn = Sampling(max_completion_length=6)
+
+    def source() -> Iterator[Request]:
+        for index in range(10_000):
+            yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
+
+    resident: list[int] = []
+    for number, _ in enumerate(engine.generate(source(), drawn), start=1):
+        if number in (5_000, 10_000):
+            resident.append(resident_bytes())
+    assert resident[1] - resident[0] < 8 << 20  # 5,000 leaked completions would be more
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096

@@ -1,0 +1,91 @@
+"""What is drawn, how often, against distributions worked out another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peralta_zmq.engines.native.linears import PackedLinear, can_pack
+from peralta_zmq.engines.native.sampler import draw
+from peralta_zmq.rollout import Sampling
+
+PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
+LOGITS = torch.tensor(np.log(PROBABILITIES), dtype=torch.float32) + 3.0
+DRAWS = 20_000
+# the tokens that stay, worked out by hand from PROBABILITIES
+KEPT: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "all": ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "top_k": ({"top_k": 3}, [1, 3, 5]),
+    "top_p": ({"top_p": 0.7}, [1, 3, 5]),  # .4 + .2 = .6, so the third crosses .7
+    "min_p": ({"min_p": 0.3}, [1, 3, 5]),  # at least .12
+    "top_k then top_p": ({"top_k": 3, "top_p": 0.75}, [1, 3]),  # .4/.75 + .2/.75 = .8
+    "top_p then min_p": ({"top_p": 0.99, "min_p": 0.45}, [1, 3]),
+}
+
+
+def drawn(sampling: Sampling, **options: Any) -> np.ndarray:
+    chance = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
+    tokens, _ = draw(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(chance), **options)
+    return np.bincount(tokens.numpy(), minlength=8)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    there = expected > 0
+    assert counts[~there].sum() == 0
+    return float((((counts - expected) ** 2)[there] / expected[there]).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+@pytest.mark.parametrize("name", list(KEPT))
+def test_frequencies_follow_the_intended_distribution(name: str, temperature: float) -> None:
+    options, kept = KEPT[name]
+    if temperature != 1.0 and len(kept) not in (8, 3):
+        return  # which tokens stay was worked out at temperature 1
+    if temperature != 1.0 and ("top_p" in options or "min_p" in options):
+        return
+    shares = np.zeros(8)
+    shares[kept] = PROBABILITIES[kept] ** (1 / temperature)
+    counts = drawn(Sampling(temperature=temperature, **options))
+    assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3  # 0.1% at 7 degrees
+
+
+def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
+    barred = torch.zeros(DRAWS, 8, dtype=torch.bool)
+    barred[:, 1] = True
+    shares = np.where(np.arange(8) == 1, 0, PROBABILITIES)
+    counts = drawn(Sampling(min_tokens=1), barred=barred)
+    assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3
+
+
+@pytest.mark.parametrize("chance", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("name", list(KEPT))
+def test_the_ends_of_chance_fall_on_tokens_that_stay(name: str, chance: float) -> None:
+    options, kept = KEPT[name]
+    tokens, _ = draw(LOGITS[None], Sampling(**options), torch.tensor([chance]))
+    assert int(tokens) in kept
+
+
+def test_temperature_0_takes_the_likeliest() -> None:
+    tokens, logprobs = draw(LOGITS[None], Sampling(temperature=0.0), torch.zeros(1))
+    assert int(tokens) == 1
+    assert float(logprobs) == pytest.approx(np.log(0.4), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) -> None:
+    if not can_pack(dtype):
+        pytest.skip("this build cannot pack")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(48, 64).to(dtype)
+    given = torch.randn(rows, 3, 48).to(dtype)
+    packed = PackedLinear(linear)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    with torch.inference_mode():
+        assert torch.allclose(packed(given), linear(given), atol=tolerance, rtol=tolerance)
+        packed.load(linear.weight * 2)
+        linear.weight.mul_(2)
+        assert torch.allclose(packed(given), linear(given), atol=tolerance, rtol=tolerance)

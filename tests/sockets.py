@@ -1,0 +1,97 @@
+"""Real sockets for tests of the wire: pairs on random ports, closed with a stack, and deadlines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from time import monotonic
+from typing import Any
+
+import zmq
+from fakes import RUN, VOCAB_SIZE, group_of
+
+from peralta_zmq import wire
+from peralta_zmq.errors import WireError
+from peralta_zmq.rollout import RolloutGroup
+
+ANYWHERE = "tcp://127.0.0.1:*"
+DEADLINE = 10.0  # seconds
+GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
+
+
+def receiver_at(address: str = ANYWHERE, **options: Any) -> wire.RolloutReceiver:
+    return wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, **options)
+
+
+def sender_to(address: str, stack: ExitStack, **options: Any) -> wire.RolloutSender:
+    """A sender that leaves nothing behind."""
+    sender = wire.RolloutSender(address, **options)
+    stack.callback(sender.close, linger_seconds=0)
+    return sender
+
+
+def pair(stack: ExitStack) -> tuple[wire.RolloutReceiver, wire.RolloutSender]:
+    receiver = stack.enter_context(closing(receiver_at()))
+    return receiver, sender_to(receiver.address, stack)
+
+
+def raw_socket(stack: ExitStack, address: str, kind: int = zmq.PUSH) -> zmq.Socket[bytes]:
+    """A client that keeps no rule."""
+    opened = zmq.Context.instance().socket(kind)
+    stack.callback(opened.close, linger=0)
+    opened.connect(address)
+    return opened
+
+
+def address_of_nobody() -> str:
+    """A port that was free a moment ago."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        return f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+def bound_again(address: str, **options: Any) -> wire.RolloutReceiver:
+    """libzmq closes in the background, so the port may be ours for some milliseconds more."""
+    ends = monotonic() + DEADLINE
+    while True:
+        try:
+            return receiver_at(address, **options)
+        except WireError:
+            if monotonic() > ends:
+                raise
+
+
+def numbered(sequence: int, **fields: Any) -> bytes:
+    """The frame of a small group."""
+    return wire.encode_group(dataclasses.replace(GROUP, sequence=sequence, **fields))
+
+
+def received(receiver: wire.RolloutReceiver, seconds: float = DEADLINE) -> RolloutGroup:
+    """The next valid group within the deadline."""
+    for _ in until(seconds):
+        if (got := receiver.receive(timeout=0.1)) is not None:
+            return got[0]
+    raise AssertionError("no group came")
+
+
+def drained(receiver: wire.RolloutReceiver, quiet: float = 0.5) -> list[RolloutGroup]:
+    """All that comes until nothing comes for `quiet` seconds."""
+    groups = []
+    while (got := receiver.receive(timeout=quiet)) is not None:
+        groups.append(got[0])
+    return groups
+
+
+def until(seconds: float = DEADLINE) -> Iterator[None]:
+    """Rounds of a loop, until the time is up."""
+    ends = monotonic() + seconds
+    while monotonic() < ends:
+        yield
+
+
+def eventually(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
+    """The first true value of `condition`, which waits a little itself."""
+    for _ in until(seconds):
+        if value := condition():
+            return value
+    raise AssertionError("it did not happen in time")

@@ -1,0 +1,155 @@
+"""Counters: what each generator says of itself reaches the trainer, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack, closing
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+from fakes import BOOT, RUN
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sockets import ANYWHERE, eventually, raw_socket, until
+
+from peralta_zmq import wire
+from peralta_zmq.errors import WireError
+from peralta_zmq.wire import counting
+
+SAID = wire.Counters(
+    RUN, "ann", BOOT, made=7, lost=1, stale=2, resent=3, step=4,
+    tokens_per_s=123.5, blocked_frac=0.25, reload_s=0.5, hello={"python": "3.11", "device": "cpu"},
+)  # fmt: skip
+
+
+def receiving(stack: ExitStack, **options: Any) -> wire.CounterReceiver:
+    return stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN, **options)))
+
+
+def reported(
+    sender: wire.CounterSender, receiver: wire.CounterReceiver, said: wire.Counters
+) -> wire.Counters:
+    """The report as it came, once the sender has joined; reports before that are lost."""
+
+    def sent() -> wire.Counters | None:
+        sender.send(said)
+        zmq.select([receiver._socket], [], [], timeout=0.1)
+        found = receiver.receive().get(said.sender)
+        return found if found == said else None
+
+    return eventually(sent)
+
+
+def test_report_comes_back_exactly() -> None:
+    assert wire.decode_counters(wire.encode_counters(SAID)) == SAID
+
+
+def test_report_of_a_later_version_is_understood() -> None:
+    frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
+    assert wire.decode_counters(frame) == SAID
+
+
+def test_latest_report_of_each_sender_is_kept(stack: ExitStack) -> None:
+    receiver = receiving(stack)
+    ann = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    bob = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    of_bob = dataclasses.replace(SAID, generator_id="bob")
+    reported(ann, receiver, SAID)
+    reported(bob, receiver, of_bob)
+    later = dataclasses.replace(SAID, made=8)
+    reported(ann, receiver, later)
+    assert receiver.receive() == {later.sender: later, of_bob.sender: of_bob}
+
+
+def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "MAX_SENDERS", 3)
+    receiver = receiving(stack)
+    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    for number in range(6):
+        reported(sender, receiver, dataclasses.replace(SAID, generator_id=f"g{number}"))
+    assert [each.generator_id for each in receiver.latest.values()] == ["g3", "g4", "g5"]
+
+
+def test_report_is_due_every_two_seconds(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
+    sender = stack.enter_context(closing(wire.CounterSender("tcp://127.0.0.1:9")))
+    assert sender.due
+    sender.send(SAID)
+    now[0] += 1.9
+    assert not sender.due
+    now[0] += 0.1
+    assert sender.due
+
+
+def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
+    sender = wire.CounterSender("tcp://127.0.0.1:9")
+    stack.callback(sender.close, linger_seconds=0)
+    for _ in range(1000):
+        sender.send(SAID)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", 5), ("run_id", "other-1"), ("generator_id", None), ("boot", b"seven.."),
+        ("boot", "text"), ("made", -1), ("made", 1.5), ("made", True), ("step", "4"),
+        ("tokens_per_s", float("nan")), ("tokens_per_s", float("inf")), ("tokens_per_s", 5),
+        ("blocked_frac", -0.1), ("reload_s", None), ("hello", []), ("hello", {"a": 1}),
+        ("hello", {b"a": "b"}), ("hello", {"a": {}}), ("hello", {str(n): "" for n in range(33)}),
+        ("mood", [1]), ("mood", {"a": {}}), ("generator_id", "x" * 1025),
+    ],
+)  # fmt: skip
+def test_malformed_report_is_counted_and_dropped(
+    stack: ExitStack, field: str, value: object
+) -> None:
+    receiver = receiving(stack)
+    sender = raw_socket(stack, receiver.address, zmq.PUB)
+    bad = msgpack.packb({**dataclasses.asdict(SAID), field: value})
+    for _ in until():
+        sender.send(bad)
+        receiver.receive()
+        if receiver.refused:
+            break
+    assert receiver.refused and not receiver.latest
+
+
+STRANGE = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5)
+    | st.binary(max_size=9),
+    lambda inner: st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+NAMES = [each.name for each in dataclasses.fields(wire.Counters)]
+ANNOUNCED = [each.name for each in dataclasses.fields(wire.Announcement)]
+
+
+@given(fields=st.dictionaries(st.sampled_from(NAMES), STRANGE, min_size=1))
+@settings(max_examples=500, deadline=None, database=None)
+def test_no_strange_report_raises_anything_but_wire_error(fields: dict[str, Any]) -> None:
+    frame = msgpack.packb({**dataclasses.asdict(SAID), **fields})
+    try:
+        counters = wire.decode_counters(frame)
+    except WireError:
+        return
+    assert wire.decode_counters(wire.encode_counters(counters)) == counters
+
+
+@given(fields=st.dictionaries(st.sampled_from(ANNOUNCED), STRANGE, min_size=1))
+@settings(max_examples=500, deadline=None, database=None)
+def test_no_strange_announcement_raises_anything_but_wire_error(fields: dict[str, Any]) -> None:
+    try:
+        heard = wire.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
+    except WireError:
+        return
+    assert wire.decode_announcement(wire.encode_announcement(heard)) == heard
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=500, deadline=None, database=None)
+def test_no_random_bytes_raise_anything_but_wire_error(frame: bytes) -> None:
+    for decode in (wire.decode_counters, wire.decode_announcement):
+        with pytest.raises(WireError):
+            decode(frame)

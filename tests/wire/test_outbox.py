@@ -1,0 +1,138 @@
+"""Nothing lost on the way: what is kept, what is sent again, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from peralta_zmq.wire import Announcement, Outbox, outbox
+
+ME = "me/00"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(outbox.time, "monotonic", lambda: now[0])
+    return now
+
+
+def holding(*sequences: int, limit: int = 64) -> Outbox:
+    kept = Outbox(ME, limit=limit)
+    for sequence in sequences:
+        kept.add(sequence, b"%d" % sequence, policy_step=sequence)
+    return kept
+
+
+def said(
+    durable: int,
+    seen: int | None = None,
+    *,
+    recv: int | None = None,
+    boot: bytes = b"1",
+    min_step: int = 0,
+) -> Announcement:
+    """All that came is durable, unless `recv` says that more came, and nothing is missing."""
+    recv = durable if recv is None else recv
+    seen = recv if seen is None else seen
+    return Announcement(
+        "run", boot=boot, min_step=min_step, recv={ME: recv}, durable={ME: durable}, seen={ME: seen}
+    )
+
+
+def test_what_is_settled_is_forgotten() -> None:
+    kept = holding(0, 1, 2, 3)
+    assert kept.lost_on_the_way(said(1)) == []
+    assert (len(kept), kept.floor) == (2, 2)
+
+
+def test_what_has_come_frees_the_window_and_is_kept() -> None:
+    kept = holding(0, 1, 2, 3)
+    kept.lost_on_the_way(said(0, recv=2))
+    assert (kept.window, len(kept), kept.floor) == (1, 3, 1)
+
+
+def test_what_was_never_heard_of_fills_the_window() -> None:
+    kept = holding(0, 1, 2)
+    kept.lost_on_the_way(Announcement("run", boot=b"1"))
+    assert kept.window == 3
+
+
+def test_window_stays_free_when_a_trainer_forgets_whom_it_has_not_heard_lately() -> None:
+    kept = holding(0, 1, 2)
+    kept.lost_on_the_way(said(0, recv=2))
+    kept.lost_on_the_way(Announcement("run", boot=b"1"))
+    assert (kept.window, len(kept)) == (0, 2)
+
+
+def test_what_came_but_is_not_durable_is_not_sent_again_for_a_gap_behind_it() -> None:
+    kept = holding(0, 1, 2, 3, 4)
+    assert kept.lost_on_the_way(said(0, recv=1, seen=4)) == [b"2", b"3"]
+    assert kept.resent == 2
+
+
+def test_what_came_but_was_not_durable_is_sent_again_to_a_restarted_trainer() -> None:
+    kept = holding(0, 1, 2, 3)
+    kept.lost_on_the_way(said(0, recv=3))
+    assert kept.lost_on_the_way(said(1, boot=b"2")) == [b"2", b"3"]
+    assert kept.window == 2
+
+
+def test_restarted_trainer_gets_nothing_too_old_and_what_is_given_up_is_counted() -> None:
+    kept = holding(0, 1, 2, 3)  # sequence = policy step
+    kept.lost_on_the_way(said(-1))
+    assert kept.lost_on_the_way(said(0, boot=b"2", min_step=3)) == [b"3"]
+    assert (kept.stale, kept.floor, len(kept)) == (2, 3, 1)
+
+
+def test_old_groups_that_the_restarted_trainer_has_seen_are_its_to_count() -> None:
+    kept = holding(0, 1, 2, 3)
+    kept.lost_on_the_way(said(-1))
+    assert kept.lost_on_the_way(said(0, seen=2, boot=b"2", min_step=9)) == [b"1", b"2"]
+    assert kept.stale == 1
+
+
+def test_old_groups_are_not_given_up_while_they_may_arrive() -> None:
+    kept = holding(0, 1)
+    kept.lost_on_the_way(said(-1, min_step=9))
+    assert (kept.stale, len(kept)) == (0, 2)
+
+
+def test_what_is_merely_under_way_is_not_sent_again() -> None:
+    kept = holding(0, 1, 2, 3)
+    assert kept.lost_on_the_way(said(0)) == []
+    assert kept.lost_on_the_way(None) == []
+
+
+def test_a_gap_is_filled_in_order() -> None:
+    kept = holding(0, 1, 2, 3, 4)
+    assert kept.lost_on_the_way(said(0, seen=3)) == [b"1", b"2"]
+
+
+def test_a_gap_is_filled_once_until_an_announcement_can_tell_of_it(clock: list[float]) -> None:
+    kept = holding(0, 1, 2)
+    kept.lost_on_the_way(said(0, seen=2))
+    assert kept.lost_on_the_way(said(0, seen=2)) == []
+    clock[0] += outbox.RESEND_SECONDS
+    assert kept.lost_on_the_way(said(0, seen=2)) == [b"1"]
+
+
+def test_a_restarted_trainer_gets_all_that_is_not_settled_at_once() -> None:
+    kept = holding(0, 1, 2, 3)
+    kept.lost_on_the_way(said(1, boot=b"1"))
+    assert kept.lost_on_the_way(said(0, boot=b"2")) == [b"2", b"3"]
+    assert kept.lost_on_the_way(said(0, boot=b"2")) == []
+
+
+def test_the_first_trainer_heard_is_not_a_restarted_one() -> None:
+    assert holding(0, 1).lost_on_the_way(Announcement("run", boot=b"1")) == []
+
+
+def test_a_full_outbox_gives_up_its_oldest_and_counts_it() -> None:
+    kept = holding(0, 1, 2, limit=2)
+    assert (len(kept), kept.floor, kept.lost) == (2, 1, 1)
+
+
+def test_the_floor_of_an_empty_outbox_is_the_next_sequence() -> None:
+    kept = holding(0, 1)
+    kept.lost_on_the_way(said(1))
+    assert kept.floor == 2

@@ -1,0 +1,299 @@
+"""Who gets in (row 24), in whose name (row 25), and how soon the others are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import zmq
+from fakes import BOOT, RUN
+from sockets import (
+    ANYWHERE,
+    GROUP,
+    eventually,
+    numbered,
+    received,
+    receiver_at,
+    sender_to,
+    until,
+)
+
+from peralta_zmq import wire
+from peralta_zmq.errors import WireError
+from peralta_zmq.wire import gate as gates
+from peralta_zmq.wire import keys
+from peralta_zmq.wire.keys import GeneratorKeys, generator_keys, known_generators, make_keys
+
+IN_TIME = 10.0  # seconds until a refused client says why
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("trainer", "ann", "bob"):
+        make_keys(tmp_path / "keys", name)
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def gate(folder: Path, stack: ExitStack) -> wire.Gate:
+    return stack.enter_context(closing(wire.Gate(folder)))
+
+
+@pytest.fixture
+def receiver(gate: wire.Gate, stack: ExitStack) -> wire.RolloutReceiver:
+    return stack.enter_context(closing(receiver_at(gate=gate)))
+
+
+def stranger(folder: Path) -> GeneratorKeys:
+    """Knows the trainer, and is unknown to it."""
+    return dataclasses.replace(generator_keys(folder, "ann"), secret=zmq.curve_keypair()[1])
+
+
+def misled(folder: Path) -> GeneratorKeys:
+    """Known to the trainer, and looks for another one."""
+    return dataclasses.replace(generator_keys(folder, "ann"), trainer=zmq.curve_keypair()[0])
+
+
+def reason_of(sender: wire.RolloutSender) -> str:
+    """What a sender says when it is turned away, in time."""
+    started = monotonic()
+    with pytest.raises(WireError) as refused:
+        for _ in until(IN_TIME + 1):
+            sender.send(numbered(5), timeout=0.1)
+    assert monotonic() - started < IN_TIME
+    assert sender.failure() == str(refused.value)
+    return str(refused.value)
+
+
+def test_known_generator_is_heard_in_its_own_name(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
+) -> None:
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    assert sender.send(numbered(5), timeout=IN_TIME)
+    assert received(receiver).generator_id == "ann"
+    assert sender.failure() is None
+
+
+@pytest.mark.parametrize(
+    ("keys_of", "reason"),
+    [
+        (lambda folder: None, "no keys"),
+        (stranger, r"does not know the key of ann; put ann\.public"),
+        (misled, r"trainer\.public is not its key"),
+    ],
+    ids=["no key", "unknown key", "wrong server key"],
+)
+def test_stranger_delivers_nothing_and_is_told_why(
+    folder: Path,
+    receiver: wire.RolloutReceiver,
+    stack: ExitStack,
+    keys_of: Callable[[Path], GeneratorKeys | None],
+    reason: str,
+) -> None:
+    sender = sender_to(receiver.address, stack, keys=keys_of(folder))
+    said = reason_of(sender)
+    assert receiver.receive(timeout=0.3) is None and not receiver.refused
+    with pytest.raises(WireError, match=reason):
+        raise WireError(said)
+
+
+def test_nobody_gets_in_when_the_gate_is_closed(
+    folder: Path, gate: wire.Gate, receiver: wire.RolloutReceiver, stack: ExitStack
+) -> None:
+    gate.close()
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    assert "lets nobody in" in reason_of(sender)
+    assert receiver.receive(timeout=0.3) is None
+
+
+def test_generator_with_keys_does_not_talk_to_a_trainer_without(
+    folder: Path, stack: ExitStack
+) -> None:
+    receiver = stack.enter_context(closing(receiver_at()))
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    assert "with keys" in reason_of(sender)
+    assert receiver.receive(timeout=0.3) is None
+
+
+def test_domain_is_enforced_by_the_library_itself(receiver: wire.RolloutReceiver) -> None:
+    options = (zmq.ZAP_ENFORCE_DOMAIN, zmq.CURVE_SERVER)
+    assert [receiver._socket.getsockopt(each) for each in options] == [1, 1]
+    assert receiver._socket.getsockopt(zmq.ZAP_DOMAIN) == gates.DOMAIN
+
+
+def test_group_in_anothers_name_is_counted_and_dropped(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
+) -> None:
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "bob"))
+    assert sender.send(numbered(5), timeout=IN_TIME)  # ann's
+    assert sender.send(numbered(6, generator_id="bob"), timeout=IN_TIME)
+    assert received(receiver).sequence == 6
+    ((reason, count),) = receiver.refused.items()
+    assert "key of bob was used in another name, ann" in reason and count == 1
+
+
+def test_announcements_reach_known_generators_only(
+    folder: Path, gate: wire.Gate, stack: ExitStack
+) -> None:
+    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE, gate=gate)))
+    announcer.announce(wire.Announcement(RUN, step=4))
+    ann = generator_keys(folder, "ann")
+    known = stack.enter_context(closing(wire.Listener(announcer.address, keys=ann)))
+    assert eventually(lambda: known.listen(timeout=0.1)) == wire.Announcement(RUN, step=4)
+    strange = stack.enter_context(closing(wire.Listener(announcer.address, keys=stranger(folder))))
+    with pytest.raises(WireError, match="does not know the key"):
+        for _ in until(IN_TIME):
+            assert strange.listen(timeout=0.1) is None
+    assert strange.failure()
+
+
+def test_counters_come_from_known_generators_in_their_own_name_only(
+    folder: Path, gate: wire.Gate, stack: ExitStack
+) -> None:
+    receiver = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN, gate=gate)))
+    strange = wire.CounterSender(receiver.address, keys=stranger(folder))
+    stack.callback(strange.close, linger_seconds=0)
+    bob = stack.enter_context(
+        closing(wire.CounterSender(receiver.address, keys=generator_keys(folder, "bob")))
+    )
+    of_ann, of_bob = wire.Counters(RUN, "ann", BOOT), wire.Counters(RUN, "bob", BOOT)
+
+    def reported() -> bool:
+        for counters in (of_ann, of_bob):
+            bob.send(counters)
+            strange.send(counters)
+        zmq.select([receiver._socket], [], [], timeout=0.1)
+        return bool(receiver.receive()) and bool(strange.failure())
+
+    eventually(reported)
+    assert receiver.latest == {of_bob.sender: of_bob} and receiver.refused
+
+
+def test_key_that_is_added_later_is_let_in(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
+) -> None:
+    make_keys(folder, "eve")
+    eve = generator_keys(folder, "eve")
+    frame = numbered(5, generator_id="eve")
+
+    def knock() -> bool:
+        with ExitStack() as once:
+            sender = sender_to(receiver.address, once, keys=eve)
+            sender.send(frame, timeout=0)
+            return receiver.receive(timeout=0.5) is not None
+
+    eventually(knock)
+
+
+def test_key_that_is_removed_is_not_let_in_again(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann = generator_keys(folder, "ann")
+    (folder / "ann.public").unlink()
+    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    assert "does not know the key" in reason_of(sender_to(receiver.address, stack, keys=ann))
+
+
+def test_folder_that_cannot_be_trusted_lets_nobody_in(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
+    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    ann = generator_keys(folder, "ann")
+    assert "does not know the key" in reason_of(sender_to(receiver.address, stack, keys=ann))
+
+
+def test_second_gate_is_refused(folder: Path, gate: wire.Gate) -> None:
+    with pytest.raises(WireError, match="second gate"):
+        wire.Gate(folder)
+
+
+def test_known_generator_is_heard_again_after_the_trainers_restart(
+    folder: Path, gate: wire.Gate, stack: ExitStack
+) -> None:
+    first = receiver_at(gate=gate)
+    sender = sender_to(first.address, stack, keys=generator_keys(folder, "ann"))
+    assert sender.send(numbered(5), timeout=IN_TIME)
+    received(first)
+    first.close()
+    address = first.address
+
+    def second() -> wire.RolloutReceiver | None:
+        try:
+            return receiver_at(address, gate=gate)
+        except WireError:
+            return None
+
+    again = stack.enter_context(closing(eventually(second)))
+
+    def heard() -> Any:
+        sender.send(numbered(6), timeout=0.1)
+        return again.receive(timeout=0.1)
+
+    assert eventually(heard)[0].sequence == 6
+
+
+# Key files.
+
+
+def test_secrets_are_ours_alone(folder: Path) -> None:
+    assert (folder / "ann.secret").stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o660])
+def test_secret_that_others_may_read_is_refused(folder: Path, mode: int) -> None:
+    (folder / "ann.secret").chmod(mode)
+    with pytest.raises(WireError, match=r"chmod 600 .*ann\.secret"):
+        generator_keys(folder, "ann")
+    (folder / "trainer.secret").chmod(mode)
+    with pytest.raises(WireError, match=r"chmod 600 .*trainer\.secret"):
+        wire.Gate(folder)
+
+
+def test_keys_that_are_there_are_kept(folder: Path) -> None:
+    before = (folder / "ann.secret").read_bytes()
+    assert not make_keys(folder, "ann")
+    assert (folder / "ann.secret").read_bytes() == before
+
+
+def test_halves_that_do_not_fit_are_refused(folder: Path) -> None:
+    (folder / "ann.public").write_bytes((folder / "bob.public").read_bytes())
+    with pytest.raises(WireError, match="does not belong"):
+        make_keys(folder, "ann")
+
+
+def test_missing_key_names_the_remedy(folder: Path) -> None:
+    with pytest.raises(WireError, match=r"eve\.secret.*bin/doctor keygen"):
+        generator_keys(folder, "eve")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 39, b"x" * 41, b"\0" * 40, b"'" * 40])
+def test_file_that_is_no_key_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "ann.public").write_bytes(content)
+    with pytest.raises(WireError, match="is not a key"):
+        known_generators(folder)
+
+
+@pytest.mark.parametrize("name", ["", "../ann", "a b", ".hidden"])
+def test_name_that_is_no_plain_name_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(WireError, match="plain name"):
+        make_keys(folder, name)
+    with pytest.raises(WireError, match="plain name"):
+        generator_keys(folder, name)
+
+
+def test_one_key_has_one_name(folder: Path) -> None:
+    (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
+    with pytest.raises(WireError, match=r"twin\.public holds the key of ann"):
+        known_generators(folder)
+
+
+def test_trainer_is_no_generator(folder: Path) -> None:
+    assert set(known_generators(folder).values()) == {"ann", "bob"}
+    assert keys.TRAINER == "trainer" and GROUP.generator_id == "ann"
