@@ -24,7 +24,7 @@ from peralta_zmq.operate.supervise import WITNESSED
 REPO = Path(__file__).parents[1]
 SMALL = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
-    *("--engine.prompts-per-batch", "2", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
+    *("--engine.slots", "8", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "5", "--weights.poll-seconds", "1"),
     *("--train.num-workers", "2", "--generator.num-workers", "2"),
     *("--train.max-off-policy-steps", "4", *WITNESSED),

@@ -37,7 +37,7 @@ TRAINER_START = 15.0  # seconds after which it has surely opened its weights fol
 Undo: TypeAlias = Callable[[Crew], "bool | None"]  # False when it has to be tried again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
-    *("--engine.prompts-per-batch", "2", "--train.max-off-policy-steps", "4"),
+    *("--engine.slots", "8", "--train.max-off-policy-steps", "4"),
     *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-5"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "10", "--weights.poll-seconds", "1"),

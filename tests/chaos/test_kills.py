@@ -92,7 +92,7 @@ def test_whoever_dies_at_a_named_place_ledger_and_weights_agree(field: Field) ->
     for place in PLACES:
         for each in (trainer, generator):
             each.kill()
-        doomed = {VARIABLE: f"{place}:2"}
+        doomed = {VARIABLE: place}
         trainer = field.trainer(*settings, environment=doomed)
         generator = field.generator("ann", environment=doomed)
         starts, target = num_starts(field), field.step + 4
