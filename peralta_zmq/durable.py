@@ -7,19 +7,27 @@ with the manifest's hash, written last. Knows bytes and paths; knows nothing of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
+
+from peralta_zmq.failpoints import failpoint
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20
+BOOT = os.urandom(4).hex()  # two machines on one NAS may have equal process ids
+RENAME_DELAYS = (0.05, 0.2, 0.5)  # seconds
+About: TypeAlias = Mapping[str, Any]
+Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"
 STEP_NAME = re.compile(r"step_\d{6,8}")
 MALFORMED = (
     ValueError, KeyError, TypeError, AttributeError,
@@ -42,26 +50,44 @@ class Manifest:
     files: dict[str, tuple[int, str]]  # name -> (bytes, sha256 hex)
 
 
-def write_folder(final: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> Manifest:
+def write_folder(
+    final: Path, files: Mapping[str, Content], about: About | Callable[[], About]
+) -> Manifest:
     """Write a folder that is either absent or complete; the rename is the commit point.
 
+    A file may be an iterable of buffers, and `about` a function called once all are written.
     Raises OSError, after removing what was begun; a failed fsync is never tried again.
     """
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{BOOT}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    failpoint("durable.cleared")
+    os.mkdir(temporary)
+    failpoint("durable.begun")
     try:
         written = {name: _write(temporary / name, content) for name, content in files.items()}
-        text = json.dumps({**about, "files": _listed(written)}, indent=1).encode()
-        digest = _write(temporary / MANIFEST, text)[1]
-        _write(temporary / STABLE, digest.encode())
+        failpoint("durable.written")
+        manifest, text = describe(written, about() if callable(about) else about)
+        _write(temporary / MANIFEST, text)
+        failpoint("durable.described")
+        _write(temporary / STABLE, manifest.digest.encode())
+        failpoint("durable.marked")
         sync_folder(temporary)
-        os.rename(temporary, final)
-    except OSError:
+        failpoint("durable.synced")
+        _rename(temporary, final)
+    except BaseException:  # what fills a file may fail too
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    failpoint("durable.renamed")
     sync_folder(final.parent)
-    return Manifest(digest, dict(about), written)
+    return manifest
+
+
+def describe(
+    written: Mapping[str, tuple[int, str]], about: Mapping[str, Any]
+) -> tuple[Manifest, bytes]:
+    """The manifest of files of these sizes and hashes, and its text."""
+    text = json.dumps({**about, "files": _listed(written)}, indent=1).encode()
+    return Manifest(hashlib.sha256(text).hexdigest(), dict(about), dict(written)), text
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -69,7 +95,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
     Raises OSError, after removing what was begun.
     """
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{BOOT}")
     temporary.unlink(missing_ok=True)
     try:
         _write(temporary, content)
@@ -83,31 +109,53 @@ def replace_file(path: Path, content: bytes) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished folder. Raises CorruptError; OSError when it is not there."""
     text = (folder / MANIFEST).read_bytes()
+    return parse_manifest(text, stable=(folder / STABLE).read_bytes(), where=str(folder))
+
+
+def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
+    """The manifest with this text, if STABLE agrees with it. Raises CorruptError."""
     digest = hashlib.sha256(text).hexdigest()
-    if (folder / STABLE).read_text(encoding="ascii", errors="replace").strip() != digest:
-        raise CorruptError(f"{folder}: STABLE does not match {MANIFEST}")
+    if stable.strip() != digest.encode():
+        raise CorruptError(f"{where}: STABLE does not match {MANIFEST}")
     try:
         about = cast("dict[str, Any]", json.loads(text))
         files = {str(each["name"]): (int(each["bytes"]), str(each["sha256"]))
                  for each in about.pop("files")}  # fmt: skip
     except MALFORMED as error:
-        raise CorruptError(f"{folder}: {MANIFEST} cannot be read ({error})") from None
+        raise CorruptError(f"{where}: {MANIFEST} cannot be read ({error})") from None
     if strange := [name for name in files if not PLAIN_NAME.fullmatch(name)]:
-        raise CorruptError(f"{folder}: {strange[0]!r} is not a plain file name")
+        raise CorruptError(f"{where}: {strange[0]!r} is not a plain file name")
     return Manifest(digest, about, files)
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
     """The bytes of a file in chunks; CorruptError at the end if they are not the promised ones."""
-    size, digest = manifest.files[name]
+    return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
+
+
+def verified(chunks: Iterable[bytes], where: str, promised: tuple[int, str]) -> Iterator[bytes]:
+    """The same chunks; CorruptError as soon as they are not the promised bytes and sha256."""
+    size, digest = promised
     read, hashed = 0, hashlib.sha256()
-    with (folder / name).open("rb") as file:
-        while chunk := file.read(CHUNK):
-            read += len(chunk)
-            hashed.update(chunk)
-            yield chunk
+    for chunk in chunks:
+        read += len(chunk)
+        hashed.update(chunk)
+        if read > size:
+            break
+        yield chunk
     if (read, hashed.hexdigest()) != (size, digest):
-        raise CorruptError(f"{folder / name}: not the {size} bytes that its manifest names")
+        raise CorruptError(f"{where}: not the {size} bytes that its manifest names")
+
+
+def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
+    """The bytes of a file from `start` on. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        while chunk := os.read(descriptor, CHUNK):
+            yield chunk
+    finally:
+        os.close(descriptor)
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
@@ -145,13 +193,47 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(path: Path, content: bytes) -> tuple[int, str]:
+def _write(path: Path, content: Content) -> tuple[int, str]:
+    """Through one descriptor of our own, which only its fsync can vouch for."""
+    written, hashed = 0, hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        _sync(file.fileno())
-    return len(content), hashlib.sha256(content).hexdigest()
+    try:
+        failpoint("durable.opened")
+        for chunk in chunks_of(content):
+            hashed.update(chunk)
+            written += _write_all(descriptor, chunk)
+            failpoint("durable.chunk")
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return written, hashed.hexdigest()
+
+
+def chunks_of(content: Content) -> Iterator[memoryview]:
+    """The content as flat buffers of at most CHUNK bytes."""
+    for buffer in (content,) if isinstance(content, bytes) else content:
+        view = memoryview(buffer).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]
+
+
+def _write_all(descriptor: int, chunk: memoryview) -> int:
+    done = 0
+    while done < len(chunk):
+        done += os.write(descriptor, chunk[done:])
+    return done
+
+
+def _rename(source: Path, target: Path) -> None:
+    """A scanner or a NAS may hold a new folder for a moment: EACCES and EBUSY pass."""
+    for delay in RENAME_DELAYS:
+        try:
+            return os.rename(source, target)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EBUSY):
+                raise
+            time.sleep(delay)
+    os.rename(source, target)
 
 
 def _sync(descriptor: int) -> None:

@@ -12,25 +12,29 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import EngineError, StoreError, TaskError
+from peralta_zmq.errors import EngineError, TaskError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
     MAX_REWARD,
     Completion,
     Problem,
     RolloutGroup,
+    Sampling,
     rollout_of,
     sender_of,
 )
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors, Version
-from peralta_zmq.stores.watch import Watch
+from peralta_zmq.stores.follow import Follower, Staged
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.serve import read_token
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 TRICKLE_SECONDS = 2.0  # a generator that is ahead waits so long for a trainer that waits too
@@ -55,14 +59,10 @@ class Pace:
     _step: int = -1
     _made_from_step: int = 0
 
-    def allows(self, *, step: int, under_way: int, generators: int, heard_at: float) -> bool:
-        """Whether a further group from the weights of `step` would be used in time.
-
-        A trainer that waits for groups is heard every second; in a step it is silent.
-        """
+    def allows(self, *, step: int, under_way: int, generators: int, trainer_waits: bool) -> bool:
+        """Whether a further group from the weights of `step` would be used in time."""
         waited = time.monotonic() - self.last_made
-        patience = TRICKLE_SECONDS if heard_at > self.last_made else SILENT_TRICKLE_SECONDS
-        if waited > patience:
+        if waited > (TRICKLE_SECONDS if trainer_waits else SILENT_TRICKLE_SECONDS):
             return True
         if step != self._step:
             self._step, self._made_from_step = step, self.made
@@ -86,39 +86,47 @@ def run(config: Config) -> None:
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     task = registry.resolve("task", config.task.name)
     problems = tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
-    store = DirectoryStore(config.weights_folder)
-    address = f"tcp://{config.wire.host}:{config.wire.port}"
-    with closing(wire.Listener(wire.next_port(address))) as listener:
-        version, engine, tokenizer = open_engine(config, store, listener, address)
+    address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
+    keys = wire.generator_keys(folder, name) if folder else None
+    with ExitStack() as stack:
+        listener = wire.Listener(wire.next_port(address), keys=keys)
+        stack.enter_context(closing(listener))
+        follower = stack.enter_context(closing(open_follower(config, name)))
+        version, engine, tokenizer = open_engine(config, follower, listener, address)
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
-        watch = Watch(store.folder, poll_seconds=config.weights.poll_seconds)
-        sender = wire.RolloutSender(address, hwm=config.wire.hwm)
-        with closing(watch), closing(sender):
-            worker = Generator(config, name, store, listener, watch, sender, version)
-            worker.work(engine, tokenizer, problems, task.reward)
+        counters = wire.CounterSender(wire.next_port(address, 2), keys=keys)
+        stack.enter_context(closing(counters))
+        sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
+        stack.enter_context(closing(sender))
+        line = Line(listener, sender, counters)
+        worker = Generator(config, name, follower, line, version)
+        worker.work(engine, tokenizer, problems, task.reward)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The three sockets to the trainer."""
+
+    listener: wire.Listener
+    sender: wire.RolloutSender
+    counters: wire.CounterSender
 
 
 class Generator:
     """What stays open while sampling, and the loop itself."""
 
     def __init__(
-        self,
-        config: Config,
-        name: str,
-        store: DirectoryStore,
-        listener: wire.Listener,
-        watch: Watch,
-        sender: wire.RolloutSender,
-        version: Version,
+        self, config: Config, name: str, follower: Follower, line: Line, version: Version
     ) -> None:
-        self._config, self._name, self._store = config, name, store
-        self._listener, self._watch, self._sender = listener, watch, sender
+        self._config, self._name, self._follower, self._line = config, name, follower, line
         self._ids: dict[int, tuple[str, str]] = {}  # policy step -> run id and wid of its weights
         self._serve(version)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
         self._sequence = 0  # of the next group
         self._under_way = 0  # groups in the engine
+        self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
+        self._reload_seconds = 0.0  # of the latest change of weights
         self._boot = os.urandom(8)
         self._outbox = wire.Outbox(sender_of(name, self._boot))
         self._pace = Pace(config.groups_per_step, config.train.max_async_level)
@@ -146,9 +154,20 @@ class Generator:
                         self._done = True
                         break
             except EngineError as error:
-                self._under_way = 0
-                self._serve(go_back(engine, self._store, self._version, error))
+                self._give_up(engine, error)
+        self._report()
         logger.info("run complete: groups=%d", self._sequence)
+
+    def _give_up(self, engine: registry.Engine, error: EngineError) -> None:
+        """Go back from weights that do not compute to the newest others."""
+        number = self._version.number
+        logger.warning("gave up the groups under way: version=%d reason=%s", number, error)
+        self._under_way = 0
+        self._follower.give_back()
+        while not self._done and self._version.number == number:
+            heard = self._hear(timeout=0.2)
+            self._done = heard is not None and heard.done
+            self._refresh(engine)
 
     def _problems_from(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
         generator = self._config.generator
@@ -171,7 +190,8 @@ class Generator:
                 yield next(todo)
                 continue
             if not self._under_way:  # else the engine has work
-                self._listener.listen(timeout=0.02)
+                self._hear(timeout=0.02)
+                self._blocked += 0.02
             yield None
 
     def _is_our_turn(self, engine: registry.Engine) -> bool:
@@ -183,24 +203,53 @@ class Generator:
             self._done = self._done or not self._send(frame, engine)
         return not (self._done or self._draining) and self._pace.allows(
             step=engine.step,
-            under_way=len(self._outbox) + self._under_way,
+            under_way=self._outbox.window + self._under_way,
             generators=len(heard.recv) if heard else 1,
-            heard_at=self._listener.heard_at,
+            trainer_waits=heard is not None and heard.waiting,
         )
 
-    def _hear(self) -> wire.Announcement | None:
-        """The newest announcement of the run whose weights we serve."""
-        heard = self._listener.listen()
+    def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
+        """The newest announcement of the run whose weights we serve; reports in return."""
+        if self._line.counters.due:
+            self._report()
+        heard = self._line.listener.listen(timeout=timeout)
+        if heard is not None:
+            self._follower.hint(heard.version, heard.wid)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _refresh(self, engine: registry.Engine) -> None:
         """Apply a newer version, at once or when the groups under way have ended."""
-        if self._under_way and self._config.weights.update == "between_groups":
-            if not self._draining and self._watch.due():
-                self._draining = newer(self._store, self._version) is not None
-        elif self._draining or self._watch.due():
-            self._draining = False
-            self._serve(refresh(engine, self._store, self._version))
+        wait = self._under_way > 0 and self._config.weights.update == "between_groups"
+        self._draining = wait and self._follower.ready() is not None
+        if wait:
+            return
+        before, started = self._version, time.monotonic()
+        version = refresh(engine, self._follower, before)
+        if version is not before:
+            self._reload_seconds = time.monotonic() - started
+            self._serve(version)
+
+    def _report(self) -> None:
+        """Tell the trainer how we fare."""
+        now, self._tokens, tokens = time.monotonic(), 0, self._tokens
+        elapsed, self._reported = max(now - self._reported, 1e-3), now
+        blocked, self._blocked = self._blocked, 0.0
+        self._line.counters.send(
+            wire.Counters(
+                run_id=self._version.run_id,
+                generator_id=self._name,
+                boot=self._boot,
+                made=self._sequence,
+                lost=self._outbox.lost,
+                stale=self._outbox.stale,
+                resent=self._outbox.resent,
+                step=self._version.step,
+                tokens_per_s=tokens / elapsed,
+                blocked_frac=min(1.0, blocked / elapsed),
+                reload_s=self._reload_seconds,
+                hello=policy.versions(),
+            )
+        )
 
     def _serve(self, version: Version) -> None:
         self._version = version
@@ -240,6 +289,7 @@ class Generator:
         failpoint("generator.made")
         frame = wire.encode_group(group)
         self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
+        self._tokens += sum(each.num_generated for each in group.rollouts)
         sent = self._send(frame, engine)
         failpoint("generator.sent")
         return sent
@@ -248,7 +298,7 @@ class Generator:
         """Wait for room in the queue; False when the run is complete instead."""
         started = time.monotonic()
         said = started
-        while not self._sender.send(frame, timeout=0.2):
+        while not self._line.sender.send(frame, timeout=0.2):
             heard = self._hear()
             if heard is not None and heard.done:
                 return False
@@ -256,100 +306,86 @@ class Generator:
             if time.monotonic() - said > WAITING_SECONDS:
                 said = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", said - started)
+        self._blocked += time.monotonic() - started
         return True
 
 
-def newer(store: DirectoryStore, current: Version) -> Version | None:
-    """The newest version if it is newer than `current`, or of another run."""
-    newest = store.newest()
-    if newest is None or (newest.run_id == current.run_id and newest.number <= current.number):
-        return None
-    return newest
-
-
-def go_back(
-    engine: registry.Engine, store: DirectoryStore, bad: Version, error: EngineError
-) -> Version:
-    """Serve the version before `bad`, whose weights do not compute. Raises `error` if none is."""
-    logger.warning("gave up the groups under way: version=%d reason=%s", bad.number, error)
-    store.quarantine(bad)
-    previous = store.newest()
-    if previous is None:
-        raise error
-    with store.load(previous) as folder:
-        engine.apply(LazyTensors(folder / WEIGHTS), previous.step)
-    logger.info("went back to version=%d step=%d", previous.number, previous.step)
-    return previous
-
-
-def refresh(engine: registry.Engine, store: DirectoryStore, current: Version) -> Version:
-    """Apply the newest version in place if there is a newer one; a bad one changes nothing.
+def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
+    """Apply the newest version that is ready, in place; a bad one changes nothing.
 
     Returns the version that the engine samples from.
     """
-    newest = newer(store, current)
-    if newest is None:
+    staged = follower.ready()
+    if staged is None:
         return current
     started = time.monotonic()
     try:
-        with store.load(newest) as folder:
-            engine.apply(LazyTensors(folder / WEIGHTS), newest.step)
-    except StoreError as error:  # perhaps a passing fault: look again
-        logger.warning("unread version=%d reason=%s", newest.number, error)
-        return current
+        engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
-        store.quarantine(newest)
-        logger.warning("refused version=%d reason=%s", newest.number, error)
+        follower.settle(refused=str(error))
+        logger.warning("refused version=%d reason=%s", staged.version.number, error)
         return current
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version
+
+
+def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
+    version = staged.version
     logger.info(
-        "loaded version=%d step=%d wid=%s seconds=%.3f",
-        newest.number, newest.step, newest.wid, time.monotonic() - started,
+        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
+        apply_seconds,
     )  # fmt: skip
-    return newest
+
+
+def open_follower(config: Config, name: str) -> Follower:
+    """What follows the store of this run; its copy of the weights outlives the process."""
+    address = config.weights_address
+    place = open_place(address, token=read_token(config.weights.token_file))
+    return Follower(
+        WeightStore(place),
+        config.run_folder / "copies" / name,
+        poll_seconds=config.weights.poll_seconds,
+        watch=None if "://" in address else config.weights_folder,
+    )
 
 
 def open_engine(
-    config: Config, store: DirectoryStore, listener: wire.Listener, address: str
+    config: Config, follower: Follower, listener: wire.Listener, address: str
 ) -> tuple[Version, registry.Engine, policy.Tokenizer]:
-    """The newest version that can be read, and an engine over it; waits for both."""
-    while True:
-        version = wait_for_version(store, listener, address)
-        try:
-            return version, *make_engine(config, store, version)
-        except StoreError as error:  # pruned while we read it, or a passing fault of the NAS
-            logger.warning("unread version=%d reason=%s", version.number, error)
-            listener.listen(timeout=0.2)
+    """An engine over the newest version that can be read; waits for one, saying so every 5 s.
 
-
-def wait_for_version(store: DirectoryStore, listener: wire.Listener, address: str) -> Version:
-    """The newest version, after waiting for the trainer to publish one; says so every 5 s."""
+    The weights are loaded once; later versions go in place.
+    """
     started = said = time.monotonic()
-    while (version := store.newest()) is None:
-        listener.listen(timeout=0.2)
+    while (staged := follower.ready(timeout=0.2)) is None:
+        listener.listen()
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
             reply = "it answers" if wire.answers(address) else "no TCP answer"
             logger.info(
                 "waiting for trainer %s (%.0f s): %s, no version in %s. "
                 "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
-                address, said - started, reply, store.folder,
+                address, said - started, reply, config.weights_address,
             )  # fmt: skip
-    return version
+    started = time.monotonic()
+    made = make_engine(config, staged)
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version, *made
 
 
-def make_engine(
-    config: Config, store: DirectoryStore, version: Version
-) -> tuple[registry.Engine, policy.Tokenizer]:
-    """The configured engine over the weights of `version`, loaded once; later ones go in place."""
+def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
+    """The configured engine over weights that lie here."""
     device = policy.choose_device(config.model.device)
     dtype, reason = policy.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    with store.load(version) as folder:
-        model = policy.load_model(folder, device=device, dtype=dtype)
-        tokenizer = policy.load_tokenizer(folder)
-        engine = registry.resolve("engine", config.engine.name)
+    model = policy.load_model(staged.folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(staged.folder)
+    engine = registry.resolve("engine", config.engine.name)
     made = engine(
-        model, tokenizer, step=version.step,
+        model, tokenizer, step=staged.version.step,
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
     return made, tokenizer

@@ -7,6 +7,7 @@ Knows transformers and torch; knows nothing of rewards, sockets or files of a ru
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import (
@@ -38,6 +40,16 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 EMBEDDED = Path(__file__).parent / "base_model"
 COMPANIONS = (".json", ".txt", ".jinja")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def versions() -> dict[str, str]:
+    """What computes here: Python, torch, transformers, and the number of threads."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def use_threads(num_workers: int = 1) -> int:

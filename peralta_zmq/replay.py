@@ -20,7 +20,11 @@ from peralta_zmq.errors import ConfigError, JournalError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.recovery import checkpoint, journal
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors
+from peralta_zmq.stores.export import export as write_version
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.tensors import MappedTensors
+from peralta_zmq.stores.version import WEIGHTS
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -89,7 +93,10 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("step", type=int, help="optimizer step")
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     asked = parser.parse_args(arguments)
-    raise ConfigError(f"no step {asked.step}")
+    config, _ = _config_of(asked.run, [])
+    version = write_version(_store_of(config), asked.step, asked.folder)
+    sys.stdout.write(f"step {version.step}, version {version.number}: {asked.folder}\n")
+    return 0
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
@@ -137,9 +144,12 @@ def _groups_of(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
 def _published(config: Config) -> dict[int, str]:
     """Fingerprint by step of every version that the run's weights folder still has."""
     found: dict[int, str] = {}
-    store = DirectoryStore(config.weights_folder)
-    newest = store.newest()
-    if newest is not None:
-        with store.load(newest) as local:
-            found[newest.step] = fingerprint(LazyTensors(local / WEIGHTS))
+    store = _store_of(config)
+    for version in store.versions():
+        with store.load(version) as local:
+            found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
     return found
+
+
+def _store_of(config: Config) -> WeightStore:
+    return WeightStore(open_place(config.weights_address))

@@ -29,13 +29,17 @@ from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
-from peralta_zmq.stores.directory import DirectoryStore
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.publisher import Keep, Publisher, Report
+from peralta_zmq.stores.serve import Server, read_token
+from peralta_zmq.stores.store import WeightStore
 
-ANNOUNCE_SECONDS = 1.0
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
+LAST_VERSION_SECONDS = 60.0  # that the end of a run waits for its last version to be out
+STOP_SECONDS = 2.0  # and that a stop waits
 LOCK = "lock"
 
 
@@ -62,13 +66,14 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._boot = os.urandom(8)
-        self._version = -1  # number of the newest published weights
+        self._version, self._wid = -1, ""  # number and id of the newest published weights
+        self._published: Report | None = None
         on_policy = config.train.max_async_level == 0
         self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
         self._heard: dict[str, float] = {}  # sender -> time of its last group
+        self._reports: dict[str, wire.Counters] = {}  # by sender, the latest
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
-        self._announced = 0.0
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
         self._journaling = 0.0  # seconds of this step
@@ -105,8 +110,9 @@ class Trainer:
         newest = self._store.newest()
         if newest is None or newest.step != step:
             self._publish()
+            self._wait_for_version(LAST_VERSION_SECONDS)
         else:
-            self._version = newest.number
+            self._version, self._wid = newest.number, newest.wid
 
     def evaluate_base(self) -> None:
         """Greedy accuracy of the untrained model, once per run."""
@@ -132,6 +138,7 @@ class Trainer:
             "time/wait_for_batch": collected - started,
             "time/journal": self._journaling,
             "time/publish": publishing,
+            **self._newest_publication(),
         }
         self._record(groups, row, step_time=time.monotonic() - started)
         failpoint("trainer.recorded")
@@ -142,7 +149,9 @@ class Trainer:
         """Save; then close the run, or say how to resume it."""
         self._commit()
         self._save()
-        if self._learner.step < self._config.train.max_steps:
+        complete = self._learner.step >= self._config.train.max_steps
+        self._wait_for_version(LAST_VERSION_SECONDS if complete else STOP_SECONDS)
+        if not complete:
             step = self._learner.step
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
@@ -176,16 +185,28 @@ class Trainer:
     def _open_sockets(self, stack: ExitStack) -> None:
         wires = self._config.wire
         self._run_id = parts.run_id_of(self._folder, self._config.run.name)
-        address = f"tcp://{wires.bind}:{wires.port}"
+        address, folder = f"tcp://{wires.bind}:{wires.port}", self._config.keys_folder
+        gate = stack.enter_context(closing(wire.Gate(folder))) if folder else None
         self._receiver = wire.RolloutReceiver(
-            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm
+            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
         )
         stack.enter_context(closing(self._receiver))
-        self._announcer = wire.Announcer(wire.next_port(address))
+        self._announcer = wire.Announcer(wire.next_port(address), gate=gate)
         stack.enter_context(closing(self._announcer))
+        self._counters = wire.CounterReceiver(
+            wire.next_port(address, 2), run_id=self._run_id, gate=gate
+        )
+        stack.enter_context(closing(self._counters))
 
     def _open_folders(self, stack: ExitStack) -> None:
-        self._store = DirectoryStore(self._config.weights_folder)
+        weights = self._config.weights
+        if self._config.weights_address.startswith("http://"):
+            raise ConfigError(
+                f"weights.dir {weights.dir} is for generators; the trainer needs a folder, "
+                "which weights.serve_port serves"
+            )
+        token = read_token(weights.token_file)
+        self._store = WeightStore(open_place(self._config.weights_address))
         is_new = not (self._folder / parts.IDENTITY).exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -206,9 +227,27 @@ class Trainer:
             if is_new:
                 _remove_new(self._folder)
             raise
+        if weights.serve_port:
+            server = Server(
+                self._config.weights_folder,
+                host=self._config.wire.bind, port=weights.serve_port, token=token,
+            )  # fmt: skip
+            stack.enter_context(closing(server))
+        self._publisher = stack.enter_context(closing(self._open_publisher()))
         self._journal = stack.enter_context(closing(Journal(self._folder / "journal")))
         name, max_steps = self._config.run.name, self._config.train.max_steps
         self._books = stack.enter_context(Books(self._folder, run=name, max_steps=max_steps))
+
+    def _open_publisher(self) -> Publisher:
+        weights = self._config.weights
+        return Publisher(
+            self._store,
+            companions=policy.companion_files(self._model_folder),
+            dtype=policy.DTYPES[weights.dtype],
+            keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
+            keyframe_interval=weights.keyframe_interval,
+            max_mbit_per_s=weights.max_mbit_per_s,
+        )
 
     # One step.
 
@@ -220,14 +259,17 @@ class Trainer:
         step, depth, queued = self._learner.step + 1, 0, True
         started = said = time.monotonic()
         while _num_rollouts(self._pending) < self._config.train.batch_size:
-            self._announce()
+            self._take_reports()
+            self._hear()
             if self._stopping:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
                 self._commit()
+                self._announce(waiting=True)
                 queued = False
-                received = self._receiver.receive(timeout=0.2)
+                patience = 0.02 if self._publisher.busy else 0.2  # a report wants to be announced
+                received = self._receiver.receive(timeout=patience)
             if received is None:
                 said = self._say_silence(started, said)
                 continue
@@ -235,14 +277,13 @@ class Trainer:
             started = said = time.monotonic()
             self._take_in(*received, step=step)
         self._commit()
+        self._announce()
         groups, self._pending = self._pending, []
         return groups, depth
 
     def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
         failpoint("trainer.received")
-        if group.sender not in self._heard:
-            self._welcome(group, step)
-        self._heard[group.sender] = time.monotonic()
+        self._meet(group.sender)
         verdict = self._admission.admit(group, step=step)
         if verdict in ADMITTED:
             self._journal.append(step, frame)
@@ -252,16 +293,28 @@ class Trainer:
             self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
             note["floor"] = group.floor
             self._journal.append(step, json.dumps(note).encode(), DROPPED)
-        self._announce(changed=True)
+        self._announce(waiting=True)
 
-    def _welcome(self, group: RolloutGroup, step: int) -> None:
-        name, boot = group.generator_id, group.boot.hex()
-        self._books.event("join", generator=name, boot=boot, step=step)
-        prefix = f"{name}/"
-        if any(sender.startswith(prefix) for sender in self._live(within=SAME_NAME_SECONDS)):
-            self._books.note(
-                f"two generators are called {name}; if both run, give one --generator.name"
-            )
+    def _hear(self) -> None:
+        """Take in what generators report of themselves: who reports is alive."""
+        before, self._reports = self._reports, dict(self._counters.receive())
+        for sender, report in self._reports.items():
+            if before.get(sender) is not report:
+                self._meet(sender, hello=report.hello)
+
+    def _meet(self, sender: str, **facts: object) -> None:
+        """We have heard of a start of a generator just now, perhaps for the first time."""
+        if sender not in self._heard:
+            name, _, boot = sender.rpartition("/")
+            step = self._learner.step + 1
+            self._books.event("join", generator=name, boot=boot, step=step, **facts)
+            twins = [each for each in self._live(within=SAME_NAME_SECONDS)
+                     if each.startswith(f"{name}/")]  # fmt: skip
+            if twins:
+                self._books.note(
+                    f"two generators are called {name}; if both run, give one --generator.name"
+                )
+        self._heard[sender] = time.monotonic()
 
     def _commit(self) -> None:
         """What was taken in is on disk; waits, saying so, while the disk refuses."""
@@ -281,12 +334,10 @@ class Trainer:
         ledger = self._admission.ledger
         self._durable = {sender: ledger.settled(sender) for sender in ledger.senders}
         self._journaling += time.monotonic() - started
-        self._announce(changed=True)
 
     def _pause(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends and not self._stopping:
-            self._announce()
             time.sleep(0.1)
 
     def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -360,40 +411,61 @@ class Trainer:
         return groups
 
     def _publish(self) -> float:
-        """Write this step's weights as bf16, or report why not; returns the seconds it took."""
-        started, step = time.monotonic(), self._learner.step
-        named = policy.weights_of(self._model).items()
-        try:
-            version = self._store.publish(
-                step,
-                {name: tensor.to(torch.bfloat16) for name, tensor in named},
-                companions=policy.companion_files(self._model_folder),
-                keep_last=self._config.weights.keep_last,
-            )
-        except StoreError as error:  # train on: generators serve the version they have
-            self._books.event("publish_failed", step=step, reason=str(error))
-            self._books.note(str(error))
-        else:
-            self._version = version.number
-            self._books.event("publish", step=step, number=version.number, wid=version.wid)
-            self._announce(changed=True)
-        return time.monotonic() - started
+        """Hand this step's weights over to be published; returns the seconds it took.
 
-    def _announce(self, *, changed: bool = False, done: bool = False) -> None:
-        now = time.monotonic()
-        if not (changed or done or now - self._announced > ANNOUNCE_SECONDS):
-            return
-        self._announced = now
+        The last version of a run is whole, so that transformers loads it as it is.
+        """
+        step = self._learner.step
+        whole = step >= self._config.train.max_steps
+        return self._publisher.publish(step, policy.weights_of(self._model), whole=whole)
+
+    def _newest_publication(self) -> dict[str, float]:
+        """What the newest finished publication cost; it may be of an earlier step."""
+        if (report := self._published) is None or report.version is None:
+            return {}
+        return {
+            "weights/version": report.version.number,
+            "weights/bytes": report.version.size,
+            "weights/stall_seconds": report.stall_seconds,
+            "weights/encode_seconds": report.encode_seconds,
+            "weights/write_seconds": report.write_seconds,
+        }
+
+    def _wait_for_version(self, seconds: float) -> None:
+        """Let what was handed over be published; an unfinished one is left behind."""
+        if not self._publisher.wait(seconds):
+            self._books.note(f"the last version is not published after {seconds:.0f} s")
+        self._take_reports()
+
+    def _take_reports(self) -> None:
+        """Tell what was published since, and what was not."""
+        for report in self._publisher.take_reports():
+            if report.version is None:  # train on: generators serve the version they have
+                self._books.event("publish_failed", step=report.step, reason=report.reason)
+                self._books.note(report.reason)
+                continue
+            self._published, version = report, report.version
+            self._version, self._wid = version.number, version.wid
+            self._books.event(
+                "publish", step=report.step, number=version.number, wid=version.wid,
+                kind=version.kind, bytes=version.size,
+            )  # fmt: skip
+            self._announce()
+
+    def _announce(self, *, waiting: bool = False, done: bool = False) -> None:
+        """Say how far we are; it is repeated every second until there is something newer."""
         ledger, live = self._admission.ledger, self._live()
         announcement = wire.Announcement(
             run_id=self._run_id,
             boot=self._boot,
             step=self._learner.step,
             version=self._version,
+            wid=self._wid,
             min_step=max(0, self._learner.step - self._admission.max_off_policy_steps),
             recv={sender: ledger.settled(sender) for sender in live},
             durable={sender: self._durable.get(sender, -1) for sender in live},
             seen={sender: ledger.seen(sender) for sender in live},
+            waiting=waiting,
             done=done,
         )
         self._announcer.announce(announcement)
@@ -412,10 +484,19 @@ class Trainer:
             "dropped/duplicate": self._admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
             "generators": len(self._live()),
+            **self._fares(),
             "step_time": step_time,
         }
         if self._books.step(full, self._sample_of(groups[0])):
             self._warn_without_signal(groups, row["frac_reward_zero_std"])
+
+    def _fares(self) -> dict[str, float]:
+        """How each generator that is alive fares, as it reported last."""
+        return {
+            f"gen/{report.generator_id}/{name}": getattr(report, name)
+            for sender in self._live() if (report := self._reports.get(sender))
+            for name in ("tokens_per_s", "blocked_frac", "reload_s", "step")
+        }  # fmt: skip
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""
@@ -448,8 +529,11 @@ class Trainer:
 
     def _accounting(self) -> dict[str, int]:
         """What became of every group that we heard of; `made` is the sum of what follows it."""
+        self._hear()
         ledger = self._admission.ledger
-        made = sum(ledger.seen(sender) + 1 for sender in ledger.senders)
+        told = {sender: report.made for sender, report in self._reports.items()}
+        senders = {*ledger.senders, *told}
+        made = sum(max(ledger.seen(each) + 1, told.get(each, 0)) for each in senders)
         outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
             "made": made,

@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from fakes import tiny_model
 
-from peralta_zmq import durable, generator, policy, wire
-from peralta_zmq.config import Config
-from peralta_zmq.errors import StoreError
-from peralta_zmq.generator import Pace, open_engine, refresh
+from peralta_zmq import generator, policy, wire
+from peralta_zmq.config import load_config
+from peralta_zmq.generator import Pace, open_engine, open_follower, refresh
 from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.follow import Follower
+from peralta_zmq.stores.store import WeightStore
 
 
 class Clock:
@@ -35,12 +36,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def made(
-    pace: Pace, *, step: int = 0, settled: int = 0, generators: int = 1, heard_at: float = 0.0
+    pace: Pace, *, step: int = 0, settled: int = 0, generators: int = 1, trainer_waits: bool = False
 ) -> int:
     """Groups that the pace allows before it says wait, when so many of all are settled."""
     before = pace.made
     while pace.made < before + 100 and pace.allows(
-        step=step, under_way=pace.made - settled, generators=generators, heard_at=heard_at
+        step=step, under_way=pace.made - settled, generators=generators, trainer_waits=trainer_waits
     ):
         pace.count()
     return pace.made - before
@@ -72,7 +73,7 @@ def test_a_trainer_that_waits_too_gets_a_batch_after_two_seconds(clock: Clock) -
     pace = Pace(groups_per_step=16, max_async_level=1)
     made(pace)
     clock.now += generator.TRICKLE_SECONDS + 0.1
-    assert made(pace, heard_at=clock.now - 1.0) == 1
+    assert made(pace, trainer_waits=True) == 1
 
 
 def test_a_trainer_that_is_not_heard_gets_one_only_after_long_silence(clock: Clock) -> None:
@@ -91,112 +92,118 @@ class Spy:
         self.step = 0
         self.weights: dict[str, torch.Tensor] = {}
 
-    def apply(self, weights: dict[str, torch.Tensor], step: int) -> None:
-        if any(not tensor.isfinite().all() for tensor in weights.values()):
-            raise ValueError("not finite")
-        self.weights, self.step = dict(weights), step
+    def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
+        if step == 13:
+            raise ValueError("not a model's")
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.step = step
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
-    store = DirectoryStore(tmp_path)
+def store(tmp_path: Path) -> WeightStore:
+    store = DirectoryStore(tmp_path / "weights")
     store.claim("run")
     return store
 
 
-def published(store: DirectoryStore, step: int, value: float) -> Version:
+@pytest.fixture
+def follower(store: WeightStore, tmp_path: Path) -> Iterator[Follower]:
+    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
+        yield opened
+
+
+def published(store: WeightStore, step: int, value: float) -> Version:
     return store.publish(step, {"w": torch.full((4,), value)}, companions={})
 
 
-def test_the_newest_version_is_applied(store: DirectoryStore) -> None:
+def until_step(engine: Any, follower: Follower, version: Version, step: int) -> Version:
+    """Refresh until the engine has it; the test's deadline ends a hang."""
+    while engine.step != step:
+        follower.ready(timeout=0.2)
+        version = refresh(engine, follower, version)
+    return version
+
+
+def test_the_newest_version_is_applied(store: WeightStore, follower: Follower) -> None:
     first = published(store, 1, 1.0)
-    published(store, 2, 2.0)
     newest = published(store, 3, 3.0)
     engine = Spy()
-    assert refresh(engine, store, first).number == newest.number
-    assert engine.step == 3
+    assert until_step(engine, follower, first, 3).wid == newest.wid
     assert engine.weights["w"].tolist() == [3.0] * 4
 
 
-def test_a_version_once_applied_is_not_applied_again(store: DirectoryStore) -> None:
-    newest = published(store, 1, 1.0)
-    engine = Spy()
-    assert refresh(engine, store, newest) is newest
-    assert engine.step == 0
-
-
-def test_a_torn_version_changes_nothing_and_a_later_one_is_taken(store: DirectoryStore) -> None:
-    first = published(store, 1, 1.0)
-    torn = published(store, 2, 2.0).folder / "model.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-4])
-    engine = Spy()
-    assert refresh(engine, store, first) is first
-    assert engine.step == 0
-    published(store, 3, 3.0)
-    assert refresh(engine, store, first).step == 3
-
-
-def test_a_version_that_the_model_refuses_is_not_offered_again(store: DirectoryStore) -> None:
-    first = published(store, 1, 1.0)
-    published(store, 2, float("nan"))
-    engine = Spy()
-    assert refresh(engine, store, first) is first
-    offered = store.newest()
-    assert offered is not None
-    assert offered.number == 1
-
-
-def test_the_versions_of_a_new_run_in_the_folder_are_newer_whatever_their_number(
-    store: DirectoryStore, tmp_path: Path
+def test_a_version_once_applied_is_not_applied_again(
+    store: WeightStore, follower: Follower
 ) -> None:
-    old = published(store, 7, 7.0)
-    for each in (old.folder, tmp_path / "RUN.json"):
-        durable.remove_folder(each)
-    store.claim("another-run")
-    new = published(store, 1, 1.0)
-    engine = Spy()
-    assert refresh(engine, store, old).run_id == new.run_id == "another-run"
-    assert engine.step == 1
+    newest = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    engine.weights.clear()
+    assert follower.ready(timeout=0.3) is None
+    assert refresh(engine, follower, newest) is newest
+    assert engine.weights == {}
 
 
-def test_a_real_model_serves_what_was_published_bit_for_bit(store: DirectoryStore) -> None:
+def test_a_version_that_the_engine_refuses_changes_nothing_and_a_later_one_is_taken(
+    store: WeightStore, follower: Follower
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    published(store, 13, 13.0)
+    assert follower.ready(timeout=20) is not None
+    assert refresh(engine, follower, first) is first
+    assert engine.weights["w"].tolist() == [1.0] * 4
+    published(store, 14, 14.0)
+    assert until_step(engine, follower, first, 14).step == 14
+
+
+def test_a_real_model_serves_what_was_published_bit_for_bit(
+    store: WeightStore, follower: Follower
+) -> None:
     trained, serving = tiny_model(seed=1), tiny_model(seed=2)
-    first = published(store, 0, 0.0)
-    store.publish(5, policy.weights_of(trained), companions={})
+    version = store.publish(5, policy.weights_of(trained), companions={})
 
     class Applies:
         step = 0
 
-        def apply(self, weights: dict[str, torch.Tensor], step: int) -> None:
+        def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
             policy.apply_weights(serving, weights)
             self.step = step
 
-    version = refresh(Applies(), store, first)
-    assert replace(version, number=0).step == 5
+    until_step(Applies(), follower, version, 5)
     for name, tensor in policy.weights_of(trained).items():
         assert torch.equal(policy.weights_of(serving)[name], tensor)
 
 
-class PrunedOnce(DirectoryStore):
-    """A store whose first read comes too late: the version was pruned meanwhile."""
-
-    reads = 0
-
-    def load(self, version: Version) -> Any:
-        self.reads += 1
-        if self.reads == 1:
-            raise StoreError(f"version {version.number} is gone; look again")
-        return super().load(version)
-
-
-def test_a_generator_that_starts_while_the_trainer_prunes_looks_again(tmp_path: Path) -> None:
-    store = PrunedOnce(tmp_path)
+def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path / "run" / "weights")
     store.claim("run")
     model = policy.load_model(
         policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32
     ).bfloat16()
     companions = policy.companion_files(policy.EMBEDDED)
-    store.publish(4, policy.weights_of(model), companions=companions)
-    with closing(wire.Listener("tcp://127.0.0.1:9")) as listener:
-        version, engine, _ = open_engine(Config(), store, listener, "tcp://127.0.0.1:9")
-    assert (version.step, engine.step, store.reads) == (4, 4, 2)
+    first = policy.weights_of(model)
+    versions = [store.publish(4, first, companions=companions)]
+    for step in (5, 6):
+        base = {name: tensor.clone() for name, tensor in first.items()}
+        first["model.norm.weight"].view(-1)[step] += 1
+        versions.append(
+            store.publish(step, first, companions=companions, base=(versions[-1], base))
+        )
+    config = load_config(
+        "bin/generator",
+        ["--run.dir", str(tmp_path), "--run.name", "run", "--model.dtype", "bfloat16"],
+    )
+    with (
+        closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
+        closing(open_follower(config, "ann")) as follower,
+    ):
+        version, engine, _ = open_engine(config, follower, listener, "tcp://127.0.0.1:9")
+        assert (version.step, engine.step) == (6, 6)
+        served = cast(Any, engine)._model.state_dict()
+        before = served["model.norm.weight"].clone()
+        assert torch.equal(before, first["model.norm.weight"])
+        base = {name: tensor.clone() for name, tensor in first.items()}
+        first["model.norm.weight"].add_(1)
+        store.publish(7, first, companions=companions, base=(versions[-1], base))
+        assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
+        assert torch.equal(served["model.norm.weight"], before)

@@ -32,6 +32,8 @@ DOORS = {
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
+    "zstandard": {"stores"},
+    "obstore": {"stores.objects"},
     "huggingface_hub": {"policy"},
     "pydantic": {"config"},
     "pydantic_config": {"config"},

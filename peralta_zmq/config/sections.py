@@ -223,13 +223,28 @@ class WeightsSection(Section):
     """Where the trainer publishes and generators look."""
 
     dir: Text | None = None
-    """folder that all machines see; None = weights in the run's folder"""
+    """folder that all machines see, s3://BUCKET/PREFIX, or for generators http://TRAINER:PORT;
+    None = weights in the run's folder"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """number format of published weights; only bfloat16 makes small deltas"""
+    keyframe_interval: PositiveInt = 10
+    """every so many versions one is whole, the others are deltas; 1 = all whole"""
     keep_last: PositiveInt = 3
-    """published versions to keep"""
+    """newest versions to keep, with what they are made from"""
+    keep_interval: PositiveInt | None = None
+    """keep every so many versions for good; None = none"""
+    keep_seconds: NonNegativeFloat = 10.0
+    """older versions stay so long for slow readers; 600 suits a NAS"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two looks at the folder when nothing was announced"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
     """apply a new version between two tokens, or when no group is under way"""
+    max_mbit_per_s: PositiveFloat | None = None
+    """share of a slow link that publishing may take; None = all"""
+    serve_port: Port | None = None
+    """port on which the trainer serves its weights folder over HTTP; None = not served"""
+    token_file: Text | None = None
+    """file of mode 0600 with the password for serve_port, the same on every machine"""
 
 
 class CheckpointSection(Section):
@@ -284,6 +299,11 @@ class Config(Section):
         """The folder of published versions."""
         folder = self.weights.dir
         return Path(folder).expanduser() if folder else self.run_folder / "weights"
+
+    @property
+    def weights_address(self) -> str:
+        """Where the published versions are: a folder, or http:// or s3:// and so on."""
+        return self.weights.dir or str(self.run_folder / "weights")
 
     @property
     def data_options(self) -> dict[str, str]:

@@ -1,54 +1,71 @@
-"""Notice that a weights folder changed. Events are hints; a timer is the truth.
+"""Notice that a weights folder changed. Events are hints; a listing is the truth.
 
-Knows a folder and a clock; knows nothing of versions.
+Knows a folder and whom to tell; knows nothing of versions.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+from watchdog.observers.polling import PollingObserver
+
+MOUNTS = Path("/proc/mounts")
+REMOTE = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
 
 class Watch:
-    """`due()` is True when the folder should be listed again. Use with `closing`.
+    """Calls `changed` from a thread of its own when a name appears in the folder.
 
-    An event makes it due at once where the file system tells (local disks); otherwise it is due
-    every `poll_seconds`, so a silent NAS costs a bounded delay.
+    Use with `closing`. Raises OSError when the folder is not there.
     """
 
-    def __init__(self, folder: Path, *, poll_seconds: float) -> None:
-        self._poll_seconds = poll_seconds
-        self._changed = threading.Event()
-        self._listed = float("-inf")
-        self._observer = Observer()
-        self._observer.schedule(_Notify(self._changed), str(folder))
+    def __init__(self, folder: Path, changed: Callable[[], None], *, poll_seconds: float) -> None:
+        self._observer = _observer(folder, poll_seconds)
+        self._observer.schedule(_Notify(changed), str(folder))
         self._observer.start()
 
-    def due(self, *, timeout: float = 0.0) -> bool:
-        """Whether to list the folder now, waiting up to `timeout` seconds for a reason."""
-        left = self._listed + self._poll_seconds - time.monotonic()
-        if not self._changed.wait(max(0.0, min(timeout, left))) and left > timeout:
-            return False
-        self._changed.clear()
-        self._listed = time.monotonic()
-        return True
-
     def close(self) -> None:
-        """Stop the observer's thread."""
+        """Stop the observer's thread; one that hangs in a dead mount is left behind."""
         self._observer.stop()
-        self._observer.join()
+        self._observer.join(timeout=1.0)
+
+
+def _observer(folder: Path, poll_seconds: float) -> BaseObserver:
+    return PollingObserver(timeout=poll_seconds) if is_remote(folder) else Observer()
+
+
+def is_remote(folder: Path, mounts: Path = MOUNTS) -> bool:
+    """Whether the folder's file system changes without the kernel's knowing (Linux only)."""
+    try:
+        lines = mounts.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    here = str(folder.absolute())
+    kinds = {
+        len(point): kind
+        for point, kind in (_mount(line) for line in lines)
+        if here == point or here.startswith(point.rstrip("/") + "/")
+    }
+    return bool(kinds) and kinds[max(kinds)].startswith(REMOTE)
+
+
+def _mount(line: str) -> tuple[str, str]:
+    """Mount point and type; blanks in the path are written as \\040."""
+    _, point, kind, *_ = line.split(" ")
+    return point.replace("\\040", " "), kind
 
 
 class _Notify(FileSystemEventHandler):
-    def __init__(self, changed: threading.Event) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
 
     def on_moved(self, event: FileSystemEvent) -> None:
-        self._changed.set()  # a version appears by a rename; our own reads raise other events
+        self._changed()  # a version appears by a rename; our own reads raise other events
 
     def on_created(self, event: FileSystemEvent) -> None:
-        self._changed.set()
+        if not Path(str(event.src_path)).name.startswith("."):  # our own marks
+            self._changed()

@@ -13,44 +13,51 @@ from fakes import TINY, tiny_model
 
 from peralta_zmq import durable, policy
 from peralta_zmq.errors import StoreError
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, LazyTensors, Version
+from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.tensors import MappedTensors
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3).bfloat16(), "b": torch.ones(4).bfloat16()}
 COMPANIONS = {"config.json": b"{}"}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
+def store(tmp_path: Path) -> WeightStore:
     opened = DirectoryStore(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
 
-def publish(store: DirectoryStore, step: int, **options: Any) -> Version:
+def publish(store: WeightStore, step: int, **options: Any) -> Version:
     return store.publish(step, TENSORS, **{"companions": COMPANIONS, **options})
 
 
-def loaded(store: DirectoryStore, version: Version) -> dict[str, torch.Tensor]:
+def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
     with store.load(version) as folder:
-        return dict(LazyTensors(folder / WEIGHTS))
+        return dict(MappedTensors(folder / WEIGHTS))
 
 
-def numbers(store: DirectoryStore) -> list[int]:
+def visible(store: WeightStore) -> list[str]:
+    """Names but for the lease."""
+    return sorted(name for name in os.listdir(store.folder) if not name.startswith(".lease-"))
+
+
+def numbers(store: WeightStore) -> list[int]:
     return list(durable.steps_in(store.folder))
 
 
-def test_published_tensors_come_back_bit_identical(store: DirectoryStore) -> None:
+def test_published_tensors_come_back_bit_identical(store: WeightStore) -> None:
     read = loaded(store, publish(store, 1))
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
     assert read.keys() == TENSORS.keys()
 
 
-def test_newest_is_what_was_published_last(store: DirectoryStore) -> None:
+def test_newest_is_what_was_published_last(store: WeightStore) -> None:
     publish(store, 1)
     assert publish(store, 2) == store.newest()
 
 
-def test_newest_of_an_empty_folder_is_none(store: DirectoryStore) -> None:
+def test_newest_of_an_empty_folder_is_none(store: WeightStore) -> None:
     assert store.newest() is None
 
 
@@ -58,50 +65,50 @@ def test_newest_of_a_folder_that_is_not_there_is_none(tmp_path: Path) -> None:
     assert DirectoryStore(tmp_path / "nowhere").newest() is None
 
 
-def test_step_1000_is_newer_than_step_999(store: DirectoryStore) -> None:
+def test_step_1000_is_newer_than_step_999(store: WeightStore) -> None:
     publish(store, 999)
     publish(store, 1000)
     newest = store.newest()
     assert newest is not None and newest.step == 1000
 
 
-def test_number_is_never_reused_after_a_roll_back(store: DirectoryStore) -> None:
+def test_number_is_never_reused_after_a_roll_back(store: WeightStore) -> None:
     publish(store, 7)
     again = publish(store, 5)
     assert (again.number, again.step) == (8, 5)
 
 
-def test_roll_back_is_the_newest_version(store: DirectoryStore) -> None:
+def test_roll_back_is_the_newest_version(store: WeightStore) -> None:
     publish(store, 7)
     publish(store, 5)
     newest = store.newest()
     assert newest is not None and newest.step == 5
 
 
-def test_other_readers_see_the_version(store: DirectoryStore) -> None:
+def test_other_readers_see_the_version(store: WeightStore) -> None:
     published = publish(store, 1)
     assert DirectoryStore(store.folder).newest() == published
 
 
-def test_only_the_newest_are_kept(store: DirectoryStore) -> None:
+def test_only_the_newest_are_kept(store: WeightStore) -> None:
     for step in range(5):
         publish(store, step, keep_last=2)
     assert numbers(store) == [3, 4]
 
 
-def test_loaded_copy_is_gone_afterwards(store: DirectoryStore) -> None:
+def test_loaded_copy_is_gone_afterwards(store: WeightStore) -> None:
     with store.load(publish(store, 1)) as folder:
-        assert sorted(os.listdir(folder)) == ["config.json", WEIGHTS]
+        assert sorted(os.listdir(folder)) == ["config.json", "copy.json", WEIGHTS]
     assert not folder.exists()
 
 
-def test_copy_survives_a_prune_while_it_is_used(store: DirectoryStore) -> None:
+def test_copy_survives_a_prune_while_it_is_used(store: WeightStore) -> None:
     with store.load(publish(store, 1)) as folder:
         publish(store, 2, keep_last=1)
-        assert torch.equal(LazyTensors(folder / WEIGHTS)["a"], TENSORS["a"])
+        assert torch.equal(MappedTensors(folder / WEIGHTS)["a"], TENSORS["a"])
 
 
-def test_pruned_version_says_look_again(store: DirectoryStore) -> None:
+def test_pruned_version_says_look_again(store: WeightStore) -> None:
     old = publish(store, 1)
     publish(store, 2, keep_last=1)
     with pytest.raises(StoreError, match="gone; look again"):
@@ -130,7 +137,7 @@ def stable_of_another(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", [without_stable, without_manifest, empty, stable_of_another])
 def test_half_written_version_is_passed_over(
-    store: DirectoryStore, harm: Callable[[Path], None]
+    store: WeightStore, harm: Callable[[Path], None]
 ) -> None:
     good = publish(store, 1)
     harm(publish(store, 2).folder)
@@ -138,17 +145,17 @@ def test_half_written_version_is_passed_over(
 
 
 @pytest.mark.parametrize("step", [None, [], "x", float("inf"), {}])
-def test_version_without_a_step_is_passed_over(store: DirectoryStore, step: Any) -> None:
+def test_version_without_a_step_is_passed_over(store: WeightStore, step: Any) -> None:
     durable.write_folder(store.folder / "step_00000009", {WEIGHTS: b"w"}, {"step": step})
     assert store.newest() is None
 
 
-def test_version_without_weights_is_passed_over(store: DirectoryStore) -> None:
+def test_version_without_weights_is_passed_over(store: WeightStore) -> None:
     durable.write_folder(store.folder / "step_00000009", {"config.json": b"{}"}, {"step": 9})
     assert store.newest() is None
 
 
-def test_stray_names_are_passed_over(store: DirectoryStore) -> None:
+def test_stray_names_are_passed_over(store: WeightStore) -> None:
     good = publish(store, 1)
     for name in ("step_9", "step_99999999.bak", ".tmp-step_00000009-1", "lost+found"):
         (store.folder / name).mkdir()
@@ -174,7 +181,7 @@ def too_long(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [truncated, zero_tail, bit_flip, too_long])
 def test_damaged_weights_are_not_loaded(
-    store: DirectoryStore, damage: Callable[[bytes], bytes]
+    store: WeightStore, damage: Callable[[bytes], bytes]
 ) -> None:
     version = publish(store, 1)
     file = version.folder / WEIGHTS
@@ -183,7 +190,7 @@ def test_damaged_weights_are_not_loaded(
         loaded(store, version)
 
 
-def test_version_of_another_run_is_refused(store: DirectoryStore, tmp_path: Path) -> None:
+def test_version_of_another_run_is_refused(store: WeightStore, tmp_path: Path) -> None:
     other = DirectoryStore(tmp_path / "other")
     other.claim("run-2")
     foreign = publish(other, 1)
@@ -191,20 +198,20 @@ def test_version_of_another_run_is_refused(store: DirectoryStore, tmp_path: Path
         loaded(store, foreign)
 
 
-def test_quarantined_version_is_not_offered_again(store: DirectoryStore) -> None:
+def test_quarantined_version_is_not_offered_again(store: WeightStore) -> None:
     good = publish(store, 1)
     store.quarantine(publish(store, 2))
     assert store.newest() == good
 
 
-def test_version_after_a_quarantined_one_is_offered(store: DirectoryStore) -> None:
+def test_version_after_a_quarantined_one_is_offered(store: WeightStore) -> None:
     store.quarantine(publish(store, 2))
     assert publish(store, 3) == store.newest()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_folder_that_cannot_be_listed_has_no_newest_for_now(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, code: int
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     publish(store, 1)
 
@@ -223,16 +230,16 @@ def test_file_in_place_of_the_folder_has_no_newest(tmp_path: Path) -> None:
 # What a writer must refuse.
 
 
-def test_claim_makes_the_folder_this_runs(store: DirectoryStore) -> None:
+def test_claim_makes_the_folder_this_runs(store: WeightStore) -> None:
     assert DirectoryStore(store.folder).run_id == "run-1"
 
 
-def test_folder_can_be_claimed_again_by_its_run(store: DirectoryStore) -> None:
+def test_folder_can_be_claimed_again_by_its_run(store: WeightStore) -> None:
     DirectoryStore(store.folder).claim("run-1")
     assert store.run_id == "run-1"
 
 
-def test_folder_of_another_run_is_refused_by_name(store: DirectoryStore) -> None:
+def test_folder_of_another_run_is_refused_by_name(store: WeightStore) -> None:
     with pytest.raises(StoreError, match=r"belongs to run run-1, not to run-2.*--weights\.dir"):
         DirectoryStore(store.folder).claim("run-2")
 
@@ -255,7 +262,7 @@ def test_read_only_folder_is_refused() -> None:
 
 
 def test_publishing_without_room_for_two_versions_is_refused(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = publish(store, 1).manifest.files[WEIGHTS][0]
     for room, fits in ((2 * size, True), (2 * size - 1, False)):
@@ -271,7 +278,7 @@ def test_publishing_without_room_for_two_versions_is_refused(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_disk_that_refuses_leaves_the_older_version_the_newest(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, code: int
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     good = publish(store, 1)
 
@@ -282,11 +289,11 @@ def test_disk_that_refuses_leaves_the_older_version_the_newest(
     with pytest.raises(StoreError, match=os.strerror(code)):
         publish(store, 2)
     assert store.newest() == good
-    assert sorted(os.listdir(store.folder)) == ["RUN.json", "step_00000001"]
+    assert visible(store) == ["RUN.json", "step_00000001"]
 
 
 def test_publishing_goes_on_after_the_disk_recovers(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
         full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
@@ -296,8 +303,9 @@ def test_publishing_goes_on_after_the_disk_recovers(
 
 
 @pytest.mark.parametrize("root_stays", [True, False])
-def test_vanished_mount_is_not_written_to(store: DirectoryStore, root_stays: bool) -> None:
-    (store.folder / "RUN.json").unlink()
+def test_vanished_mount_is_not_written_to(store: WeightStore, root_stays: bool) -> None:
+    for file in store.folder.iterdir():
+        file.unlink()
     if not root_stays:
         store.folder.rmdir()
     with pytest.raises(StoreError, match="cannot publish step 1"):
@@ -308,16 +316,14 @@ def test_vanished_mount_is_not_written_to(store: DirectoryStore, root_stays: boo
 # Whole models.
 
 
-def test_tied_tensors_are_published_once(store: DirectoryStore) -> None:
+def test_tied_tensors_are_published_once(store: WeightStore) -> None:
     model = tiny_model()
     version = store.publish(1, policy.weights_of(model), companions={})
     names = loaded(store, version).keys()
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_published_version_loads_with_from_pretrained(
-    store: DirectoryStore, tmp_path: Path
-) -> None:
+def test_published_version_loads_with_from_pretrained(store: WeightStore, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tiny_model(seed=3).bfloat16()
@@ -330,7 +336,7 @@ def test_published_version_loads_with_from_pretrained(
     assert all(torch.equal(theirs[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_published_version_of_the_embedded_base_has_its_tokenizer(store: DirectoryStore) -> None:
+def test_published_version_of_the_embedded_base_has_its_tokenizer(store: WeightStore) -> None:
     companions = policy.companion_files(policy.EMBEDDED)
     version = store.publish(1, TENSORS, companions=companions)
     assert policy.load_tokenizer(version.folder).get_vocab() == (

@@ -1,0 +1,52 @@
+"""Small sets of tensors whose every version is known from its step."""
+
+from __future__ import annotations
+
+import torch
+
+from peralta_zmq.stores.publisher import Publisher, Report
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.version import Version
+
+COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
+
+
+def weights_at(step: int) -> dict[str, torch.Tensor]:
+    """bf16 tensors of which a few elements differ from those of the step before."""
+    random = torch.Generator().manual_seed(7)
+    wide = torch.randn(300, 40, generator=random)
+    wide.view(-1)[step::97] += 0.01 * step
+    return {"wide": wide.bfloat16(), "few": torch.full((3,), float(step)).bfloat16()}
+
+
+def publish(
+    store: WeightStore, step: int, *, base: Version | None = None, keep_last: int = 100
+) -> Version:
+    """The version of a step, as a delta when a base is given."""
+    return store.publish(
+        step, weights_at(step), companions=COMPANIONS, keep_last=keep_last,
+        base=(base, weights_at(base.step)) if base else None,
+    )  # fmt: skip
+
+
+def chain_of(store: WeightStore, count: int) -> list[Version]:
+    """A keyframe and the deltas after it, steps 0 to count - 1."""
+    versions = [publish(store, 0)]
+    for step in range(1, count):
+        versions.append(publish(store, step, base=versions[-1]))
+    assert [version.kind for version in versions] == ["keyframe", *["delta"] * (count - 1)]
+    return versions
+
+
+def same(left: object, right: dict[str, torch.Tensor]) -> bool:
+    """Equal names and equal bits."""
+    bits = {name: tensor.view(torch.int16) for name, tensor in dict(left).items()}  # type: ignore[call-overload]
+    return bits.keys() == right.keys() and all(
+        torch.equal(bits[name], tensor.view(torch.int16)) for name, tensor in right.items()
+    )
+
+
+def published(publisher: Publisher) -> list[Report]:
+    """Wait for what was handed over, and take the reports."""
+    assert publisher.wait(30)
+    return publisher.take_reports()
