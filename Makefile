@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 CONFIG ?= configs/demo.toml
 SECONDS ?= 60
+MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
 
 help:  ## List the targets
@@ -15,9 +16,13 @@ setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch f
 run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts anew)
 	@$(BIN)/python bin/lan local @ $(CONFIG) $(ARGS)
 
-run-chaos: setup  ## The same while workers are killed, with a report of what was lost
+run-chaos: setup  ## The same while workers are killed, with a report (SEED=7: the same kills)
 	@rm -rf runs/chaos
-	@$(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
+	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
+
+soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to docs/reliability.md
+	@$(BIN)/python -m peralta_zmq.operate.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	  --document docs/reliability.md
 
 test: setup  ## Run the tests (under five minutes on two cores)
 	@$(BIN)/python -m pytest
@@ -25,7 +30,7 @@ test: setup  ## Run the tests (under five minutes on two cores)
 test-slow: setup  ## The tests that train for minutes
 	@$(BIN)/python -m pytest -m slow --timeout 900
 
-test-chaos: setup  ## The tests that kill processes
+test-chaos: setup  ## The tests that kill processes (under 15 minutes)
 	@$(BIN)/python -m pytest -m chaos --timeout 900
 
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
@@ -75,4 +80,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos test test-slow test-chaos test-lab lab-soak fuzz lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos soak test test-slow test-chaos test-lab lab-soak fuzz lint data base-model clean fresh torch

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "parts": BELOW | {"parts"},
     **dict.fromkeys(LOOPS, BELOW | {"parts"}),
     "replay": BELOW | {"parts"},
-    "operate": WORDS | {"config", "observe"},
+    "operate": WORDS | {"config", "observe", "wire"},
 }
 DOORS = {
     "zmq": {"wire"},

@@ -5,7 +5,9 @@ Knows metric rows and a stream; knows nothing of where the rows come from.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 from collections import deque
 from types import TracebackType
@@ -21,6 +23,7 @@ from peralta_zmq.observe.metrics import Row, number
 
 NUM_SHOWN = 12
 NUM_FRAME_LINES = 6  # title, rules, header and one line to spare
+logger = logging.getLogger(__name__)
 COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
 
 
@@ -57,15 +60,13 @@ class Terminal:
             self._live.console.print(text, markup=False, soft_wrap=True)
             self._live.refresh()
         else:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+            self._say(text)
 
     def end(self, text: str) -> None:
         """The last words, below the table, which stays as it is."""
         if self._live:
             self._live.stop()
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        self._say(text)
 
     def step(self, row: Row) -> None:
         """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s)."""
@@ -73,8 +74,18 @@ class Terminal:
         if self._live:
             self._live.update(self._table(), refresh=True)
         else:
-            self._stream.write(f"{self._line()}\n")
+            self._say(self._line())
+
+    def _say(self, text: str) -> None:
+        """Print a line; a full disk behind the stream ends the talk, not the run."""
+        try:
+            self._stream.write(f"{text}\n")
             self._stream.flush()
+        except OSError as error:
+            logger.warning("no more output here: %s", error.strerror)
+            silenced = os.open(os.devnull, os.O_WRONLY)  # what is still buffered must go somewhere
+            os.dup2(silenced, self._stream.fileno())
+            os.close(silenced)
 
     def _line(self) -> str:
         row = self._rows[-1]

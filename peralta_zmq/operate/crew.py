@@ -78,6 +78,8 @@ class Member:
     due: float | None = 0.0  # when to start it; None while it runs and once it is done
     delay: float = FIRST_DELAY
     reason: str = ""  # why it died last
+    struck: bool = False  # killed by us, not by a fault of its own
+    dismissed: bool = False  # stays down until it is recalled
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
 
     def start(self, leash: int) -> None:
@@ -93,7 +95,7 @@ class Member:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
-        self.started, self.due = time.monotonic(), None
+        self.started, self.due, self.struck = time.monotonic(), None, False
 
     def signal(self, number: int) -> None:
         """Pass a signal to the process, not to its children."""
@@ -175,11 +177,43 @@ class Crew:
             for member in self.members:
                 member.collect()
 
-    def kill(self, name: str) -> bool:
-        """SIGKILL a worker, as a crash would; False when it does not run just now."""
-        member = next(member for member in self.members if member.worker.name == name)
+    def strike(self, name: str) -> bool:
+        """SIGKILL a worker, as a crash would; False when it does not run just now.
+
+        It is restarted, and its end is no reason to give up on it.
+        """
+        member = self._member(name)
+        if member.process is None or member.struck:
+            return False
+        member.struck = True
         member.signal(signal.SIGKILL)
+        self._record("killed", worker=name)
+        return True
+
+    def signal(self, name: str, number: int) -> bool:
+        """Pass a signal to a worker; False when it does not run just now."""
+        member = self._member(name)
+        member.signal(number)
         return member.process is not None
+
+    def dismiss(self, name: str) -> None:
+        """Ask a worker to leave; it stays down until `recall`."""
+        member = self._member(name)
+        member.dismissed, member.due = True, None
+        member.signal(signal.SIGTERM)
+
+    def recall(self, name: str) -> bool:
+        """Start a worker that was dismissed; False while it is still leaving."""
+        member = self._member(name)
+        if not member.dismissed:
+            return True
+        if member.process is not None:
+            return False
+        member.dismissed, member.due = False, time.monotonic()
+        return True
+
+    def _member(self, name: str) -> Member:
+        return next(member for member in self.members if member.worker.name == name)
 
     def _start(self, member: Member) -> None:
         if member.reason:
@@ -198,16 +232,18 @@ class Crew:
             if member.worker.log:  # else its line is on the screen already
                 self._say(f"{member.worker.name} refused its settings{_tail(member.worker)}")
             return BAD_CONFIG
-        if code == 0 or self._interrupted:
+        if code == 0 or self._interrupted or member.dismissed:
             return None
         return self._mourn(member, _reason(code))
 
     def _mourn(self, member: Member, reason: str) -> int | None:
         """Plan the restart of a crashed worker, or give up on it."""
         now, name = time.monotonic(), member.worker.name
-        again = member.reason != "" and now - member.started < CALM_SECONDS
+        again = bool(member.crashes) and now - member.started < CALM_SECONDS and not member.struck
         member.delay = min(LONGEST_DELAY, 2 * member.delay) if again else FIRST_DELAY
         member.reason, member.due = reason, now + member.delay
+        if member.struck:
+            return None
         member.crashes.append(now)
         if len(member.crashes) == MAX_CRASHES and now - member.crashes[0] <= CALM_SECONDS:
             often = f"{name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from peralta_zmq.config import Config
 
 BIN = Path(__file__).resolve().parents[2] / "bin"
+WITNESSED = ("--log.level", "debug", "--checkpoint.keep-journal")  # what the checker reads
 
 
 def main(config: Config) -> int:
@@ -33,14 +34,14 @@ def main(config: Config) -> int:
 def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> int:
     """Train on this machine with the doors' `arguments`; returns an exit code.
 
-    With `chaos` two generators and the trainer are killed on the way, and the code says whether
+    With `chaos` the trainer and every generator are killed on the way, and the code says whether
     anything was lost. Raises ConfigError when chaos has fewer than two generators to kill.
     """
     num_generators = config.run.num_local_generators
     if chaos and num_generators < 2:
         raise ConfigError(
-            f"run.num_local_generators = {num_generators}, but chaos kills two generators; "
-            "set it to 2 or more"
+            f"run.num_local_generators = {num_generators}, but in chaos one works while "
+            "another is down; set it to 2 or more"
         )
     folder = config.run_folder
     earlier_config(config, folder)
@@ -51,9 +52,12 @@ def run_local(config: Config, arguments: list[str], *, chaos: bool = False) -> i
         raise ConfigError(
             f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"
         ) from None
-    monkey = Chaos(folder, max_steps=config.train.max_steps) if chaos else None
-    workers = local_workers(folder, arguments, num_generators=num_generators)
-    code = supervise(workers, record=_recorder(folder), look=monkey.look if monkey else None)
+    workers = local_workers(
+        folder, [*arguments, *(WITNESSED if chaos else ())], num_generators=num_generators
+    )
+    names = [each.name for each in workers]
+    monkey = Chaos(folder, max_steps=config.train.max_steps, workers=names) if chaos else None
+    code = supervise(workers, record=recorder(folder), look=monkey.look if monkey else None)
     if code == BAD_CONFIG and made:
         _clear(folder, made)
     return monkey.report() if monkey and code == 0 else code
@@ -83,7 +87,9 @@ def _door(name: str) -> tuple[str, str]:
     return sys.executable, str(BIN / name)
 
 
-def _recorder(folder: Path) -> Record:
+def recorder(folder: Path) -> Record:
+    """What writes an event of the supervisor into the run's folder."""
+
     def record(event: str, **fields: object) -> None:
         try:
             with Events(folder / EVENTS) as events:

@@ -1,4 +1,4 @@
-"""A real run while workers are killed with SIGKILL: `make test-chaos`."""
+"""The newcomer's chaos run, whole: `make run-chaos`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, two_free_ports
+from field import REPO
 
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate.link import two_free_ports
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-def test_two_generators_and_the_trainer_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_every_worker_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "chaos", "--run.dir", str(tmp_path),
                "--wire.port", str(two_free_ports())]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
-    assert ended.returncode == 0, ended.stdout
-    assert "FAIL" not in ended.stdout
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     run = tmp_path / "demo"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(1, 81))
-    events = read_rows(run / "events.jsonl")
-    assert [row["worker"] for row in events if row["event"] == "restart"] == [
-        "generator-0", "trainer", "generator-1",
-    ]  # fmt: skip
+    killed = [row["worker"] for row in read_rows(run / "events.jsonl") if row["event"] == "killed"]
+    assert len(killed) == 5
+    assert set(killed) == {"trainer", "generator-0", "generator-1"}
     assert json.loads((run / "summary.json").read_text())["reward_last5"] >= 0.95
-    ledger = json.loads((run / "checkpoints" / "step_000080" / "progress.json").read_text())
-    assert all(above == [] for _, above in ledger["ledger"].values())

@@ -126,3 +126,14 @@ def test_last_words_stand_below_the_table() -> None:
     seen = on_a_terminal(show)
     assert seen.rstrip().endswith("the last words")
     assert seen.index("0.71") < seen.index("the last words")
+
+
+def test_a_full_disk_behind_the_output_ends_the_talk_and_not_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Closing the file would fail, were anything still buffered.
+    with open("/dev/full", "w") as full, Terminal(3, full) as terminal:
+        terminal.note("said in vain")
+        terminal.step({"step": 1})
+        terminal.end("the last words")
+    assert caplog.messages == ["no more output here: No space left on device"]

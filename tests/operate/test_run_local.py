@@ -9,20 +9,14 @@ from peralta_zmq.config.sections import RunSection, TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
 from peralta_zmq.operate import crew, supervise
-from peralta_zmq.operate.chaos import (
-    Chaos,
-    Strike,
-    seconds_until_back,
-    strange_loads,
-    unexplained_steps,
-)
+from peralta_zmq.operate.chaos import SEED, Strike, plan_of, seconds_until_back
 from peralta_zmq.operate.supervise import local_workers, run_local
 
 pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
 TRAINER = """
-import os, pathlib, time
+import json, os, pathlib, time
 from peralta_zmq.observe.metrics import Events, JsonLines, last_step, read_rows
 folder = pathlib.Path("runs/chaos")
 step = last_step(folder / "metrics.jsonl") or 0
@@ -33,12 +27,14 @@ with Events(folder / "events.jsonl") as events, JsonLines(folder / "metrics.json
     events.record("resume" if step else "start", step=step)
     events.record("publish", number=1, wid="aa")
     while step < 20:
-        while step == 19 and num_restarts() < 3:  # the run is longer than its accidents
+        while step == 19 and num_restarts() < 5:  # the run is longer than its accidents
             time.sleep(0.01)
         time.sleep(0.02)  # the work
         step += 1
         row = {"step": step, "time": time.time(), "reward": float(os.environ["REWARD"])}
         metrics.append(row | {"gen/local-0/groups": 2})
+accounting = {"made": 0, "trained": 0, "set_aside": 0, "stale": 0, "abandoned": 0}
+(folder / "summary.json").write_text(json.dumps({"accounting": accounting}))
 """
 WAITS = "import signal; signal.pause()"
 LOADS = "print('loaded version=1 step=1 wid=aa', flush=True); " + WAITS
@@ -49,6 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("REWARD", "0.97")
+    monkeypatch.setenv(SEED, "7")
     monkeypatch.setattr(crew, "FIRST_DELAY", 0.02)
     monkeypatch.setattr(crew, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(supervise, "BIN", tmp_path)
@@ -103,22 +100,24 @@ def test_refused_settings_touch_nothing_of_an_earlier_run() -> None:
     assert Path("runs/chaos/logs").exists()
 
 
-def test_chaos_kills_three_times_and_finds_nothing_lost(
+def test_chaos_kills_every_worker_and_finds_nothing_lost(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    write_resolved(config(), Path("runs/chaos"))
     doors(trainer=TRAINER, generator=LOADS)
     assert run_local(config(), [], chaos=True) == 0
+    plan = plan_of(7, ["trainer", "generator-0", "generator-1"], max_steps=20)
     events = read_rows(Path("runs/chaos") / EVENTS)
-    assert [row["worker"] for row in events if row["event"] == "restart"] == [
-        "generator-0",
-        "trainer",
-        "generator-1",
-    ]
+    for event in ("killed", "restart"):
+        assert [row["worker"] for row in events if row["event"] == event] == [
+            worker for _, worker in plan
+        ]
     steps = [row["step"] for row in read_rows(Path("runs/chaos") / METRICS)]
     assert steps == list(range(1, 21))
     out = capfd.readouterr().out
-    assert "ok    kills made: 3 of 3" in out
-    assert "ok    resumes of the trainer in events.jsonl: 1" in out
+    assert "ok    kills made: 5 of 5" in out
+    assert "ok    P1 torn 0" in out
+    assert "the same kills again: make run-chaos SEED=7" in out
     assert "FAIL" not in out
 
 
@@ -126,10 +125,36 @@ def test_chaos_fails_when_the_reward_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("REWARD", "0.94")
+    write_resolved(config(), Path("runs/chaos"))
     doors(trainer=TRAINER, generator=LOADS)
     assert run_local(config(), [], chaos=True) == 1
     failed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert failed == ["FAIL  reward_last5: 0.940, at least 0.95"]
+    assert len(failed) == 1 and "of the last 5 steps 0.940" in failed[0]
+
+
+def test_chaos_that_finds_a_torn_version_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    write_resolved(config(), Path("runs/chaos"))
+    doors(trainer=TRAINER, generator=LOADS.replace("wid=aa", "wid=ff"))
+    assert run_local(config(), [], chaos=True) == 1
+    failed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 torn")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_strikes_everyone_and_is_the_same_for_its_seed(seed: int) -> None:
+    workers = ["trainer", "generator-0", "generator-1"]
+    plan = plan_of(seed, workers, max_steps=80)
+    assert len(plan) == 5
+    assert {worker for _, worker in plan} == set(workers)
+    assert plan == plan_of(seed, workers, max_steps=80) != plan_of(seed + 1, workers, max_steps=80)
+    assert sorted(plan, key=lambda kill: kill[0]) == plan
+    assert plan[0][0] >= 8 and plan[-1][0] <= 64
+
+
+def test_a_seed_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEED, "x")
+    with pytest.raises(ConfigError, match=r"PERALTA_CHAOS_SEED = 'x' is no seed; set it to a"):
+        run_local(config(), [], chaos=True)
 
 
 def test_chaos_needs_two_generators() -> None:
@@ -138,21 +163,17 @@ def test_chaos_needs_two_generators() -> None:
     assert not Path("runs").exists()
 
 
-def test_a_run_that_nobody_struck_fails_the_chaos_report(
+def test_a_run_that_was_over_before_its_kills_fails_the_chaos_report(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert Chaos(Path("runs/chaos"), max_steps=20).report() == 1
-    assert "FAIL  kills made: 0 of 3" in capfd.readouterr().out
+    write_resolved(config(), Path("runs/chaos"))
+    doors(trainer="pass", generator=LOADS)
+    assert run_local(config(), [], chaos=True) == 1
+    assert "FAIL  kills made: 0 of 5: the run was over before" in capfd.readouterr().out
 
 
 def rows(*pairs: tuple[int, float]) -> list[Row]:
     return [{"step": step, "time": moment} for step, moment in pairs]
-
-
-def test_a_step_that_repeats_or_goes_back_needs_a_resume_between_the_two() -> None:
-    resume: list[Row] = [{"event": "resume", "time": 25.0}, {"event": "restart", "time": 35.0}]
-    assert unexplained_steps(rows((1, 10.0), (2, 20.0), (2, 30.0), (3, 40.0)), resume) == []
-    assert unexplained_steps(rows((1, 10.0), (2, 30.0), (1, 40.0), (1, 50.0)), resume) == [1, 1]
 
 
 def test_a_trainer_is_back_with_its_next_step() -> None:
@@ -170,16 +191,3 @@ def test_a_generator_is_back_when_its_new_start_joins() -> None:
     steps = rows((1, 11.0), (2, 13.0))
     assert seconds_until_back(Strike("generator-1", step=0, time=10.0), steps, joins) == 4.0
     assert seconds_until_back(Strike("generator-1", step=0, time=15.0), steps, joins) is None
-
-
-def test_a_version_that_was_refused_or_is_not_as_published_is_strange(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "generator-0.log").write_text(
-        "10:00:00 x loaded version=1 step=1 wid=aa seconds=0.1\n"
-        "10:00:01 x loaded version=2 step=2 wid=ff seconds=0.1\n"
-        "10:00:02 x refused version=3 reason=torn\n"
-    )
-    published: list[Row] = [
-        {"event": "publish", "number": number, "wid": wid} for number, wid in ((1, "aa"), (2, "bb"))
-    ]
-    assert strange_loads(tmp_path, published) == (3, ["version=2 wid=ff", "version=3"])

@@ -6,6 +6,7 @@ Every child opens the pipe `alive` and keeps it: its end of file says that all o
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -68,6 +69,11 @@ class Lives:
         self._writing = os.open("alive", os.O_WRONLY)  # no end of file before the first child
         os.set_blocking(self._reading, True)
         self.said = ""
+
+    def read(self) -> None:
+        """Whatever was said by now."""
+        if select.select([self._reading], [], [], 0)[0]:
+            self.said += os.read(self._reading, 65536).decode()
 
     def until(self, *texts: str) -> None:
         while not all(text in self.said for text in texts):
@@ -149,6 +155,49 @@ def test_the_delay_grows_no_further_than_its_limit(monkeypatch: pytest.MonkeyPat
     record = Record()
     assert supervise([worker("trainer", "sys.exit(1)")], record=record) == 1
     assert [row["delay"] for row in record.rows] == [0.02, 0.04, 0.05, 0.05]
+
+
+def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) -> None:
+    record = Record()
+
+    def look(crew: crew.Crew) -> None:
+        lives.read()
+        if lives.said.count("up\n") > len(killed()) and len(killed()) < 6:
+            assert crew.strike("generator-0")
+            assert not crew.strike("generator-0"), "it is dead already"
+        if lives.said.count("up\n") == 7:
+            crew.strike("trainer")
+
+    def killed() -> list[object]:
+        return [row for row in record.rows if row == {"event": "killed", "worker": "generator-0"}]
+
+    ends = "if os.path.exists('mark'): sys.exit(0)\nopen('mark', 'w'); stay()"
+    workers = [worker("trainer", ends), worker("generator-0", "say('up'); stay()")]
+    assert supervise(workers, record=record, look=look) == 0
+    restarts = [row for row in record.rows if row["event"] == "restart"]
+    assert [row["worker"] for row in restarts] == ["generator-0"] * 6 + ["trainer"]
+    assert {row["delay"] for row in restarts} == {0.02}
+
+
+def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> None:
+    record, recalled = Record(), []
+
+    def look(crew: crew.Crew) -> None:
+        lives.read()
+        if lives.said.count("up") == 1 and not recalled:
+            crew.dismiss("generator-0")
+            assert not crew.recall("generator-0"), "it has not left yet"
+            recalled.append("soon")
+        elif recalled == ["soon"] and crew.recall("generator-0"):
+            recalled.append("now")
+
+    leaves = "on(signal.SIGTERM, 'left', 0)\nif os.path.exists('mark'): tell('go')\n"
+    again = f"{leaves}say('up'); open('mark', 'w'); stay()"
+    workers = [worker("trainer", "wait('go')"), worker("generator-0", again)]
+    assert supervise(workers, record=record, look=look) == 0
+    assert recalled == ["soon", "now"]
+    assert record.rows == []
+    assert lives.until_all_are_dead()[:3] == ["up", "left", "up"]
 
 
 def test_a_long_life_resets_the_delay_and_the_count(

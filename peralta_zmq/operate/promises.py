@@ -1,0 +1,218 @@
+"""The six promises of docs/reliability.md, checked against the history of a run.
+
+`python -m peralta_zmq.operate.promises RUN_FOLDER [GENERATOR_LOG ...]` prints a table; its exit
+code is 1 when a promise is broken. Knows a history; knows nothing of processes or files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.operate.history import History, Key, read_history
+
+SETTLED = ("trained", "set_aside", "stale", "abandoned")  # fates that the journal knows
+MAX_SHOWN = 5  # violations in one line
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One promise: what was looked at, and what breaks it."""
+
+    promise: str
+    text: str
+    broken: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """For the table."""
+        if not self.broken:
+            return f"ok    {self.promise} {self.text}"
+        more = f" and {len(self.broken) - MAX_SHOWN} more" if len(self.broken) > MAX_SHOWN else ""
+        return f"FAIL  {self.promise} {self.text}: {'; '.join(self.broken[:MAX_SHOWN])}{more}"
+
+
+def check(history: History) -> list[Check]:
+    """All promises, in order."""
+    return [
+        torn_loads(history),
+        trained_twice(history),
+        lost_groups(history),
+        too_old(history),
+        steps_missing(history),
+        accounts(history),
+    ]
+
+
+def torn_loads(history: History) -> Check:
+    """P1: every loaded version is one that was published, and nothing had to be refused."""
+    published = {(int(number(row, "number")), row.get("wid")) for row in _named(history, "publish")}
+    numbers = {each for each, _ in published}
+    loads = history.logs.loads
+    resumed = {int(number(row, "step")) for row in _named(history, "resume")}
+    hashes: dict[int, set[str]] = {}
+    for load in loads:
+        hashes.setdefault(load.number, set()).add(load.wid)
+    # A trainer killed between the rename and its event has published without saying so: all
+    # readers must agree, and the next start must have found itself at that step.
+    broken = [
+        f"version={load.number} wid={load.wid} was not published"
+        for load in dict.fromkeys(loads)
+        if (load.number, load.wid) not in published
+        and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
+    ]
+    text = f"torn 0: {len(loads)} loads of {len(hashes)} versions are bit for bit as published"
+    return Check("P1", text, (*broken, *(f"{each} refused" for each in history.logs.refused)))
+
+
+def trained_twice(history: History) -> Check:
+    """P2: no group is in the journal twice, nor made twice under one number."""
+    times = Counter(each.key for each in history.journal)
+    broken = [
+        f"{_shown(key)} is {count} times in the journal"
+        for key, count in times.items()
+        if count > 1
+    ]
+    broken += [f"{_shown(key)} was made twice" for key in history.logs.made_twice]
+    broken += [f"step {step} was taken twice without a resume" for step in repeated_steps(history)]
+    return Check("P2", f"twice 0: {len(times)} groups in the journal", tuple(broken))
+
+
+def lost_groups(history: History) -> Check:
+    """P3: what a living generator made was trained, or dropped with a reason, or is under way."""
+    fates, logs = fates_of(history), history.logs
+    known = Counter(fates.values())
+    lived = _lived_until(history, fates)
+    rolled_back = any(_named(history, "roll_back"))
+    broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
+    broken += [
+        f"{_shown(key)} was abandoned without a roll-back"
+        for key, fate in fates.items()
+        if fate == "abandoned" and not rolled_back
+    ]
+    broken += [
+        f"{_shown(key)} of step {step} has no fate"
+        for key, step in logs.made.items()
+        if key not in fates and key not in logs.lost
+        and lived.get(key[0], -1) > step + history.max_off_policy_steps
+    ]  # fmt: skip
+    text = f"lost 0: {len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
+    return Check("P3", text, tuple(broken))
+
+
+def too_old(history: History) -> Check:
+    """P4: no trained group is older than the limit."""
+    broken = [
+        f"{_shown(each.key)} is {each.age} steps old at step {each.step}"
+        for each in history.journal
+        if each.age > history.max_off_policy_steps
+    ]
+    oldest = max((each.age for each in history.journal), default=0)
+    text = f"staleness at most {oldest} steps, {history.max_off_policy_steps} allowed"
+    return Check("P4", text, tuple(broken))
+
+
+def steps_missing(history: History) -> Check:
+    """P5: the run has ended by itself, with every step."""
+    steps = [int(number(row, "step")) for row in history.rows]
+    missing = sorted(set(range(1, history.max_steps + 1)) - set(steps))
+    broken = [f"steps {missing[0]} to {missing[-1]}: {len(missing)} missing"] if missing else []
+    if not history.summary:
+        broken.append("there is no summary: the run has not ended")
+    resumes = len(list(_named(history, "resume")))
+    return Check("P5", f"{len(set(steps))} steps, {resumes} resumes, no hand needed", tuple(broken))
+
+
+def accounts(history: History) -> Check:
+    """P6: what the summary counts is what the journal and the generators' logs say.
+
+    The trainer knows of a group once it has heard of it or of a later one of the same sender,
+    perhaps before: generators also report how many they have made.
+    """
+    fates, made = fates_of(history), history.logs.made
+    said = history.summary.get("accounting")
+    if not isinstance(said, dict):
+        return Check("P6", "accounting", ("the summary has none",))
+    stated = Counter({str(name): int(count) for name, count in said.items()})
+    heard: dict[str, int] = {}
+    for sender, sequence in fates:
+        heard[sender] = max(heard.get(sender, -1), sequence)
+    known = [key for key in made if key[1] <= heard.get(key[0], -1)]
+    counted = Counter(fates.values())
+    counted["lost or in flight"] = stated["made"] - len(fates)
+    stated["lost or in flight"] = stated["lost"] + stated["in_flight"]
+    broken = [f"{_shown(key)} was never made" for key in fates if key not in made]
+    broken += [
+        f"{name} is {stated[name]} in the summary, {counted[name]} in the records"
+        for name in (*SETTLED, "lost or in flight")
+        if stated[name] != counted[name]
+    ]
+    if not len(known) <= stated["made"] <= len(made):
+        between = f"{len(known)} to {len(made)}"
+        broken.append(f"made is {stated['made']} in the summary, {between} in the records")
+    if stated["lost"] > len(history.logs.lost):
+        said_lost = len(history.logs.lost)
+        broken.append(f"lost is {stated['lost']} in the summary, {said_lost} in the logs")
+    unheard = len(made) - len(known)
+    text = f"made {len(known)} + {unheard} that died with their generators or came after the end"
+    return Check("P6", text, tuple(broken))
+
+
+def fates_of(history: History) -> dict[Key, str]:
+    """What became of every group that the trainer has settled in a step that was taken."""
+    last = _last_step(history)
+    return {each.key: each.fate for each in history.journal if each.step <= last}
+
+
+def repeated_steps(history: History) -> list[int]:
+    """Steps not above the one before, with no resume recorded between the two."""
+    resumes = [number(row, "time") for row in _named(history, "resume")]
+    found: list[int] = []
+    for before, row in pairwise(history.rows):
+        start, end = number(before, "time"), number(row, "time")
+        explained = any(start <= moment <= end for moment in resumes)
+        if number(row, "step") <= number(before, "step") and not explained:
+            found.append(int(number(row, "step")))
+    return found
+
+
+def _lived_until(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
+    """By sender, a step at which it certainly lived and was heard after all it made before."""
+    lived = dict.fromkeys(history.logs.complete, _last_step(history))
+    for key in fates.keys() & history.logs.made.keys():
+        lived[key[0]] = max(lived.get(key[0], -1), history.logs.made[key])
+    return lived
+
+
+def _last_step(history: History) -> int:
+    return max((int(number(row, "step")) for row in history.rows), default=0)
+
+
+def _named(history: History, event: str) -> Iterator[Row]:
+    return (row for row in history.events if row.get("event") == event)
+
+
+def _shown(key: Key) -> str:
+    return f"{key[0]}/{key[1]}"
+
+
+def table(checks: Iterable[Check]) -> str:
+    """One line for each promise."""
+    return "\n".join(each.line for each in checks)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the run in the first argument with the generators' logs in the others."""
+    folder, *logs = map(Path, arguments)
+    checks = check(read_history(folder, logs))
+    sys.stdout.write(table(checks) + "\n")
+    return int(any(each.broken for each in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The figures of a soak, and the section of docs/reliability.md that says them.
+
+Knows a history and one file of text; knows nothing of how the faults were made.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from peralta_zmq.durable import replace_file
+from peralta_zmq.observe.metrics import number
+from peralta_zmq.operate.history import History
+from peralta_zmq.operate.promises import Check, fates_of
+
+BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a soak has done and what came of it."""
+
+    kills: Counter[str]  # by worker
+    faults: Counter[str]  # by kind
+    recoveries: list[float]  # seconds from a kill of the trainer to the next trained step
+    fates: Counter[str]
+    steps: int
+    resumes: int
+    loads: int
+    unpublished: int  # versions that could not be written while the folder was away
+
+
+def figures_of(history: History) -> Figures:
+    """Count everything once."""
+    events = Counter(str(row.get("event")) for row in history.events)
+    killed = [row for row in history.events if row.get("event") == "killed"]
+    moments = [number(row, "time") for row in killed if row.get("worker") == "trainer"]
+    steps = sorted(number(row, "time") for row in history.rows)
+    after = [next((step for step in steps if step > moment), None) for moment in moments]
+    recoveries = [
+        step - moment for moment, step in zip(moments, after, strict=True) if step is not None
+    ]
+    return Figures(
+        kills=Counter(str(row.get("worker")) for row in killed),
+        faults=Counter(
+            str(row.get("kind")) for row in history.events if row.get("event") == "fault"
+        ),
+        recoveries=sorted(recoveries),
+        fates=Counter(fates_of(history).values()),
+        steps=len({row.get("step") for row in history.rows}),
+        resumes=events["resume"],
+        loads=len(history.logs.loads),
+        unpublished=events["publish_failed"],
+    )
+
+
+def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:
+    """The generated section, in Markdown."""
+    kills, faults = figures.kills, figures.faults
+    generators = kills.total() - kills["trainer"]
+    slow = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s" if (
+        figures.recoveries
+    ) else "none was killed"  # fmt: skip
+    rows = [
+        ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
+        ("other faults", ", ".join(f"{count} x {kind}" for kind, count in sorted(faults.items()))),
+        ("from a trainer's SIGKILL to its next step", f"median {slow}"),
+        ("optimizer steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
+        ("groups", ", ".join(f"{count} {fate}" for fate, count in figures.fates.most_common())),
+        ("versions loaded", f"{figures.loads}; {figures.unpublished} could not be published"),
+    ]
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return "\n".join(
+        [
+            BEGIN,
+            f"{time.strftime('%Y-%m-%d')}, {minutes:g} minutes, seed {seed}, {machine}:",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {text or 'none'} |" for name, text in rows),
+            "",
+            "```",
+            *(each.line for each in checks),
+            "```",
+            END,
+        ]
+    )
+
+
+def write_section(text: str, document: Path) -> None:
+    """Put the section in its place in the document. Raises ValueError when there is none."""
+    whole = document.read_text("utf-8")
+    before, begin, rest = whole.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{document} has no place for the report: {BEGIN} ... {END}")
+    replace_file(document, f"{before}{text}{after}".encode())

@@ -1,0 +1,119 @@
+"""SIGKILL at random moments and at every named place: nothing lost, nothing twice, nothing torn.
+
+Rows 1, 2, 4 and 13 of the fault table.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from field import REPO, Field, Program, chance, ended_within, until
+
+from peralta_zmq.failpoints import VARIABLE
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+NUM_KILLS = 30
+STEPS = ("--train.max-steps", "60")
+PLACES = sorted(
+    {
+        place
+        for file in (REPO / "peralta_zmq").rglob("*.py")
+        for place in re.findall(r'failpoint\("([\w.]+)"\)', file.read_text("utf-8"))
+    }
+)
+
+
+def num_starts(field: Field) -> int:
+    return sum(row["event"] in ("start", "resume") for row in field.events)
+
+
+def is_as_published(field: Field) -> bool:
+    """Whether a replay of the journal, killed by nobody, ends with the weights of this run."""
+    last = field.replay()[-1]
+    return last.startswith("step=60 ") and last.endswith("  as published")
+
+
+def test_a_trainer_killed_30_times_ends_where_an_unkilled_one_does(field: Field) -> None:
+    random, kills = chance(), 0
+    generators = [field.generator(name) for name in ("ann", "bob")]
+    while kills < NUM_KILLS and field.step < 50:
+        starts, trainer = num_starts(field), field.trainer(*STEPS)
+        if random.random() < 0.8:  # else it may be killed while it starts
+            until(lambda starts=starts: num_starts(field) > starts, trainer, *generators)
+            target = field.step + random.choice([0, 1, 1, 2])
+            until(lambda target=target: field.step >= target, trainer, *generators)
+        if ended_within(trainer, random.uniform(0.0, 0.4)):
+            break
+        trainer.kill()
+        kills += 1
+    last = field.trainer(*STEPS)
+    assert last.ends(timeout=120) == 0, last.printed
+    assert kills >= 10
+    assert "in use" not in last.printed  # the port was free for each of them
+    for each in generators:
+        assert each.ends(timeout=30) == 0, each.printed
+    assert field.broken() == {}
+    assert is_as_published(field)
+
+
+def test_generators_killed_30_times_in_the_middle_of_sending_tear_nothing(field: Field) -> None:
+    random, kills, target = chance(), 0, 20
+    trainer = field.trainer("--train.max-steps", str(target))
+    names = ("ann", "bob", "cid")
+    running = {name: field.generator(name) for name in names}
+    made = dict.fromkeys(names, 0)
+    while kills < NUM_KILLS:
+        if not trainer.alive:  # complete: there is more to do
+            assert trainer.ends() == 0, trainer.printed
+            target = field.step + 20
+            trainer = field.trainer("--train.max-steps", str(target))
+        name = random.choice(names)
+        generator = running[name]
+        if not generator.alive:
+            running[name] = field.generator(name)
+        elif (count := generator.printed.count("made group=")) > made[name]:
+            made[name] = count
+            if not ended_within(generator, random.uniform(0.0, 0.05)):
+                generator.kill()
+                kills += 1
+    running = {name: field.generator(name) for name in names}
+    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert all(row["dropped/invalid"] == 0 for row in field.rows)
+    assert field.broken(max_steps=target) == {}
+
+
+def test_whoever_dies_at_a_named_place_ledger_and_weights_agree(field: Field) -> None:
+    settings = (*STEPS, "--checkpoint.interval", "2")
+    trainer, generator = field.trainer(*settings), field.generator("ann")
+    reached: list[str] = []
+    for place in PLACES:
+        for each in (trainer, generator):
+            each.kill()
+        doomed = {VARIABLE: place}
+        trainer = field.trainer(*settings, environment=doomed)
+        generator = field.generator("ann", environment=doomed)
+        starts, target = num_starts(field), field.step + 4
+        until(lambda s=starts, t=target, one=trainer, two=generator: (
+            not (one.alive and two.alive) or (num_starts(field) > s and field.step >= t)
+        ))  # fmt: skip
+        died = [each for each in (trainer, generator) if not each.alive]
+        assert all(each.ends() in (-signal.SIGKILL, 0) for each in died), printed(died)
+        reached += [place for each in died[:1] if each.ends() == -signal.SIGKILL]
+        if field.step >= 50:
+            break
+    for each in (trainer, generator):
+        each.kill()
+    trainer, generator = field.trainer(*settings), field.generator("ann")
+    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert generator.ends(timeout=30) == 0, generator.printed
+    print(f"reached: {reached}")
+    assert len(reached) >= 10
+    assert field.broken() == {}
+    assert is_as_published(field)
+
+
+def printed(programs: list[Program]) -> str:
+    return "\n".join(each.printed[-3000:] for each in programs)

@@ -1,0 +1,104 @@
+"""Links that go down, programs that sleep, clocks that jump, disks and descriptors that run out.
+
+Rows 8, 9, 28 and 29 of the fault table.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from field import Field, Program, ended_within, until
+
+from peralta_zmq.operate.history import LOADED
+from peralta_zmq.operate.link import Link
+
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+chaos = pytest.mark.chaos
+pytestmark = pytest.mark.timeout(240)
+
+
+def end_well(field: Field, trainer: Program, *generators: Program) -> None:
+    """Everybody ends by itself, and the promises hold."""
+    assert trainer.ends(timeout=120) == 0, trainer.printed
+    for each in generators:
+        assert each.ends(timeout=30) == 0, each.printed
+    assert field.broken() == {}
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=chaos)])
+def test_a_link_that_was_down_resumes_by_itself(field: Field, seconds: int) -> None:
+    with Link(field.port) as link:
+        trainer = field.trainer("--train.max-steps", "15")
+        generator = field.generator("ann", "--wire.port", str(link.port))
+        until(lambda: field.step >= 3, trainer, generator)
+        link.cut()
+        assert not ended_within(trainer, seconds)  # nobody takes it for the end
+        step = field.step
+        link.mend()
+        mended = time.monotonic()
+        until(lambda: field.step > step, trainer, generator)
+        assert time.monotonic() - mended < 15  # 10 on an idle machine
+        end_well(field, trainer, generator)
+
+
+@chaos
+def test_a_trainer_that_slept_10_seconds_has_lost_nothing(field: Field) -> None:
+    trainer = field.trainer("--train.max-steps", "12")
+    generators = [field.generator(name) for name in ("ann", "bob")]
+    until(lambda: field.step >= 3, trainer, *generators)
+    trainer.signal(signal.SIGSTOP)
+    assert not any(ended_within(each, 5) for each in generators)
+    trainer.signal(signal.SIGCONT)
+    end_well(field, trainer, *generators)
+
+
+@chaos
+def test_a_generator_that_slept_for_many_steps_reloads_once(field: Field) -> None:
+    trainer = field.trainer("--train.max-steps", "20", "--weights.keep-last", "20")
+    awake, sleeper = field.generator("ann"), field.generator("bob")
+    until(lambda: "made group=" in sleeper.printed and field.step >= 2, trainer, awake, sleeper)
+    sleeper.signal(signal.SIGSTOP)
+    before = LOADED.findall(sleeper.printed)
+    until(lambda: field.step >= int(before[-1][1]) + 7, trainer, awake)
+    step = field.step
+    sleeper.signal(signal.SIGCONT)
+    end_well(field, trainer, awake, sleeper)
+    first = LOADED.findall(sleeper.printed)[len(before)]
+    assert int(first[1]) >= step - 1  # straight to the newest; one may be on its way to the disk
+
+
+@chaos
+@pytest.mark.skipif(FAKETIME is None, reason="no faketime on this machine")
+def test_clocks_a_day_apart_that_jump_by_a_day_change_nothing(field: Field, tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+1d\n")
+    faked = {"LD_PRELOAD": str(FAKETIME), "DONT_FAKE_MONOTONIC": "1"}
+    behind = {**faked, "FAKETIME": "-1d"}
+    jumps = {**faked, "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
+    trainer = field.trainer("--train.max-steps", "12", environment=jumps)
+    generator = field.generator("ann", environment=behind)
+    until(lambda: field.step >= 4, trainer, generator)
+    clock.write_text("-1d\n")
+    end_well(field, trainer, generator)
+    assert abs(float(str(field.rows[0]["time"])) - float(str(field.rows[-1]["time"]))) > 86_400
+
+
+@chaos
+def test_a_full_disk_for_logs_stops_nobody(field: Field) -> None:
+    full = 'exec "$@" >/dev/full 2>&1'
+    trainer = field.trainer("--train.max-steps", "4", shell=full)
+    generator = field.generator("ann", shell=full)
+    assert trainer.ends(timeout=120) == 0
+    assert generator.ends(timeout=30) == 0
+    assert field.step == 4
+
+
+@chaos
+def test_with_64_descriptors_a_run_ends_well(field: Field) -> None:
+    few = 'ulimit -n 64; exec "$@"'
+    trainer = field.trainer("--train.max-steps", "4", shell=few)
+    generator = field.generator("ann", shell=few)
+    end_well(field, trainer, generator)

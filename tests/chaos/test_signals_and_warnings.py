@@ -1,0 +1,109 @@
+"""Ctrl-C, SIGTERM, orphans, and what is said when nothing comes of it.
+
+Rows 30 and 31 of the fault table.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from field import Field, ended_within, processes_that_name, until
+
+chaos = pytest.mark.chaos
+pytestmark = pytest.mark.timeout(180)
+
+LONG = ("--train.max-steps", "10000")
+DULL = '''"""Every answer is worth the same."""
+
+from peralta_zmq.rollout import Message, Problem
+
+def problems(split, seed):
+    for number in range(100):
+        question = (Message("user", f"add {number} to 1."),)
+        yield Problem(id=str(number), task="dull", messages=question, answer="1")
+
+def reward(problem, completion_text):
+    return 0.5
+'''
+
+
+@chaos
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_finishes_the_step_and_saves(field: Field, number: signal.Signals) -> None:
+    trainer, generator = field.trainer(*LONG), field.generator("ann")
+    until(lambda: field.step >= 3, trainer, generator)
+    trainer.signal(number)
+    assert trainer.ends(timeout=5) == 0
+    step = field.step
+    assert f"stopped after step {step}, saved; the same command resumes it" in trainer.printed
+    assert (field.run / "checkpoints" / f"step_{step:06d}" / "STABLE").exists()
+    assert "Traceback" not in trainer.printed
+
+
+@chaos
+def test_the_second_signal_leaves_at_once(field: Field) -> None:
+    trainer = field.trainer("--eval.num-examples", "250", "--eval.eval-base-model")
+    until(lambda: any(row["event"] == "start" for row in field.events), trainer)
+    trainer.signal(signal.SIGINT)
+    assert not ended_within(trainer, 0.5)  # it answers held-out problems, and would save
+    trainer.signal(signal.SIGINT)
+    assert trainer.ends(timeout=3) == -signal.SIGINT
+
+
+@chaos
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(
+    field: Field, number: signal.Signals
+) -> None:
+    eager = ("--train.max-async-level", "16")
+    trainer, generator = field.trainer(*LONG, *eager), field.generator("ann", *eager)
+    until(lambda: field.step >= 2, trainer, generator)
+    trainer.kill()
+    until(lambda: "waiting for the trainer to take a group" in generator.printed, generator)
+    generator.signal(number)
+    generator.ends(timeout=3)
+    assert "Traceback" not in generator.printed
+
+
+@chaos
+def test_a_supervisor_killed_leaves_no_orphan(field: Field) -> None:
+    lan = field.start("lan", *LONG, log="lan")
+    until(lambda: field.step >= 2, lan)
+    assert len(processes_that_name(str(field.run.parent))) >= 4
+    lan.kill()
+    until(lambda: not processes_that_name(str(field.run.parent)), seconds=3)
+
+
+def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> None:
+    lan = field.start("lan", *LONG, log="lan")
+    until(lambda: field.step >= 2, lan)
+    lan.signal(signal.SIGINT)
+    assert lan.ends(timeout=15) == 0, lan.printed
+    assert "saved; the same command resumes it" in lan.printed
+    assert not processes_that_name(str(field.run.parent))
+
+
+@chaos
+def test_a_trainer_without_generators_says_so_within_half_a_minute(field: Field) -> None:
+    trainer = field.trainer(*LONG)
+    until(lambda: any(row["event"] == "start" for row in field.events), trainer)
+    started = time.monotonic()
+    until(lambda: "no rollouts for" in trainer.printed, trainer)
+    assert time.monotonic() - started < 32
+    assert "Start a generator: bin/generator @ CONFIG" in trainer.printed
+
+
+@chaos
+def test_groups_without_signal_are_named_within_half_a_minute(field: Field, tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "dull.py").write_text(DULL)
+    task, found = ("--task.name", "lab.dull"), {"PYTHONPATH": str(tmp_path)}
+    trainer = field.trainer(*LONG, *task, environment=found)
+    generator = field.generator("ann", *LONG, *task, environment=found)
+    until(lambda: field.step >= 1, trainer, generator)
+    started = time.monotonic()
+    until(lambda: "no learning signal" in trainer.printed, trainer, generator)
+    assert time.monotonic() - started < 32

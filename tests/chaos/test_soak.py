@@ -1,0 +1,30 @@
+"""One minute of the long run: row 32 of the fault table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from field import REPO, processes_that_name
+
+from peralta_zmq.operate.soak_report import BEGIN, END
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_a_minute_of_random_faults_keeps_all_promises_and_writes_its_report(
+    tmp_path: Path,
+) -> None:
+    document = tmp_path / "reliability.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    command = [sys.executable, "-m", "peralta_zmq.operate.soak", "--minutes", "1",
+               "--run", str(tmp_path / "soak"), "--document", str(document)]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
+    assert ended.returncode == 0, ended.stdout
+    text = document.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
+    assert "| SIGKILLs |" in text and "old" not in text
+    assert text.count("\nok    P") == 6
+    assert processes_that_name(str(tmp_path)) == []

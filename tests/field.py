@@ -1,0 +1,178 @@
+"""What the chaos tests share: a run of real doors that can be struck, and its judge.
+
+Every program is started as a person would; whatever a test leaves running is killed at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peralta_zmq.observe.metrics import Row, read_rows
+from peralta_zmq.operate.chaos import SEED, seed_of
+from peralta_zmq.operate.history import read_history
+from peralta_zmq.operate.link import two_free_ports
+from peralta_zmq.operate.promises import check
+from peralta_zmq.operate.supervise import WITNESSED
+
+REPO = Path(__file__).parents[1]
+SMALL = (
+    *("--sampling.num-generations", "4", "--train.batch-size", "16"),
+    *("--engine.slots", "8", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
+    *("--checkpoint.interval", "5", "--weights.poll-seconds", "1"),
+    *("--train.num-workers", "2", "--generator.num-workers", "2"),
+    *("--train.max-off-policy-steps", "4", *WITNESSED),
+)
+
+
+class Program:
+    """A started door and what it has printed so far."""
+
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=REPO,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+
+    @property
+    def printed(self) -> str:
+        """Both streams, of earlier starts with the same log too."""
+        return self.log.read_text("utf-8", errors="replace")
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self.process.kill()
+        self.process.wait()
+
+    def ends(self, *, timeout: float | None = None) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout)
+
+
+class Field:
+    """One run folder, the programs on it, and what they have written."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.port = two_free_ports()
+        self.run = folder / "run"
+        self._folder = folder
+        self._settings = ("--run.dir", str(folder), "--run.name", "run",
+                          "--wire.port", str(self.port), *SMALL, *settings)  # fmt: skip
+        self._started: list[Program] = []
+        self._logs: list[Path] = []
+
+    def trainer(self, *settings: str, **how: Any) -> Program:
+        """Start bin/trainer; later settings win. `how` goes to `start`."""
+        return self.start("trainer", *settings, log="trainer", **how)
+
+    def generator(self, name: str, *settings: str, **how: Any) -> Program:
+        """Start bin/generator under this name."""
+        log = f"generator-{name}"
+        return self.start("generator", "--generator.name", name, *settings, log=log, **how)
+
+    def start(
+        self,
+        door: str,
+        *settings: str,
+        log: str,
+        shell: str = 'exec "$@"',
+        environment: Mapping[str, str] | None = None,
+    ) -> Program:
+        """Start a door with this run's settings; `shell` says how, and may limit or redirect."""
+        program = [sys.executable, str(REPO / "bin" / door)]
+        if door == "lan":
+            program.append("local")
+        command = ["/bin/sh", "-c", shell, "sh", *program, *self._settings, *settings]
+        file = self._folder / f"{log}.log"
+        if door == "generator":
+            self._logs = list(dict.fromkeys([*self._logs, file]))
+        self._started.append(Program(command, file, environment or {}))
+        return self._started[-1]
+
+    @property
+    def rows(self) -> list[Row]:
+        """metrics.jsonl so far."""
+        return read_rows(self.run / "metrics.jsonl")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps trained so far."""
+        rows = self.rows
+        return int(str(rows[-1]["step"])) if rows else 0
+
+    @property
+    def events(self) -> list[Row]:
+        """events.jsonl so far."""
+        return read_rows(self.run / "events.jsonl")
+
+    def broken(self, *, max_steps: int | None = None) -> dict[str, tuple[str, ...]]:
+        """What breaks the promises of a run that ended; empty when all hold."""
+        history = read_history(self.run, self._logs, max_steps=max_steps)
+        return {each.promise: each.broken for each in check(history) if each.broken}
+
+    def replay(self) -> list[str]:
+        """What bin/replay says of each step, trained again from the journal by nobody killed."""
+        command = [sys.executable, str(REPO / "bin" / "replay"), str(self.run)]
+        replayed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+        return replayed.stdout.splitlines()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for each in self._started:
+            each.kill()
+
+
+def until(condition: Callable[[], object], *programs: Program, seconds: float = 120.0) -> None:
+    """Wait for something that another process does, as long as `programs` live."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for each in programs:
+            assert each.alive, each.printed[-3000:]
+        assert time.monotonic() < deadline, "".join(each.printed[-3000:] for each in programs)
+        time.sleep(0.02)
+
+
+def ended_within(program: Program, seconds: float) -> bool:
+    """Whether the program ends by itself in so many seconds: else it is time to strike."""
+    try:
+        program.ends(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def chance() -> random.Random:
+    """Randomness of a test; its seed is printed, and the environment replays it."""
+    seed = seed_of(os.environ)
+    print(f"{SEED}={seed}")
+    return random.Random(seed)
+
+
+def processes_that_name(words: str) -> list[str]:
+    """Command lines of living processes that hold these words."""
+    found: list[str] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if words in command and state != "Z" and int(process.name) != os.getpid():
+            found.append(command)
+    return found

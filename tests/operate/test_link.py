@@ -1,0 +1,78 @@
+"""A link passes bytes, stops when it is cut and goes on when it is mended."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from peralta_zmq.operate.link import Link, listening_pair
+
+pytestmark = pytest.mark.timeout(20)
+PATIENCE = 0.3  # seconds in which nothing must come through a cut link
+
+
+@pytest.fixture
+def servers() -> Iterator[list[socket.socket]]:
+    listening = listening_pair()
+    yield listening
+    for each in listening:
+        each.close()
+
+
+def joined(link: Link, server: socket.socket, *, port: int) -> tuple[socket.socket, socket.socket]:
+    near = socket.create_connection(("127.0.0.1", port))
+    far, _ = server.accept()
+    near.settimeout(PATIENCE)
+    far.settimeout(PATIENCE)
+    return near, far
+
+
+def test_both_ports_pass_both_ways(servers: list[socket.socket]) -> None:
+    with Link(servers[0].getsockname()[1]) as link:
+        for index, server in enumerate(servers):
+            near, far = joined(link, server, port=link.port + index)
+            with near, far:
+                near.sendall(b"there")
+                assert far.recv(100) == b"there"
+                far.sendall(b"back")
+                assert near.recv(100) == b"back"
+
+
+def test_a_cut_link_holds_everything_back_and_loses_nothing(servers: list[socket.socket]) -> None:
+    with Link(servers[0].getsockname()[1]) as link:
+        near, far = joined(link, servers[0], port=link.port)
+        with near, far:
+            link.cut()
+            near.sendall(b"held")
+            with pytest.raises(TimeoutError):
+                far.recv(100)
+            link.mend()
+            assert far.recv(100) == b"held"
+
+
+def test_an_end_is_told_only_when_the_link_is_mended(servers: list[socket.socket]) -> None:
+    with Link(servers[0].getsockname()[1]) as link:
+        near, far = joined(link, servers[0], port=link.port)
+        with near, far:
+            link.cut()
+            far.close()
+            with pytest.raises(TimeoutError):
+                near.recv(100)
+            link.mend()
+            assert near.recv(100) == b""
+
+
+def test_a_reset_closes_connections_and_takes_new_ones(servers: list[socket.socket]) -> None:
+    with Link(servers[0].getsockname()[1]) as link:
+        near, far = joined(link, servers[0], port=link.port)
+        with near, far:
+            near.sendall(b"there")
+            assert far.recv(100) == b"there"
+            link.reset()
+            assert near.recv(100) == far.recv(100) == b""
+        near, far = joined(link, servers[0], port=link.port)
+        with near, far:
+            near.sendall(b"again")
+            assert far.recv(100) == b"again"
