@@ -129,9 +129,9 @@ def test_any_failing_call_leaves_an_old_version_or_a_new_one(
 ) -> None:
     store = DirectoryStore(tmp_path / "weights")
     store.claim("run-1")
-    step, base = 0, publish(store, 0)
+    base = publish(store, 0)
     for nth in range(1, 1000):
-        step += 1
+        step = nth
         outcome = "refused"
         with monkeypatch.context() as patched:
             faulty = Faulty(patched, nth, code)
@@ -145,7 +145,7 @@ def test_any_failing_call_leaves_an_old_version_or_a_new_one(
             assert same(MappedTensors(folder / WEIGHTS), weights_at(newest.step))
         assert not list(store.folder.glob(".tmp-*"))
         if faulty.seen < nth:
-            assert nth > 40
+            assert nth > 30
             return
     raise AssertionError("publishing never came to an end")
 
@@ -198,7 +198,7 @@ def test_folder_that_cannot_rename_folders_is_refused(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(StoreError, match="cannot rename folders.*--weights.dir") as caught:
+    with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
         DirectoryStore(tmp_path / "weights").claim("run-1")
     assert "\n" not in str(caught.value)
 
@@ -253,5 +253,7 @@ def test_young_versions_stay_for_slow_readers_and_those_being_read_longer(
         assert step(4) == [1, 2, 3, 4]  # 2 is spare since 59 s
         now[0] += 100  # this reader takes its time: 100 s
         assert step(5) == [1, 4, 5]
-    now[0] += 70
-    assert step(6) == [4, 5, 6]  # others get 3 x 102 s from now on
+    now[0] += 1
+    assert step(6) == [1, 4, 5, 6]  # others get 3 x 101 s from now on
+    now[0] += 150
+    assert step(7) == [4, 5, 6, 7]  # 1 is spare since 312 s
