@@ -139,7 +139,7 @@ def test_wrong_password_is_refused(store: WeightStore, server: Server) -> None:
     publish(store, 0)
     assert get(server.port, "/", Authorization="Bearer wrong")[0] == 401
     assert reader(server.port, None).newest() is None
-    with pytest.raises(PermissionError, match="wants the password in weights.token_file"):
+    with pytest.raises(PermissionError, match=r"wants the password in weights\.token_file"):
         reader(server.port, "f" * 16).place.names()
 
 
