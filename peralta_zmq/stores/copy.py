@@ -87,7 +87,8 @@ class Copy:
         except OSError as error:  # our own disk
             raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
-            shutil.rmtree(incoming, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a failed close inside is not ignored by rmtree
+                shutil.rmtree(incoming, ignore_errors=True)
         return sum(link.size for link in links)
 
     def _change(self, store: WeightStore, links: list[Version], incoming: Path) -> None:
