@@ -79,7 +79,7 @@ def run_child(root: Path, plan: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_there_a_reader_sees_an_old_version_or_a_new_one(tmp_path: Path, place: str) -> None:
     killed = 0
-    for count in (1, 2, 9):
+    for count in (1, 5):
         code, said = run_child(tmp_path, f"{place}:{count}")
         killed += code != 0
         store = DirectoryStore(tmp_path / "weights")
