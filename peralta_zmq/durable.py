@@ -155,7 +155,8 @@ def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
         while chunk := os.read(descriptor, CHUNK):
             yield chunk
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):  # a reader has nothing to lose
+            os.close(descriptor)
 
 
 def steps_in(folder: Path) -> dict[int, Path]:

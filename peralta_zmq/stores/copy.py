@@ -84,8 +84,11 @@ class Copy:
             failpoint("load.fetched")
             before_change()
             self._change(store, links, incoming)
+        except OSError as error:  # our own disk
+            raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
-            shutil.rmtree(incoming, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a failed close inside is not ignored by rmtree
+                shutil.rmtree(incoming, ignore_errors=True)
         return sum(link.size for link in links)
 
     def _change(self, store: WeightStore, links: list[Version], incoming: Path) -> None:

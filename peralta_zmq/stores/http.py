@@ -59,6 +59,8 @@ class Served:
                 self._check(response, path, start)
                 while chunk := response.read(CHUNK):
                     yield chunk
+                if response.length:  # what should have come; a reader of chunks is not told
+                    raise ConnectionError(f"{self.where}: the connection broke off")
             except http.client.HTTPException as error:
                 raise ConnectionError(f"{self.where}: {type(error).__name__}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.stores.folder import Folder
 from peralta_zmq.stores.version import IDENTITY, NAME
 
+logger = logging.getLogger(__name__)
 RANGE = re.compile(r"bytes=(\d{1,18})-")
 SILENT_SECONDS = 60.0  # a client that neither asks nor takes for so long is dropped
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -70,6 +72,7 @@ class Server:
                 f"weights.serve_port {port} cannot be used ({error.strerror}); choose another"
             ) from None
         self._server.daemon_threads = True
+        self._server.handle_error = _log_error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
@@ -81,6 +84,11 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _log_error(request: object, client_address: object) -> None:
+    """A reader that went away is no news for the trainer's terminal."""
+    logger.debug("request of %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -79,7 +79,7 @@ def run_child(root: Path, plan: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_there_a_reader_sees_an_old_version_or_a_new_one(tmp_path: Path, place: str) -> None:
     killed = 0
-    for count in (1, 2, 9):
+    for count in (1, 5):
         code, said = run_child(tmp_path, f"{place}:{count}")
         killed += code != 0
         store = DirectoryStore(tmp_path / "weights")
@@ -145,7 +145,7 @@ def test_any_failing_call_leaves_an_old_version_or_a_new_one(
             assert same(MappedTensors(folder / WEIGHTS), weights_at(newest.step))
         assert not list(store.folder.glob(".tmp-*"))
         if faulty.seen < nth:
-            assert nth > 40
+            assert nth > 30
             return
     raise AssertionError("publishing never came to an end")
 
@@ -253,5 +253,7 @@ def test_young_versions_stay_for_slow_readers_and_those_being_read_longer(
         assert step(4) == [1, 2, 3, 4]  # 2 is spare since 59 s
         now[0] += 100  # this reader takes its time: 100 s
         assert step(5) == [1, 4, 5]
-    now[0] += 70
-    assert step(6) == [4, 5, 6]  # others get 3 x 102 s from now on
+    now[0] += 1
+    assert step(6) == [1, 4, 5, 6]  # others get 3 x 101 s from now on
+    now[0] += 150
+    assert step(7) == [4, 5, 6, 7]  # 1 is spare since 312 s

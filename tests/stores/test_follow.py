@@ -101,9 +101,9 @@ def test_announced_id_of_another_version_is_not_taken(store: WeightStore, follow
 def test_newest_wins_when_the_loop_takes_none(store: WeightStore, follow: Opener) -> None:
     follower = follow()
     versions = chain_of(store, 6)
-    while taken(follower).version.number < 5:
+    while (staged := taken(follower)).version.number < 5:
         follower.settle()
-    assert taken(follower).version == versions[5]
+    assert staged.version == versions[5]
 
 
 def test_copy_does_not_change_under_the_loop(store: WeightStore, follow: Opener) -> None:

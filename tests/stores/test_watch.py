@@ -1,67 +1,61 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
-from peralta_zmq.stores.watch import Watch
+from peralta_zmq.stores.watch import Watch, is_remote
 
-NEVER = 1000.0  # seconds between looks, so that only an event can be the reason
 DEADLINE = 10.0
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    with closing(Watch(tmp_path, poll_seconds=NEVER)) as opened:
-        yield opened
+def changed(tmp_path: Path) -> Iterator[threading.Event]:
+    event = threading.Event()
+    (tmp_path / "weights").mkdir()
+    with closing(Watch(tmp_path / "weights", event.set, poll_seconds=60.0)):
+        yield event
 
 
-def test_first_look_is_due(watch: Watch) -> None:
-    assert watch.due()
+def test_version_that_is_renamed_into_place_is_told(
+    changed: threading.Event, tmp_path: Path
+) -> None:
+    (tmp_path / "weights" / ".tmp-step_00000001").mkdir()
+    assert not changed.wait(0.2)  # half-written versions and marks are nobody's business
+    (tmp_path / "weights" / ".tmp-step_00000001").rename(tmp_path / "weights" / "step_00000001")
+    assert changed.wait(DEADLINE)
 
 
-def test_second_look_is_not_due_without_a_reason(watch: Watch) -> None:
-    watch.due()
-    assert not watch.due(timeout=0.05)
+def test_reading_a_file_is_not_told(changed: threading.Event, tmp_path: Path) -> None:
+    file = tmp_path / "weights" / "RUN.json"
+    file.write_text("{}")
+    assert changed.wait(DEADLINE)
+    changed.clear()
+    file.read_text()
+    assert not changed.wait(0.2)
 
 
-def test_version_that_is_renamed_into_place_makes_it_due(watch: Watch, tmp_path: Path) -> None:
-    (tmp_path / ".tmp-step_00000001").mkdir()
-    watch.due(timeout=DEADLINE)
-    while watch.due(timeout=0.2):  # the folder made before
-        pass
-    (tmp_path / ".tmp-step_00000001").rename(tmp_path / "step_00000001")
-    assert watch.due(timeout=DEADLINE)
+def test_folder_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        Watch(tmp_path / "nowhere", lambda: None, poll_seconds=1.0)
 
 
-def test_event_is_a_reason_once(watch: Watch, tmp_path: Path) -> None:
-    watch.due()
-    (tmp_path / "step_00000001").mkdir()
-    assert watch.due(timeout=DEADLINE)
-    assert not watch.due(timeout=0.05)
+@pytest.mark.parametrize(
+    "folder, remote",
+    [("/mnt/nas/w", True), ("/mnt/nas", True), ("/mnt/nasty", False), ("/mnt/nas/disk/w", False),
+     ("/my nas/w", True), ("/home", False)],
+)  # fmt: skip
+def test_mounts_tell_what_is_remote(tmp_path: Path, folder: str, remote: bool) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\nnas:/w /mnt/nas nfs4 rw 0 0\n/dev/b /mnt/nas/disk ext4 rw 0 0\n"
+        "u@h:/ /my\\040nas fuse.sshfs rw 0 0\n"
+    )
+    assert is_remote(Path(folder), mounts) is remote
 
 
-def test_reading_a_file_is_no_reason(watch: Watch, tmp_path: Path) -> None:
-    (tmp_path / "RUN.json").write_text("{}")
-    while watch.due(timeout=0.2):
-        pass
-    (tmp_path / "RUN.json").read_text()
-    assert not watch.due(timeout=0.2)
-
-
-def test_timer_alone_makes_it_due(tmp_path: Path) -> None:
-    with closing(Watch(tmp_path, poll_seconds=0.1)) as watch:
-        watch.due()
-        started = monotonic()
-        assert watch.due(timeout=DEADLINE)
-        assert 0.09 < monotonic() - started < DEADLINE / 2
-
-
-def test_silent_folder_is_not_waited_for_longer_than_asked(watch: Watch) -> None:
-    watch.due()
-    started = monotonic()
-    assert not watch.due(timeout=0.1)
-    assert monotonic() - started < DEADLINE / 2
+def test_system_without_such_a_table_is_taken_for_local(tmp_path: Path) -> None:
+    assert not is_remote(tmp_path, tmp_path / "nothing")

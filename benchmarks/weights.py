@@ -1,0 +1,203 @@
+"""What an update of the weights costs: bytes and seconds, against the original's way.
+
+Real AdamW steps on a random model of the Qwen3-0.6B shape (--quick: a 60M one): gradients of a
+small batch, fp32 masters, published as bf16. The peer is the original: `save_pretrained` of the
+fp32 model and `from_pretrained` on the other side. Every delta is applied and compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Claim, progress, seconds, spread
+from peralta_zmq import policy
+from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
+from peralta_zmq.stores import delta
+from peralta_zmq.stores.copy import Copy
+from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.publisher import Publisher, Report
+from peralta_zmq.stores.store import WeightStore
+
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
+         "num_attention_heads": 8, "intermediate_size": 1536}  # fmt: skip
+RATES = (2e-6, 1e-6, 1e-5)
+WARM_UP = 2  # steps at the first rate, so that AdamW has seen some gradients
+Measured = dict[str, list[float]]
+
+
+def run(*, quick: bool) -> Iterable[Claim]:
+    """Publish, fetch and apply real updates at each learning rate."""
+    policy.use_threads()
+    model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
+    size = sum(each.numel() for each in policy.weights_of(model).values())
+    progress(f"model: {size / 1e6:.0f}M parameters")
+    step = _stepper(model)
+    root = Path(tempfile.mkdtemp(prefix="bench-weights-"))
+    try:
+        peer = _original(model, root / "peer")
+        measured = _ours(model, step, root, steps=2 if quick else 4)
+    finally:
+        shutil.rmtree(root)
+    yield from _claims(measured, peer, full=2.0 * size)
+
+
+def _stepper(model: policy.Model) -> Callable[[float], None]:
+    """A function that takes one AdamW step at a learning rate."""
+    named = dict(model.named_parameters())
+    optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
+    random = torch.Generator().manual_seed(1)
+
+    def step(rate: float) -> None:
+        set_learning_rate(optimizer, rate)
+        tokens = torch.randint(0, int(model.config.vocab_size), (2, 33), generator=random)
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = policy.token_logprobs(model, tokens, torch.ones_like(tokens))
+        (-scores[:, 1:].mean()).backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _original(model: policy.Model, folder: Path) -> dict[str, float]:
+    """fp32 save_pretrained, and from_pretrained as the original's workers do."""
+    saving = seconds(lambda: model.save_pretrained(folder))
+    cpu = torch.device("cpu")
+    loading = seconds(lambda: policy.load_model(folder, device=cpu, dtype=torch.float32))
+    written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    shutil.rmtree(folder)
+    progress(f"original: {written / 1e6:.0f} MB, save {saving:.2f} s, load {loading:.2f} s")
+    return {"bytes": written, "save": saving, "load": loading}
+
+
+def _ours(
+    model: policy.Model, step: Callable[[float], None], root: Path, *, steps: int
+) -> Measured:
+    store = DirectoryStore(root / "weights")
+    store.claim("bench")
+    (root / "copy").mkdir()
+    copy = Copy(root / "copy")
+    live = {name: each.to(torch.bfloat16) for name, each in policy.weights_of(model).items()}
+    measured: Measured = {}
+    with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
+        publisher.publish(0, policy.weights_of(model))
+        keyframe = _report(publisher)
+        assert keyframe.version
+        measured["keyframe"] = [keyframe.version.size]
+        copy.advance(store, keyframe.version)
+        for _ in range(WARM_UP):
+            step(RATES[0])
+        publisher.publish(1, policy.weights_of(model))
+        copy.advance(store, _published(_report(publisher)))
+        number = 1
+        for rate in RATES:
+            for _ in range(steps):
+                number += 1
+                step(rate)
+                before = {name: each.clone() for name, each in copy.tensors().items()}
+                stall = publisher.publish(number, policy.weights_of(model))
+                report = _report(publisher)
+                _measure(measured, f"{rate:g}", report, stall)
+                _apply(measured, store, copy, report, live)
+                _check(model, before, live, measured, f"{rate:g}")
+    return measured
+
+
+def _report(publisher: Publisher) -> Report:
+    assert publisher.wait(600)
+    (report,) = publisher.take_reports()
+    return report
+
+
+def _published(report: Report) -> Version:
+    assert report.version is not None, report.reason
+    return report.version
+
+
+def _measure(measured: Measured, rate: str, report: Report, stall: float) -> None:
+    version = _published(report)
+    note(measured, f"bytes {rate}", version.size)
+    note(measured, "stall", stall)
+    note(measured, "encode", report.encode_seconds)
+    note(measured, "write", report.write_seconds)
+    progress(
+        f"lr {rate}: {version.kind} {version.size / 1e6:.2f} MB stall {stall:.3f} "
+        f"encode {report.encode_seconds:.2f} write {report.write_seconds:.2f} s"
+    )
+
+
+def _apply(
+    measured: Measured,
+    store: WeightStore,
+    copy: Copy,
+    report: Report,
+    live: dict[str, torch.Tensor],
+) -> None:
+    """Fetch and decode (beside the sampling), then copy into the live tensors (between tokens)."""
+    started = time.perf_counter()
+    copy.advance(store, _published(report))
+    note(measured, "decode", time.perf_counter() - started)
+    tensors = copy.tensors()
+    note(measured, "apply", seconds(lambda: [live[name].copy_(tensors[name]) for name in live]))
+
+
+def _check(
+    model: policy.Model,
+    before: dict[str, torch.Tensor],
+    live: dict[str, torch.Tensor],
+    measured: Measured,
+    rate: str,
+) -> None:
+    """The live tensors are the masters rounded, bit for bit; the entropy of what changed."""
+    bound = 0.0
+    for name, master in policy.weights_of(model).items():
+        expected = delta.bits_of(master.to(torch.bfloat16))
+        assert (delta.bits_of(live[name]) == expected).all(), f"{name} differs"
+        bound += delta.entropy_bits(delta.bits_of(before[name]), expected)
+    note(measured, f"bound {rate}", bound / 8)
+
+
+def note(measured: Measured, name: str, figure: float) -> None:
+    """Add a figure to its series."""
+    measured.setdefault(name, []).append(figure)
+
+
+def _claims(measured: Measured, peer: dict[str, float], *, full: float) -> Iterator[Claim]:
+    for rate in RATES:
+        sizes = measured[f"bytes {rate:g}"]
+        power = f"{rate:.0e}".replace("e-0", "e-")
+        yield Claim(
+            f"delta_vs_full_bf16_lr{power}", median(sizes), "bytes", peer=full,
+            ratio=full / median(sizes), n=len(sizes), spread=spread(sizes),
+        )  # fmt: skip
+    sizes, bounds = measured["bytes 2e-06"], measured["bound 2e-06"]
+    size = median(sizes)
+    yield Claim("delta_vs_original", size, "bytes", peer=peer["bytes"], ratio=peer["bytes"] / size)
+    yield Claim(
+        "entropy_share", size, "bytes", bound=median(bounds), share=median(bounds) / size,
+        n=len(sizes),
+    )  # fmt: skip
+    yield Claim("keyframe_bytes", measured["keyframe"][0], "bytes", peer=peer["bytes"],
+                ratio=peer["bytes"] / measured["keyframe"][0])  # fmt: skip
+    peers = {"apply": peer["load"], "stall": peer["save"], "encode": peer["save"]}
+    for name in ("apply", "decode", "stall", "encode", "write"):
+        taken, other = measured[name], peers.get(name)
+        yield Claim(
+            f"{name}_seconds", median(taken), "s", peer=other,
+            ratio=other / median(taken) if other else None, n=len(taken), spread=spread(taken),
+        )  # fmt: skip
