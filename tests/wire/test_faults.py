@@ -241,7 +241,7 @@ def test_jumping_sequences_fill_neither_receiver_nor_ledger(stack: ExitStack) ->
         assert sender.send(numbered(number << 40), timeout=DEADLINE)
         group = received(receiver)
         ledger.settle(group.sender, group.sequence, "trained")
-    (settled, above) = ledger.saved()[GROUP.sender]
+    settled, above = ledger.saved()["senders"][GROUP.sender]
     assert len(above) <= MAX_ABOVE and settled < 2000 << 40
 
 
