@@ -124,7 +124,7 @@ def listening_pair() -> list[socket.socket]:
             first.close()
 
 
-def two_free_ports() -> int:
+def three_free_ports() -> int:
     """A port that is free just now together with the one after it."""
     pair = listening_pair()
     port = int(pair[0].getsockname()[1])
