@@ -37,43 +37,41 @@ from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
-TRICKLE_SECONDS = 2.0  # a generator that is ahead waits so long for a trainer that waits too
-SILENT_TRICKLE_SECONDS = 30.0  # and so long for one that is not heard
+HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
+SILENT_SECONDS = 30.0  # and so long for one that is not heard
 Reward = Callable[[Problem, str], "float | dict[str, float]"]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Keeps all generators together within `max_async_level` steps' worth of groups.
+    """Keeps all generators within `max_async_level` steps of the newest weights.
 
-    A generator may have its share of them under way: made, but not yet safe with the trainer.
-    A dead sibling or a lost announcement costs a bounded wait: a generator that has waited makes
-    a further batch when the trainer is heard waiting too, and after long silence in any case.
+    A group is begun when the step that will take it changes weights at most so many steps newer
+    than ours; it lands behind the groups under way: made, but in no step yet. Nobody waits long
+    for a dead sibling or a lost announcement: a trainer that waits for groups and has all of ours
+    gets one more, and so does one that is not heard.
     """
 
     groups_per_step: int
     max_async_level: int
-    made: int = 0
     last_made: float = field(default_factory=time.monotonic)
-    _step: int = -1
-    _made_from_step: int = 0
 
-    def allows(self, *, step: int, under_way: int, generators: int, trainer_waits: bool) -> bool:
-        """Whether a further group from the weights of `step` would be used in time."""
-        waited = time.monotonic() - self.last_made
-        if waited > (TRICKLE_SECONDS if trainer_waits else SILENT_TRICKLE_SECONDS):
+    def allows(
+        self, *, step: int, begun: int, under_way: int, generators: int, hungry: bool
+    ) -> bool:
+        """Whether a further group from the weights of `step` would be used in time.
+
+        `begun`: steps begun by the trainer. `under_way`: our groups that are in none of them.
+        `hungry`: the trainer waits, and has all that we made, so somebody else owes it groups.
+        """
+        if time.monotonic() - self.last_made > (HUNGRY_SECONDS if hungry else SILENT_SECONDS):
             return True
-        if step != self._step:
-            self._step, self._made_from_step = step, self.made
-        share = self.groups_per_step / max(1, generators)
-        if self.max_async_level == 0:
-            return self.made - self._made_from_step < share
-        return under_way == 0 or under_way + 1 <= share * self.max_async_level
+        share = -(-self.groups_per_step // max(1, generators))
+        return begun + under_way // share - step <= self.max_async_level
 
     def count(self) -> None:
-        """A group was made."""
-        self.made += 1
+        """A group was begun."""
         self.last_made = time.monotonic()
 
 
@@ -203,10 +201,17 @@ class Generator:
             self._done = self._done or not self._send(frame, engine)
         return not (self._done or self._draining) and self._pace.allows(
             step=engine.step,
-            under_way=self._outbox.window + self._under_way,
+            begun=heard.begun if heard else engine.step,
+            under_way=self._sequence + self._under_way - self._taken(heard),
             generators=len(heard.recv) if heard else 1,
-            trainer_waits=heard is not None and heard.waiting,
+            hungry=heard is not None
+            and heard.waiting
+            and not self._outbox.window + self._under_way,
         )
+
+    def _taken(self, heard: wire.Announcement | None) -> int:
+        """How many of our groups are in steps that have begun."""
+        return heard.taken.get(self._outbox.sender, -1) + 1 if heard else 0
 
     def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
         """The newest announcement of the run whose weights we serve; reports in return."""

@@ -10,9 +10,11 @@ import fcntl
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -33,6 +35,7 @@ from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.publisher import Keep, Publisher, Report
 from peralta_zmq.stores.serve import Server, read_token
 from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.version import Version
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
@@ -66,13 +69,16 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._boot = os.urandom(8)
-        self._version, self._wid = -1, ""  # number and id of the newest published weights
+        self._said = wire.Announcement("")  # last; `_speaking` guards it
+        self._speaking = threading.Lock()
+        self._begun = 0  # optimizer steps begun
         self._published: Report | None = None
         on_policy = config.train.max_async_level == 0
         self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
         self._heard: dict[str, float] = {}  # sender -> time of its last group
         self._reports: dict[str, wire.Counters] = {}  # by sender, the latest
+        self._taken: dict[str, int] = {}  # sender -> what of it is in steps that have begun
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
@@ -112,7 +118,7 @@ class Trainer:
             self._publish()
             self._wait_for_version(LAST_VERSION_SECONDS)
         else:
-            self._version, self._wid = newest.number, newest.wid
+            self._tell(newest)
 
     def evaluate_base(self) -> None:
         """Greedy accuracy of the untrained model, once per run."""
@@ -247,6 +253,7 @@ class Trainer:
             keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
+            tell=self._tell,
         )
 
     # One step.
@@ -258,7 +265,7 @@ class Trainer:
         """
         step, depth, queued = self._learner.step + 1, 0, True
         started = said = time.monotonic()
-        while _num_rollouts(self._pending) < self._config.train.batch_size:
+        while not self._has_batch:
             self._take_reports()
             self._hear()
             if self._stopping:
@@ -268,8 +275,7 @@ class Trainer:
                 self._commit()
                 self._announce(waiting=True)
                 queued = False
-                patience = 0.02 if self._publisher.busy else 0.2  # a report wants to be announced
-                received = self._receiver.receive(timeout=patience)
+                received = self._receiver.receive(timeout=0.2)
             if received is None:
                 said = self._say_silence(started, said)
                 continue
@@ -277,9 +283,14 @@ class Trainer:
             started = said = time.monotonic()
             self._take_in(*received, step=step)
         self._commit()
-        self._announce()
         groups, self._pending = self._pending, []
+        self._taken, self._begun = dict(self._durable), step
+        self._announce()
         return groups, depth
+
+    @property
+    def _has_batch(self) -> bool:
+        return _num_rollouts(self._pending) >= self._config.train.batch_size
 
     def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
         failpoint("trainer.received")
@@ -293,7 +304,7 @@ class Trainer:
             self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
             note["floor"] = group.floor
             self._journal.append(step, json.dumps(note).encode(), DROPPED)
-        self._announce(waiting=True)
+        self._announce(waiting=not self._has_batch)
 
     def _hear(self) -> None:
         """Take in what generators report of themselves: who reports is alive."""
@@ -331,9 +342,12 @@ class Trainer:
                 self._books.note(f"{error}; free some space. Training waits, nothing is lost")
             self._pause(patience)
             patience = min(LONGEST_PATIENCE, 2 * patience)
-        ledger = self._admission.ledger
-        self._durable = {sender: ledger.settled(sender) for sender in ledger.senders}
+        self._durable = self._settled()
         self._journaling += time.monotonic() - started
+
+    def _settled(self) -> dict[str, int]:
+        ledger = self._admission.ledger
+        return {sender: ledger.settled(sender) for sender in ledger.senders}
 
     def _pause(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
@@ -375,6 +389,7 @@ class Trainer:
             ) from None
         self._progress = saved.progress
         self._admission.ledger = Ledger(saved.progress["ledger"])
+        self._taken = self._settled()
         self._admission.duplicates = saved.progress["duplicates"]
         self._saved_step = saved.step
 
@@ -384,11 +399,12 @@ class Trainer:
         self._learner.learning_rate = parts.schedule_of(self._earlier)
         while True:
             groups = self._taken_in_before(self._learner.step + 1)
-            full = _num_rollouts(groups) >= self._config.train.batch_size
-            if not full or self._learner.step >= earlier:
-                self._pending = groups
+            self._pending = groups
+            if not self._has_batch or self._learner.step >= earlier:
                 break
+            self._taken, self._pending = self._settled(), []
             self._record(groups, self._learn(groups), step_time=0.0)
+        self._durable, self._begun = self._settled(), self._learner.step
         self._learner.learning_rate = parts.schedule_of(self._config)
         if self._earlier != self._config:
             self._save()  # with the old schedule behind us
@@ -445,30 +461,37 @@ class Trainer:
                 self._books.note(report.reason)
                 continue
             self._published, version = report, report.version
-            self._version, self._wid = version.number, version.wid
             self._books.event(
                 "publish", step=report.step, number=version.number, wid=version.wid,
                 kind=version.kind, bytes=version.size,
             )  # fmt: skip
-            self._announce()
 
     def _announce(self, *, waiting: bool = False, done: bool = False) -> None:
         """Say how far we are; it is repeated every second until there is something newer."""
         ledger, live = self._admission.ledger, self._live()
-        announcement = wire.Announcement(
-            run_id=self._run_id,
-            boot=self._boot,
-            step=self._learner.step,
-            version=self._version,
-            wid=self._wid,
-            min_step=max(0, self._learner.step - self._admission.max_off_policy_steps),
-            recv={sender: ledger.settled(sender) for sender in live},
-            durable={sender: self._durable.get(sender, -1) for sender in live},
-            seen={sender: ledger.seen(sender) for sender in live},
-            waiting=waiting,
-            done=done,
-        )
-        self._announcer.announce(announcement)
+        with self._speaking:
+            self._said = wire.Announcement(
+                run_id=self._run_id,
+                boot=self._boot,
+                step=self._learner.step,
+                begun=self._begun,
+                version=self._said.version,
+                wid=self._said.wid,
+                min_step=max(0, self._learner.step - self._admission.max_off_policy_steps),
+                recv={sender: ledger.settled(sender) for sender in live},
+                durable={sender: self._durable.get(sender, -1) for sender in live},
+                seen={sender: ledger.seen(sender) for sender in live},
+                taken={sender: self._taken.get(sender, -1) for sender in live},
+                waiting=waiting,
+                done=done,
+            )
+            self._announcer.announce(self._said)
+
+    def _tell(self, version: Version) -> None:
+        """Announce a version as soon as it is out, also during a step; any thread may call."""
+        with self._speaking:
+            self._said = replace(self._said, version=version.number, wid=version.wid)
+            self._announcer.announce(self._said)
 
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float

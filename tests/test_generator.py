@@ -36,54 +36,56 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def made(
-    pace: Pace, *, step: int = 0, settled: int = 0, generators: int = 1, trainer_waits: bool = False
+def begins(
+    pace: Pace, *, step: int = 0, begun: int = 0, generators: int = 1, hungry: bool = False
 ) -> int:
-    """Groups that the pace allows before it says wait, when so many of all are settled."""
-    before = pace.made
-    while pace.made < before + 100 and pace.allows(
-        step=step, under_way=pace.made - settled, generators=generators, trainer_waits=trainer_waits
+    """Groups that the pace allows before it says wait, when none is under way."""
+    count = 0
+    while count < 100 and pace.allows(
+        step=step, begun=begun, under_way=count, generators=generators, hungry=hungry
     ):
         pace.count()
-    return pace.made - before
+        count += 1
+    return count
 
 
-def test_a_generator_alone_has_one_steps_worth_under_way(clock: Clock) -> None:
-    assert made(Pace(groups_per_step=16, max_async_level=1)) == 16
-
-
-def test_two_generators_share_it(clock: Clock) -> None:
-    assert made(Pace(groups_per_step=16, max_async_level=1), generators=2) == 8
-
-
-def test_what_is_settled_makes_room(clock: Clock) -> None:
-    pace = Pace(groups_per_step=16, max_async_level=1)
-    made(pace)
-    assert made(pace, settled=5) == 5
-
-
-def test_at_level_0_a_generator_makes_its_share_of_a_version_and_waits_for_the_next(
-    clock: Clock,
+@pytest.mark.parametrize(
+    ("level", "begun", "groups"),
+    [
+        (0, 7, 16),  # what the next step takes
+        (0, 8, 0),  # it has begun: on-policy waits for its weights
+        (1, 7, 32),  # the next step's and the one's after it
+        (1, 8, 16),
+        (1, 9, 0),
+        (2, 7, 48),
+    ],
+)
+def test_groups_land_in_steps_that_are_near_enough(
+    clock: Clock, level: int, begun: int, groups: int
 ) -> None:
-    pace = Pace(groups_per_step=16, max_async_level=0)
-    assert made(pace, step=3, settled=99, generators=2) == 8
-    assert made(pace, step=4, settled=99, generators=2) == 8
+    assert begins(Pace(16, max_async_level=level), step=7, begun=begun) == groups
 
 
-def test_a_trainer_that_waits_too_gets_a_batch_after_two_seconds(clock: Clock) -> None:
-    pace = Pace(groups_per_step=16, max_async_level=1)
-    made(pace)
-    clock.now += generator.TRICKLE_SECONDS + 0.1
-    assert made(pace, trainer_waits=True) == 1
+@pytest.mark.parametrize(("generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
+def test_generators_share_a_step(clock: Clock, generators: int, groups: int) -> None:
+    assert begins(Pace(16, max_async_level=0), generators=generators) == groups
+
+
+def test_a_trainer_that_waits_and_has_all_of_ours_gets_one_more(clock: Clock) -> None:
+    pace = Pace(16, max_async_level=1)
+    pace.count()
+    clock.now += generator.HUNGRY_SECONDS + 0.1
+    assert begins(pace, begun=2, hungry=True) == 1
+    assert begins(pace, begun=2) == 0
 
 
 def test_a_trainer_that_is_not_heard_gets_one_only_after_long_silence(clock: Clock) -> None:
-    pace = Pace(groups_per_step=16, max_async_level=1)
-    made(pace)
-    clock.now += generator.TRICKLE_SECONDS + 0.1
-    assert made(pace) == 0
-    clock.now += generator.SILENT_TRICKLE_SECONDS
-    assert made(pace) == 1
+    pace = Pace(16, max_async_level=1)
+    pace.count()
+    clock.now += generator.SILENT_SECONDS - 0.1
+    assert begins(pace, begun=2) == 0
+    clock.now += 0.2
+    assert begins(pace, begun=2) == 1
 
 
 class Spy:

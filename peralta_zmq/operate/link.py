@@ -16,7 +16,7 @@ KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpress
 
 
 class Link:
-    """Passes bytes from two local ports, `port` and the one after it, to `target` and its next.
+    """Passes bytes from three local ports, `port` and the next two, to `target` and its next two.
 
     While it is cut nothing passes and nobody is told, as with a cable pulled out; bytes already
     taken in are passed on when it is mended. Use with `with`.
@@ -27,7 +27,7 @@ class Link:
         self._up.set()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listening = listening_pair()
+        self._listening = listening_ports()
         self._accepting = [
             threading.Thread(target=self._accept, args=(listening, target + index), daemon=True)
             for index, listening in enumerate(self._listening)
@@ -114,21 +114,24 @@ class Link:
         _shut(sink)
 
 
-def listening_pair() -> list[socket.socket]:
-    """Listening sockets on a free port and on the one after it."""
+def listening_ports() -> list[socket.socket]:
+    """Listening sockets on a free port and on the two after it."""
     while True:
-        first = socket.create_server(("127.0.0.1", 0))
+        opened = [socket.create_server(("127.0.0.1", 0))]
         try:
-            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))]
+            for _ in range(2):
+                opened.append(socket.create_server(("127.0.0.1", opened[-1].getsockname()[1] + 1)))
+            return opened
         except (OSError, OverflowError):
-            first.close()
+            for each in opened:
+                each.close()
 
 
 def three_free_ports() -> int:
-    """A port that is free just now together with the one after it."""
-    pair = listening_pair()
-    port = int(pair[0].getsockname()[1])
-    for each in pair:
+    """A port that is free just now together with the two after it."""
+    opened = listening_ports()
+    port = int(opened[0].getsockname()[1])
+    for each in opened:
         each.close()
     return port
 

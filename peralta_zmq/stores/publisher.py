@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,10 @@ class Publisher:
         keep: Keep = Keep(),
         keyframe_interval: int = 10,
         max_mbit_per_s: float | None = None,
+        tell: Callable[[Version], None] = lambda version: None,
     ) -> None:
+        """`tell` is called in the thread as soon as a version is out."""
+        self._tell = tell
         self._store, self._companions, self._dtype = store, companions, dtype
         self._keep, self._keyframe_interval = keep, keyframe_interval
         self._pace = _Pace(max_mbit_per_s)
@@ -180,6 +183,8 @@ class Publisher:
         except StoreError as error:
             reason = str(error)
         took = time.monotonic() - started
+        if version:
+            self._tell(version)
         report = Report(
             snapshot.step, version, reason, snapshot.stall_seconds,
             timing.encode_seconds, took - timing.encode_seconds,

@@ -23,6 +23,7 @@ class Announcement:
     run_id: str
     boot: bytes = b""  # 8 random bytes, new with each start of the trainer
     step: int = 0  # optimizer steps taken
+    begun: int = 0  # and begun
     version: int = -1  # newest published version, -1 before the first
     wid: str = ""  # of the newest version
     min_step: int = 0  # groups of older weights are not accepted any more
@@ -32,15 +33,18 @@ class Announcement:
     """By sender: all its groups up to this sequence are on the trainer's disk, or not needed."""
     seen: dict[str, int] = field(default_factory=dict[str, int])
     """By sender: the highest sequence that came. Above `recv`, something between is lost."""
+    taken: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender: all its groups up to this sequence are in steps that have begun, or dropped."""
     waiting: bool = False  # for groups; else in a step, an evaluation, a start
     done: bool = False  # the run is complete
 
 
 SAID = {
-    "run_id": str, "boot": bytes, "step": int, "version": int, "wid": str, "min_step": int,
-    "recv": dict, "durable": dict, "seen": dict, "waiting": bool, "done": bool,
+    "run_id": str, "boot": bytes, "step": int, "begun": int, "version": int, "wid": str,
+    "min_step": int,
+    "recv": dict, "durable": dict, "seen": dict, "taken": dict, "waiting": bool, "done": bool,
 }  # fmt: skip
-BY_SENDER = ("recv", "durable", "seen")
+BY_SENDER = ("recv", "durable", "seen", "taken")
 
 
 def encode_announcement(announcement: Announcement) -> bytes:

@@ -19,7 +19,7 @@ class Outbox:
         self.lost = 0  # groups given up because the outbox was full
         self.stale = 0  # groups given up because a restarted trainer would not take them any more
         self.resent = 0  # groups sent again
-        self._sender, self._limit = sender, limit
+        self.sender, self._limit = sender, limit
         self._frames: dict[int, tuple[int, bytes]] = {}  # sequence -> policy step, frame; ascending
         self._next = 0
         self._received = -1  # all up to this sequence have come to the trainer
@@ -58,7 +58,7 @@ class Outbox:
         restarted = self._trainer not in (b"", heard.boot)
         self._trainer = heard.boot
         self._settle(heard, restarted)
-        seen = heard.seen.get(self._sender, -1)
+        seen = heard.seen.get(self.sender, -1)
         if restarted:
             self._give_up_stale(heard.min_step, seen)
             return self._again(self._next)
@@ -67,9 +67,9 @@ class Outbox:
         return self._again(seen)
 
     def _settle(self, heard: Announcement, restarted: bool) -> None:
-        durable = heard.durable.get(self._sender, -1)
+        durable = heard.durable.get(self.sender, -1)
         known = -1 if restarted else self._received  # what a dead trainer had received is lost
-        self._received = max(known, durable, heard.recv.get(self._sender, -1))
+        self._received = max(known, durable, heard.recv.get(self.sender, -1))
         self._frames = {number: each for number, each in self._frames.items() if number > durable}
 
     def _give_up_stale(self, min_step: int, seen: int) -> None:
