@@ -29,11 +29,11 @@ from peralta_zmq.operate.soak_report import figures_of, section, write_section
 from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
 
 NUM_GENERATORS = 3
-CHUNK = 100  # optimizer steps after which the trainer ends, and is started for as many more
+CHUNK = 600  # optimizer steps after which the trainer ends, and is started for as many more
 LAST = 20  # steps in peace at the end
-PAUSE = (2.0, 7.0)  # seconds between two faults
-TRAINER_LIFE = 25.0  # seconds that the trainer has at least between two kills
-TRAINER_START = 15.0  # seconds after which it has surely opened its weights folder
+PAUSE = (2.0, 6.0)  # seconds between two faults
+TRAINER_LIFE = 15.0  # seconds that the trainer has at least between two kills
+TRAINER_START = 10.0  # seconds after which it has surely opened its weights folder
 Undo: TypeAlias = Callable[[Crew], "bool | None"]  # False when it has to be tried again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
@@ -59,7 +59,7 @@ class Monkey:
         self._trainer_started = time.monotonic()
         self._undo: list[tuple[float, str, Undo]] = []  # when, whose fault, how it ends
         self._faults = {
-            self._kill_generator: 50, self._kill_trainer: 20, self._freeze: 8, self._cut: 8,
+            self._kill_generator: 50, self._kill_trainer: 25, self._freeze: 8, self._cut: 8,
             self._reset: 6, self._hide_weights: 4, self._send_away: 4,
         }  # fmt: skip
 
