@@ -293,7 +293,9 @@ class Generator:
         )  # fmt: skip
         failpoint("generator.made")
         frame = wire.encode_group(group)
-        self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
+        lost = self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
+        if lost is not None:
+            logger.warning("lost group=%s/%d reason=outbox", group.sender, lost)
         self._tokens += sum(each.num_generated for each in group.rollouts)
         sent = self._send(frame, engine)
         failpoint("generator.sent")

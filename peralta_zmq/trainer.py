@@ -377,6 +377,7 @@ class Trainer:
         self._journal.move_after(step, begun / "journal")
         os.rename(begun, aside)
         self._books.event("roll_back", step=step)
+        self._books.rewind(step)
         self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:

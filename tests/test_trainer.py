@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,11 +14,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from fakes import group_of
 
-from peralta_zmq import trainer
+from peralta_zmq import trainer, wire
 from peralta_zmq.config import Config, load_config, write_resolved
-from peralta_zmq.errors import ConfigError, PeraltaError, StoreError, TaskError, WireError
+from peralta_zmq.errors import (
+    ConfigError,
+    JournalError,
+    PeraltaError,
+    StoreError,
+    TaskError,
+    WireError,
+)
+from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.parts import run_id_of
+from peralta_zmq.recovery import checkpoint
 from peralta_zmq.trainer import Trainer
 
 
@@ -162,3 +174,62 @@ def test_a_refused_weights_folder_leaves_the_next_start_free(
     refused(bad, StoreError, "cannot be written")
     with ExitStack() as stack:
         assert Trainer(config_of(*settings), stack).unfinished
+
+
+# What an earlier session left.
+
+
+@pytest.fixture
+def opened(settings: list[str]) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(config_of(*settings, "--no-eval.eval-base-model"), stack)
+
+
+def saved_by(trainer: Trainer, *, ledger: Ledger, **tensors: torch.Tensor) -> None:
+    """A checkpoint of step 0 of this trainer's run."""
+    folder = trainer._folder / "checkpoints"
+    state = {**trainer._learner.state(), **tensors}
+    progress = {"ledger": ledger.saved(), "duplicates": 0}
+    run_id = run_id_of(trainer._folder, "demo")
+    checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
+
+
+def journaled_by(trainer: Trainer, *sequences: int) -> Path:
+    """Groups taken in for step 1."""
+    for sequence in sequences:
+        group = group_of([1, 0], sequence=sequence, run_id=run_id_of(trainer._folder, "demo"))
+        trainer._journal.append(1, wire.encode_group(group))
+    trainer._journal.commit()
+    return trainer._folder / "journal" / "step_000001.msgpack"
+
+
+def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
+    saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
+    with pytest.raises(JournalError, match=r"another model.*norm\.weight.*--run\.name"):
+        opened.recover()
+
+
+def test_a_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
+    saved_by(opened, ledger=Ledger())
+    opened._run_id = "another-1"
+    with pytest.raises(JournalError, match=r"belongs to run demo-.*--run\.name"):
+        opened.recover()
+
+
+def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) -> None:
+    ledger = Ledger()
+    ledger.settle(group_of([1, 0]).sender, 0, "trained")
+    saved_by(opened, ledger=ledger)
+    journaled_by(opened, 0)
+    with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
+        opened.recover()
+
+
+def test_a_torn_journal_goes_on_at_its_last_good_record(
+    opened: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = journaled_by(opened, 0, 1, 2)
+    os.truncate(file, file.stat().st_size - 5)
+    opened.recover()
+    assert [group.sequence for group in opened._pending] == [0, 1]
+    assert "journal cut: file=step_000001.msgpack" in caplog.text

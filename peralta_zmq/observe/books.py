@@ -62,6 +62,10 @@ class Books:
                 published = {wid: at for wid, at in published.items() if wid not in later}
         return abandoned - published.keys()
 
+    def rewind(self, step: int) -> None:
+        """The steps after `step` are trained anew, and written again."""
+        self._last_step = min(self._last_step, step)
+
     def event(self, name: str, **fields: object) -> None:
         """Something happened beside the steps."""
         self._events.record(name, **fields)

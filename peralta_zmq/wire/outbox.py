@@ -39,13 +39,16 @@ class Outbox:
         """Nothing below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
 
-    def add(self, sequence: int, frame: bytes, *, policy_step: int) -> None:
-        """Keep a frame; sequences ascend."""
+    def add(self, sequence: int, frame: bytes, *, policy_step: int) -> int | None:
+        """Keep a frame; sequences ascend. Returns the sequence given up for it, if there is one."""
+        lost = None
         if len(self._frames) == self._limit:
-            del self._frames[self.floor]
+            lost = self.floor
+            del self._frames[lost]
             self.lost += 1
         self._frames[sequence] = policy_step, frame
         self._next = sequence + 1
+        return lost
 
     def lost_on_the_way(self, heard: Announcement | None) -> list[bytes]:
         """Forget what `heard` says is durable; returns the frames to send again now, in order.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from peralta_zmq.operate.link import Link, listening_pair
+from peralta_zmq.operate.link import Link, listening_ports
 
 pytestmark = pytest.mark.timeout(20)
 PATIENCE = 0.3  # seconds in which nothing must come through a cut link
@@ -15,7 +15,7 @@ PATIENCE = 0.3  # seconds in which nothing must come through a cut link
 
 @pytest.fixture
 def servers() -> Iterator[list[socket.socket]]:
-    listening = listening_pair()
+    listening = listening_ports()
     yield listening
     for each in listening:
         each.close()

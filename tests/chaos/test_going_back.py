@@ -1,0 +1,60 @@
+"""Roll-backs and damaged checkpoints: numbers still rise, and the one before is used.
+
+Row 21 of the fault table.
+"""
+
+from __future__ import annotations
+
+import pytest
+from field import Field
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+EVERY_TWO = ("--checkpoint.interval", "2", "--checkpoint.keep-last", "4")
+
+
+def trained_to(field: Field, step: int, *settings: str) -> str:
+    """What the trainer prints of a session that ends at `step`."""
+    log = field.run.parent / "trainer.log"
+    before = log.read_text() if log.exists() else ""
+    trainer = field.trainer("--train.max-steps", str(step), *EVERY_TWO, *settings)
+    generator = field.generator("ann", "--train.max-steps", str(step))
+    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert generator.ends(timeout=30) == 0, generator.printed
+    return trainer.printed.removeprefix(before)
+
+
+def published(field: Field) -> list[tuple[int, int]]:
+    """(number, step) of every version, in their order."""
+    return [
+        (int(str(row["number"])), int(str(row["step"])))
+        for row in field.events if row["event"] == "publish"
+    ]  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_journal_fills_the_gap(field: Field) -> None:
+    trained_to(field, 6)
+    newest = field.run / "checkpoints" / "step_000006" / "state.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(bytes(content))
+    printed = trained_to(field, 8)
+    assert "does not verify" in printed
+    assert "resumed: step=6 checkpoint=4 replayed=2" in printed
+    assert field.broken() == {}
+
+
+def test_a_roll_back_trains_other_steps_under_numbers_that_still_rise(field: Field) -> None:
+    trained_to(field, 8)
+    before = published(field)
+    printed = trained_to(field, 10, "--checkpoint.resume-step", "4")
+    assert "rolled back to step 4" in printed
+    after = published(field)[len(before) :]
+    assert after[0][1] == 4  # what is published first is what the roll-back went back to
+    assert min(number for number, _ in after) > max(number for number, _ in before)
+    assert [number for number, _ in after] == sorted(number for number, _ in after)
+    assert after[-1][1] == 10
+    steps = [int(str(row["step"])) for row in field.rows]
+    assert steps == [*range(1, 9), *range(5, 11)]
+    aside = field.run / "rolled_back_to_000004"
+    assert sorted(each.name for each in (aside / "checkpoints").iterdir())[0] == "step_000006"
+    assert "already" in trained_to(field, 11, "--checkpoint.resume-step", "4")
