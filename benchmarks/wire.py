@@ -235,7 +235,7 @@ def recovery(*, repeats: int) -> Claim:
     taken: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         lan = ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
-               "--eval.num-examples", "1", "--eval.eval-base-model", "false"]  # fmt: skip
+               "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
         with subprocess.Popen(lan, cwd=REPO, stdout=subprocess.DEVNULL) as process:
             run_folder = Path(folder) / "bench"
             for number in range(repeats):
@@ -270,10 +270,10 @@ def _last_step(folder: Path) -> int:
 def _kill_trainer(folder: str) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().decode(errors="replace")
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "bin/trainer" in words and folder in words:
+        if words[1:2] and words[1].endswith("bin/trainer") and folder in words:
             os.kill(int(process.name), signal.SIGKILL)
 
 
