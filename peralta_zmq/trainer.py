@@ -105,6 +105,7 @@ class Trainer:
         start = self._learner.step
         self._replay()
         step = self._learner.step
+        self._record_what_is_out()
         self._admission.abandoned = self._books.abandoned_weights(step)
         if step >= self._config.train.max_steps:
             self._books.note(f"run complete: {step} steps; delete {self._folder} to start anew")
@@ -461,11 +462,26 @@ class Trainer:
                 self._books.event("publish_failed", step=report.step, reason=report.reason)
                 self._books.note(report.reason)
                 continue
-            self._published, version = report, report.version
-            self._books.event(
-                "publish", step=report.step, number=version.number, wid=version.wid,
-                kind=version.kind, bytes=version.size,
-            )  # fmt: skip
+            self._published = report
+            self._record_version(report.version)
+
+    def _record_version(self, version: Version) -> None:
+        self._books.event(
+            "publish", step=version.step, number=version.number, wid=version.wid,
+            kind=version.kind, bytes=version.size,
+        )  # fmt: skip
+
+    def _record_what_is_out(self) -> None:
+        """Record what an earlier session published in the moment before it was killed."""
+        try:
+            found = self._store.versions()
+        except StoreError as error:
+            self._books.note(str(error))
+            return
+        recorded = self._books.published_weights()
+        for version in found:
+            if version.wid not in recorded:
+                self._record_version(version)
 
     def _announce(self, *, waiting: bool = False, done: bool = False) -> None:
         """Say how far we are; it is repeated every second until there is something newer."""

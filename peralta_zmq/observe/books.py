@@ -48,6 +48,11 @@ class Books:
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
 
+    def published_weights(self) -> set[str]:
+        """Ids of all weights whose publication is recorded."""
+        rows = read_rows(self._folder / EVENTS)
+        return {str(row.get("wid")) for row in rows if row.get("event") == "publish"}
+
     def abandoned_weights(self, step: int) -> set[str]:
         """Ids of published weights that a roll-back has left behind, now that we are at `step`."""
         published: dict[str, float] = {}  # id -> step, of the line that leads to now
