@@ -12,9 +12,10 @@ from peralta_zmq import policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
-from peralta_zmq.rollout import Sampling
+from peralta_zmq.rollout import Sampling, TemperatureSchedule
 
 IDENTITY = "RUN.json"
+TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 
 
 def learner_of(config: Config, model: policy.Model) -> Learner:
@@ -24,9 +25,8 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
     advantage_options = config.advantage.model_dump(exclude={"name"}, exclude_none=True)
     return Learner(
         dict(model.named_parameters()),
-        score=functools.partial(
-            policy.token_logprobs, model, temperature=config.sampling.temperature
-        ),
+        score=functools.partial(policy.token_logprobs, model),
+        temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
         loss=functools.partial(registry.resolve("loss", config.loss.name), **loss_options),
         advantage=functools.partial(
             registry.resolve("advantage", config.advantage.name), **advantage_options
@@ -53,9 +53,25 @@ def schedule_of(config: Config) -> functools.partial[float]:
 
 def sampling_of(config: Config, *, seed: int) -> Sampling:
     """How this run draws tokens."""
-    chosen = config.sampling.model_dump(exclude={"num_generations", "stop"})
-    stop = config.sampling.stop
-    return Sampling(**chosen, stop=() if stop is None else (stop,), seed=seed)
+    chosen = config.sampling
+    return Sampling(
+        **chosen.model_dump(exclude={"num_generations", "stop", *TEMPERATURES}),
+        temperature=chosen.temperature or 1.0,
+        schedule=temperatures_of(config),
+        stop=() if chosen.stop is None else (chosen.stop,),
+        seed=seed,
+    )
+
+
+def temperatures_of(config: Config) -> TemperatureSchedule | None:
+    """The temperature as a function of the policy step; None when it is constant."""
+    chosen = config.sampling
+    if chosen.temp_scheduler is None:
+        return None
+    assert chosen.temp_start is not None and chosen.temp_end is not None
+    return TemperatureSchedule(
+        chosen.temp_scheduler, chosen.temp_start, chosen.temp_end, config.train.max_steps
+    )
 
 
 def run_id_of(folder: Path, name: str) -> str:

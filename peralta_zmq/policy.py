@@ -250,13 +250,15 @@ def token_logprobs(
     token_ids: torch.Tensor,  # [B, T]
     attention_mask: torch.Tensor,  # [B, T]
     *,
-    temperature: float = 1.0,
+    temperature: torch.Tensor | float = 1.0,  # one for all, or that of each token [B, T]
 ) -> torch.Tensor:
     """Log-probability of token t given the tokens before it, [B, T], 0 for t = 0.
 
     Over the full vocabulary at `temperature`: the definition on Rollout.logprobs.
     """
     logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature[:, 1:]
     logprobs = selected_logprobs(logits[:, :-1], token_ids[:, 1:], temperature=temperature)
     return torch.nn.functional.pad(logprobs, (1, 0))
 
@@ -265,9 +267,11 @@ def selected_logprobs(
     logits: torch.Tensor,  # [..., V]
     token_ids: torch.Tensor,  # [...]
     *,
-    temperature: float = 1.0,
+    temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
 ) -> torch.Tensor:
     """log softmax(logits / temperature) at `token_ids`, in fp32, [...]."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.unsqueeze(-1)
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)

@@ -70,7 +70,8 @@ class Engine(Protocol):
         """One completion per request, in any order; `index` tells whose it is.
 
         Requests are taken as there is room; None among them says that there is nothing to start
-        right now. `between_steps` is called wherever newer weights may be applied.
+        right now. `between_steps` is called wherever newer weights may be applied. Tokens are
+        drawn as `sampling.at(step)` says, with the step of the weights that draw them.
         """
         ...
 

@@ -6,7 +6,8 @@ Index t of every per-token array speaks about token t.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -41,10 +42,27 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSchedule:
+    """A temperature that moves from `start` to `end` in the course of a run."""
+
+    kind: Literal["linear", "cosine"]
+    start: float  # of the weights of step 0
+    end: float  # of the weights of step max_steps - 1, which the last optimizer step learns from
+    max_steps: int
+
+    def __call__(self, policy_step: int) -> float:
+        """The temperature at which the weights of `policy_step` sample."""
+        progress = min(max(policy_step / max(1, self.max_steps - 1), 0.0), 1.0)
+        share = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * share
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn. An engine draws each token as `at` the step of its weights says."""
 
     temperature: float = 1.0  # 0 takes the likeliest token
+    schedule: TemperatureSchedule | None = None  # in the place of the temperature
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0  # 0 keeps all
@@ -53,6 +71,12 @@ class Sampling:
     max_completion_length: int = 48  # tokens
     stop: tuple[str, ...] = ()  # a completion ends when its text has one of these
     seed: int = 0
+
+    def at(self, policy_step: int) -> Sampling:
+        """The same with the temperature of the weights of `policy_step`, and no schedule."""
+        if self.schedule is None:
+            return self
+        return replace(self, temperature=self.schedule(policy_step), schedule=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
     [
         ("sampling.num-generations", "1"),
         ("sampling.temperature", "0"),
+        ("sampling.temp-end", "0"),
         ("sampling.top-p", "1.1"),
         ("sampling.top-p", "0"),
         ("sampling.top-k", "-1"),
@@ -298,6 +299,32 @@ def test_a_batch_that_does_not_divide_is_answered_with_the_two_nearest(
     assert refusal("--train.batch-size", batch_size) == (
         f"train.batch_size {batch_size} is not a multiple of sampling.num_generations 8; "
         f"use {below} or {above}"
+    )
+
+
+COSINE = ("--sampling.temp-scheduler", "cosine")
+
+
+def test_a_temperature_and_a_scheduler_exclude_each_other() -> None:
+    ends = ("--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
+    assert refusal(*COSINE, *ends, "--sampling.temperature", "1") == (
+        "sampling.temperature 1.0 and sampling.temp_scheduler cosine exclude each other; "
+        "leave one of them out, or set it to None"
+    )
+    assert load(*COSINE, *ends, "--sampling.temperature", "None").sampling.temp_end == 0.5
+
+
+@pytest.mark.parametrize("end", ["start", "end"])
+def test_an_end_of_a_temperature_needs_a_scheduler(end: str) -> None:
+    assert refusal(f"--sampling.temp-{end}", "2").startswith(
+        f"sampling.temp_{end} 2.0 needs a sampling.temp_scheduler; choose linear or cosine"
+    )
+
+
+@pytest.mark.parametrize(("given", "missing"), [("start", "end"), ("end", "start")])
+def test_a_temperature_scheduler_needs_both_ends(given: str, missing: str) -> None:
+    assert refusal(*COSINE, f"--sampling.temp-{given}", "2") == (
+        f"sampling.temp_scheduler cosine needs sampling.temp_{missing}; give it a temperature"
     )
 
 
@@ -575,6 +602,14 @@ def test_what_defines_the_run_may_not_change(argument: str, tmp_path: Path) -> N
     write_resolved(Config(), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings"):
         earlier_config(load(argument), tmp_path)
+
+
+def test_a_scheduled_temperature_keeps_its_number_of_steps(tmp_path: Path) -> None:
+    scheduled = (*COSINE, "--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
+    write_resolved(load(*scheduled), tmp_path)
+    assert earlier_config(load(*scheduled), tmp_path) == load(*scheduled)
+    with pytest.raises(ConfigError, match=r"train\.max_steps 80 -> 81"):
+        earlier_config(load(*scheduled, "--train.max-steps", "81"), tmp_path)
 
 
 def test_a_broken_config_toml_is_named_with_the_two_ways_on(tmp_path: Path) -> None:

@@ -45,6 +45,27 @@ def test_logprob_of_a_token_is_given_by_the_tokens_before_it(
     assert ours[1:].tolist() == pytest.approx(plain, abs=1e-5)
 
 
+def test_each_token_may_have_a_temperature_of_its_own(model: Any) -> None:
+    ids, temperatures = [5, 9, 33, 2], [9.0, 0.5, 1.0, 2.0]
+    with torch.no_grad():
+        ours = policy.token_logprobs(
+            model, torch.tensor([ids]), torch.ones(1, 4), temperature=torch.tensor([temperatures])
+        )[0]
+        plain = [plain_logprob(model, ids, t, temperatures[t]) for t in range(1, 4)]
+    assert ours.tolist() == pytest.approx([0, *plain], abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_temperature_for_all_is_the_same_to_the_bit(model: Any, temperature: float) -> None:
+    ids = torch.tensor([[5, 9, 33, 2]])
+    every = torch.full(ids.shape, temperature)
+    one, all_alike = (
+        policy.token_logprobs(model, ids, torch.ones_like(ids), temperature=each)
+        for each in (temperature, every)
+    )
+    assert torch.equal(one, all_alike)
+
+
 def test_first_token_has_logprob_zero_and_none_is_lost(model: Any) -> None:
     ids = torch.tensor([[5, 9, 33], [7, 8, 2]])
     logprobs = policy.token_logprobs(model, ids, torch.ones_like(ids))

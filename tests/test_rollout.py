@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes import group_of, rollout_with
 
-from peralta_zmq.rollout import Completion, rollout_of
+from peralta_zmq.rollout import Completion, Sampling, TemperatureSchedule, rollout_of
 
 COMPLETION = Completion(
     index=0,
@@ -81,3 +82,33 @@ def test_rewards_of_a_group_keep_the_order_of_its_rollouts() -> None:
 def test_sender_names_the_generator_and_its_start() -> None:
     group = group_of([1.0], generator_id="ann", boot=bytes(range(8)))
     assert group.sender == "ann/0001020304050607"
+
+
+# Temperatures.
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # 1.5 - f over four steps and after, f = 0, 1/3, 2/3, 1
+        ("linear", [1.5, 1.5 - 1 / 3, 1.5 - 2 / 3, 0.5, 0.5]),
+        # f = (1 - cos 0) / 2, (1 - cos 60) / 2, (1 - cos 120) / 2, (1 - cos 180) / 2
+        ("cosine", [1.5, 1.25, 0.75, 0.5, 0.5]),
+    ],
+)
+def test_a_schedule_goes_from_start_to_end_over_the_steps_of_a_run(
+    kind: Any, expected: list[float]
+) -> None:
+    schedule = TemperatureSchedule(kind, start=1.5, end=0.5, max_steps=4)
+    assert [schedule(step) for step in range(5)] == pytest.approx(expected)
+    assert schedule(-1) == 1.5  # the mark of prompt tokens
+
+
+def test_a_run_of_one_step_is_at_the_start() -> None:
+    assert TemperatureSchedule("linear", start=1.5, end=0.5, max_steps=1)(0) == 1.5
+
+
+def test_sampling_at_a_step_has_its_temperature_and_all_else() -> None:
+    schedule = TemperatureSchedule("linear", start=1.0, end=0.5, max_steps=3)
+    assert Sampling(schedule=schedule, top_k=4).at(1) == Sampling(temperature=0.75, top_k=4)
+    assert Sampling(temperature=0.3).at(1) == Sampling(temperature=0.3)

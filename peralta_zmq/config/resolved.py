@@ -50,7 +50,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
     changes = [
         f"{key} {shown(before[key])} -> {shown(now[key])}"
         for key in now
-        if before[key] != now[key] and not _may_change(key, before[key], now[key])
+        if before[key] != now[key] and not _may_change(key, before[key], now[key], config)
     ]
     if changes:
         raise ConfigError(
@@ -91,10 +91,11 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
             yield f"{name}.{leaf}", setting
 
 
-def _may_change(key: str, before: object, now: object) -> bool:
+def _may_change(key: str, before: object, now: object, config: Config) -> bool:
     if key in GROWING_SETTINGS:
         assert isinstance(before, int) and isinstance(now, int)
-        return now > before
+        # groups under way were sampled at the temperatures of the shorter course
+        return now > before and config.sampling.temp_scheduler is None
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS
 
 

@@ -92,8 +92,14 @@ class SamplingSection(Section):
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """completions per problem, compared with each other (a group)"""
-    temperature: PositiveFloat = 1.0
-    """divides the logits before the softmax"""
+    temperature: PositiveFloat | None = None
+    """divides the logits before the softmax; None = 1, or what temp_scheduler says"""
+    temp_scheduler: Literal["linear", "cosine"] | None = None
+    """course of the temperature over train.max_steps; None = constant"""
+    temp_start: PositiveFloat | None = None
+    """temp_scheduler: temperature of the first weights"""
+    temp_end: PositiveFloat | None = None
+    """temp_scheduler: temperature of the weights that the last step learns from"""
     top_p: Fraction = 1.0
     """keep the most likely tokens up to this probability mass; 1 = off"""
     top_k: NonNegativeInt = 0
@@ -330,6 +336,7 @@ class Config(Section):
     def _check(self) -> Config:
         _check_names(self)
         _check_batch(self)
+        _check_temperature(self.sampling)
         _check_ranges(self)
         _check_security(self)
         return self
@@ -368,6 +375,26 @@ def _check_batch(config: Config) -> None:
             f"train.batch_size {batch_size} is not a multiple of sampling.num_generations "
             f"{num_generations}; use {below} or {below + num_generations}"
         )
+
+
+def _check_temperature(sampling: SamplingSection) -> None:
+    kind = sampling.temp_scheduler
+    ends = {"temp_start": sampling.temp_start, "temp_end": sampling.temp_end}
+    if kind is not None and sampling.temperature is not None:
+        raise ConfigError(
+            f"sampling.temperature {sampling.temperature} and sampling.temp_scheduler {kind} "
+            "exclude each other; leave one of them out, or set it to None"
+        )
+    for name, end in ends.items():
+        if kind is None and end is not None:
+            raise ConfigError(
+                f"sampling.{name} {end} needs a sampling.temp_scheduler; choose linear or cosine, "
+                "or use sampling.temperature for a constant"
+            )
+        if kind is not None and end is None:
+            raise ConfigError(
+                f"sampling.temp_scheduler {kind} needs sampling.{name}; give it a temperature"
+            )
 
 
 def _check_ranges(config: Config) -> None:

@@ -96,6 +96,7 @@ class HfEngine:
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         step = self.step  # a caller may apply newer weights between two completions
+        sampling = sampling.at(step)
         prompts = [request.prompt_ids.tolist() for request in requests]
         token_ids, attention_mask = self._padded_left(prompts)
         recorder = LogprobRecorder(sampling.temperature or 1.0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
+Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 
 
@@ -26,6 +27,7 @@ class Batch:
     loss_mask: Tensor  # float32, 1 on generated tokens
     old_logprobs: Tensor  # float32
     advantages: Tensor  # float32, the rollout's on each of its tokens
+    temperatures: Tensor | float = 1.0  # float32, that sampled each token; a number for all
 
 
 def make_batches(
@@ -33,6 +35,7 @@ def make_batches(
     advantage: AdvantageFunction,
     *,
     max_tokens: int,
+    temperature: Temperature = 1.0,
     device: torch.device | str = "cpu",
 ) -> list[Batch]:
     """Micro-batches of at most `max_tokens` padded tokens (one rollout at least in each).
@@ -40,7 +43,7 @@ def make_batches(
     Groups without signal are left out: every advantage in them is zero.
     """
     scored = sorted(_scored(groups, advantage), key=lambda pair: len(pair[0].token_ids))
-    return [_pack(rows, device) for rows in _within_budget(scored, max_tokens)]
+    return [_pack(rows, temperature, device) for rows in _within_budget(scored, max_tokens)]
 
 
 def _scored(
@@ -65,7 +68,9 @@ def _within_budget(
         yield rows
 
 
-def _pack(rows: Sequence[tuple[Rollout, float]], device: torch.device | str) -> Batch:
+def _pack(
+    rows: Sequence[tuple[Rollout, float]], temperature: Temperature, device: torch.device | str
+) -> Batch:
     longest = max(len(rollout.token_ids) for rollout, _ in rows)
     shape = (len(rows), longest)
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -78,4 +83,22 @@ def _pack(rows: Sequence[tuple[Rollout, float]], device: torch.device | str) -> 
         old[row, :length] = rollout.logprobs
         advantages[row, :length] = advantage
     arrays = (tokens, attention, mask, old, advantages)
-    return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
+    return Batch(
+        *(torch.from_numpy(array).to(device) for array in arrays),
+        temperatures=_temperatures(rows, shape, temperature, device)
+        if callable(temperature)
+        else temperature,
+    )
+
+
+def _temperatures(
+    rows: Sequence[tuple[Rollout, float]],
+    shape: tuple[int, int],
+    temperature: Callable[[int], float],
+    device: torch.device | str,
+) -> Tensor:
+    found = np.ones(shape, np.float32)
+    for row, (rollout, _) in enumerate(rows):
+        length = len(rollout.token_ids)
+        found[row, :length] = [temperature(step) for step in rollout.policy_steps.tolist()]
+    return torch.from_numpy(found).to(device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.batch import AdvantageFunction, make_batches
+from peralta_zmq.learning.batch import AdvantageFunction, Temperature, make_batches
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, TokenLoss, take_step
 from peralta_zmq.rollout import RolloutGroup
@@ -32,11 +32,13 @@ class Learner:
         weight_decay: float,
         max_grad_norm: float,
         max_tokens_per_microbatch: int,
+        temperature: Temperature = 1.0,
     ) -> None:
         self.step = 0
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
         self.learning_rate = learning_rate
+        self._temperature = temperature
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
@@ -47,7 +49,10 @@ class Learner:
         rate = self.learning_rate(self.step)
         adamw.set_learning_rate(self._optimizer, rate)
         device = next(iter(self._parameters.values())).device
-        batches = make_batches(groups, self._advantage, max_tokens=self._max_tokens, device=device)
+        batches = make_batches(
+            groups, self._advantage,
+            max_tokens=self._max_tokens, temperature=self._temperature, device=device,
+        )  # fmt: skip
         taken = take_step(
             self._optimizer, batches,
             score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,

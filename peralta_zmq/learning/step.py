@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from peralta_zmq.learning.batch import Batch
 
-Score = Callable[[Tensor, Tensor], Tensor]  # token ids, attention mask -> logprobs, all [B, T]
 TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # see losses
+
+
+class Score(Protocol):
+    """Logprobs of the tokens at the temperature that sampled them, all [B, T]."""
+
+    def __call__(
+        self, token_ids: Tensor, attention_mask: Tensor, *, temperature: Tensor | float
+    ) -> Tensor: ...
 
 
 def take_step(
@@ -33,7 +41,9 @@ def take_step(
     num_tokens = max(1.0, sum(float(batch.loss_mask.sum()) for batch in batches))
     total, mismatch = 0.0, 0.0
     for batch in batches:
-        logprobs = score(batch.token_ids, batch.attention_mask)
+        logprobs = score(
+            batch.token_ids, batch.attention_mask, temperature=batch.temperatures
+        )  # fmt: skip
         per_token = loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
         summed = (per_token * batch.loss_mask).sum() / num_tokens
         summed.backward()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from fakes import group_of
 
@@ -79,3 +80,21 @@ def test_masks_and_ids_have_the_types_that_models_want() -> None:
     (batch,) = make_batches([group_of([1, 0])], group_mean, max_tokens=1000)
     kinds = [batch.token_ids.dtype, batch.attention_mask.dtype, batch.loss_mask.dtype]
     assert kinds == [torch.int64, torch.int64, torch.float32]
+
+
+def test_each_token_has_the_temperature_of_the_weights_that_sampled_it() -> None:
+    groups = [group_of([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
+    batches = make_batches(
+        groups, group_mean, max_tokens=1000, temperature=lambda step: 1 + max(step, 0) / 10
+    )
+    (batch,) = batches  # rows by length: 1 and 1, 2 and 2 generated tokens
+    assert torch.is_tensor(batch.temperatures)
+    there = batch.loss_mask.bool()
+    rows = [row[mask].tolist() for row, mask in zip(batch.temperatures, there, strict=True)]
+    expected = [[1.2], [1.5], [1.2, 1.2], [1.5, 1.5]]
+    assert rows == [pytest.approx(each) for each in expected]
+
+
+def test_a_constant_temperature_stays_a_number() -> None:
+    (batch,) = make_batches([group_of([1, 0])], group_mean, max_tokens=1000, temperature=0.7)
+    assert batch.temperatures == 0.7

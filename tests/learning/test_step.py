@@ -42,10 +42,14 @@ def batches_of(max_tokens: int = 1000) -> list[Batch]:
     return [double(each) for each in make_batches(GROUPS, group_mean, max_tokens=max_tokens)]
 
 
-def logits_in_double(model: Any, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def logits_in_double(
+    model: Any, token_ids: Tensor, attention_mask: Tensor, *, temperature: float = 1.0
+) -> Tensor:
     """policy.token_logprobs, which works in fp32, with the logits kept in float64."""
     logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+    logprobs = (
+        (logits / temperature)[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+    )
     return torch.nn.functional.pad(logprobs, (1, 0))
 
 
@@ -165,7 +169,8 @@ def test_mismatch_of_one_token_is_the_k3_estimate() -> None:
     parameter, batch = by_hand(old=-1.5)
     metrics = take_step(
         torch.optim.SGD([parameter], lr=0.1), [batch],
-        score=lambda ids, mask: parameter.expand(1, 2), loss=reinforce, max_grad_norm=10.0,
+        score=lambda ids, mask, temperature: parameter.expand(1, 2),
+        loss=reinforce, max_grad_norm=10.0,
     )  # fmt: skip
     assert metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
 
@@ -176,7 +181,8 @@ def test_step_follows_the_gradient_up_to_its_limit(limit: float, after: float) -
     parameter, batch = by_hand(old=-1.0)
     metrics = take_step(
         torch.optim.SGD([parameter], lr=0.1), [batch],
-        score=lambda ids, mask: parameter.expand(1, 2), loss=reinforce, max_grad_norm=limit,
+        score=lambda ids, mask, temperature: parameter.expand(1, 2),
+        loss=reinforce, max_grad_norm=limit,
     )  # fmt: skip
     assert parameter.item() == pytest.approx(after, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(0.5)
@@ -187,7 +193,7 @@ def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     parameter, batch = by_hand(old=-1.0)
     metrics = take_step(
         torch.optim.AdamW([parameter], lr=0.1), [batch],
-        score=lambda ids, mask: parameter.expand(1, 2) * poison,
+        score=lambda ids, mask, temperature: parameter.expand(1, 2) * poison,
         loss=reinforce, max_grad_norm=1.0,
     )  # fmt: skip
     assert (parameter.item(), metrics["skipped"]) == (-1.0, 1.0)
@@ -199,7 +205,9 @@ def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
     for factor in (math.nan, 1.0):
         metrics = take_step(
             optimizer, [batch],
-            score=lambda ids, mask, factor=factor: parameter.expand(1, 2) * factor,
+            score=lambda ids, mask, temperature, factor=factor: (
+                parameter.expand(1, 2) * factor
+            ),
             loss=reinforce, max_grad_norm=10.0,
         )  # fmt: skip
     assert (metrics["skipped"], parameter.item()) == (0.0, pytest.approx(-0.95))
@@ -209,6 +217,22 @@ def test_step_without_batches_changes_nothing() -> None:
     parameter, _ = by_hand(old=-1.0)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
     metrics = take_step(
-        optimizer, [], score=lambda ids, mask: ids, loss=reinforce, max_grad_norm=1.0
+        optimizer, [], score=lambda ids, mask, temperature: ids, loss=reinforce, max_grad_norm=1.0
     )
     assert (parameter.item(), metrics["loss"], metrics["skipped"]) == (-1.0, 0.0, 0.0)
+
+
+def test_tokens_are_scored_at_the_temperatures_of_their_batch() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    seen: list[object] = []
+
+    def score(ids: Tensor, mask: Tensor, *, temperature: Tensor | float) -> Tensor:
+        seen.append(temperature)
+        return parameter.expand(1, 2)
+
+    for each in (0.7, torch.tensor([[1.0, 0.5]])):
+        take_step(
+            torch.optim.SGD([parameter], lr=0.1), [replace(batch, temperatures=each)],
+            score=score, loss=reinforce, max_grad_norm=1.0,
+        )  # fmt: skip
+        assert seen[-1] is each

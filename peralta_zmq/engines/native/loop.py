@@ -81,7 +81,7 @@ class Loop:
     def _sample(self, rows: np.ndarray, logits: Tensor, step: int) -> None:
         chances = torch.from_numpy(self._rows.chances(rows)).to(logits.device)
         tokens, logprobs = draw(
-            logits, self._sampling, chances,
+            logits, self._sampling.at(step), chances,
             seen=self._seen(rows, logits), barred=self._barred(rows, logits),
         )  # fmt: skip
         taken = logprobs.cpu().numpy()

@@ -17,7 +17,7 @@ from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, open_engine
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
 END = 2
 PROMPTS = [
@@ -90,7 +90,7 @@ def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 
-def scored(model: Any, completion: Completion, temperature: float) -> list[float]:
+def scored(model: Any, completion: Completion, temperature: torch.Tensor | float) -> list[float]:
     """The trainer's logprobs of the generated tokens."""
     row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
     with torch.no_grad():
@@ -364,6 +364,51 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(tokenizer: An
         if set(each.policy_steps.tolist()) == {7}:
             assert each.token_ids.tolist() == plain_greedy(sharp_model(seed=8), prompt, 12)
     assert set(completions[-1].policy_steps.tolist()) == {7}
+
+
+COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
+
+
+def temperatures_of(completion: Completion) -> torch.Tensor:
+    """As the trainer works them out, [1, T] with the prompt."""
+    steps = [0] * len(completion.prompt_ids) + completion.policy_steps.tolist()
+    return torch.tensor([[COOLING(step) for step in steps]])
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["top_p"], OPTIONS["min_tokens"]])
+@pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
+def test_a_scheduled_temperature_is_that_of_the_weights_that_sampled(
+    engine_kind: Any, options: dict[str, Any], tokenizer: Any
+) -> None:
+    """The weights stay equal and only their step changes, so every ratio must be 1."""
+    engine, calls = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64, step=1), []
+
+    def next_step() -> None:
+        calls.append(1)
+        if len(calls) in (1, 4, 6):
+            engine.apply(policy.weights_of(sharp_model()), engine.step + 2)
+
+    sampling = Sampling(**options, schedule=COOLING, max_completion_length=12)
+    completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
+    steps = {step for each in completions for step in each.policy_steps.tolist()}
+    assert len(steps) > 2
+    if engine_kind is NativeEngine:
+        assert any(len(set(each.policy_steps.tolist())) > 1 for each in completions)
+    for each in completions:
+        expected = scored(sharp_model(), each, temperatures_of(each))
+        assert np.exp(each.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_cold_schedule_draws_what_is_likeliest(tokenizer: Any) -> None:
+    """Not only the logprob: the draw is at the temperature of the step too."""
+    cold = Sampling(
+        max_completion_length=12,
+        schedule=TemperatureSchedule("linear", start=1e-3, end=5.0, max_steps=9),
+    )
+    first = engine_of(sharp_model(), tokenizer, step=0)
+    assert tokens(sampled(first, cold)) == tokens(sampled(first, GREEDY))
+    last = engine_of(sharp_model(), tokenizer, step=8)
+    assert tokens(sampled(last, cold)) != tokens(sampled(last, GREEDY))
 
 
 def strange(name: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,75 @@
+"""From settings to parts that agree with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import group_of, tiny_model
+
+from peralta_zmq import parts, policy
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.rollout import Request, Rollout, Sampling, TemperatureSchedule, rollout_of
+
+SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
+             "--sampling.temp-end=0.2", "--train.max-steps=6")  # fmt: skip
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
+
+
+def test_the_default_temperature_is_one() -> None:
+    assert parts.sampling_of(config_of(), seed=0) == Sampling()
+
+
+def test_a_constant_temperature_reaches_the_sampling() -> None:
+    sampling = parts.sampling_of(config_of("--sampling.temperature=0.7"), seed=3)
+    assert sampling == Sampling(temperature=0.7, seed=3)
+
+
+def test_a_schedule_ends_with_the_run() -> None:
+    sampling = parts.sampling_of(config_of(*SCHEDULED), seed=0)
+    assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
+    assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
+
+
+def sharp_model() -> Any:
+    """A random model to whose logprobs the temperature makes a difference."""
+    model = tiny_model(seed=3, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    return model
+
+
+@pytest.mark.parametrize("arguments", [("--sampling.temperature=0.7",), SCHEDULED])
+def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_flight(
+    arguments: tuple[str, ...],
+) -> None:
+    config, model = config_of(*arguments), sharp_model()
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    engine = NativeEngine(sharp_model(), tokenizer, slots=8, max_model_len=64)
+    calls: list[int] = []
+
+    def next_step() -> None:
+        calls.append(1)
+        if len(calls) in (2, 5):
+            engine.apply(policy.weights_of(model), engine.step + 2)
+
+    prompt = np.array([5, 9, 33], np.int32)
+    sampling = dataclasses.replace(parts.sampling_of(config, seed=1), min_tokens=9)
+    requests = [Request(index, prompt, 12) for index in range(8)]
+    completions = list(engine.generate(requests, sampling, next_step))
+    rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
+    assert {step for each in completions for step in each.policy_steps.tolist()} == {0, 2, 4}
+    metrics = learned(config, model, rollouts)
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-8)
+
+
+def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
+    group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
+    return parts.learner_of(config, model).learn([group])
