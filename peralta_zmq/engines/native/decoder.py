@@ -130,7 +130,9 @@ def _attention(
     lined = query.reshape(n, key.shape[1], shared * num_new, width)
     if num_new > 1 and shared > 1:
         mask = mask.repeat(1, 1, shared, 1)
-    if softcap is None:
+    if num_new == 1 and softcap is None and query.device.type == "cpu":
+        out = _attention_of_one(lined, key, value, mask, scaling=scaling)
+    elif softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             lined, key, value, attn_mask=mask, scale=scaling
         )
@@ -139,6 +141,21 @@ def _attention(
         scores = torch.tanh(scores / softcap) * softcap + mask
         out = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
+
+
+def _attention_of_one(
+    query: Tensor,  # [n, H, G, D], the heads that share keys
+    key: Tensor,  # [n, H, T, D]
+    value: Tensor,
+    mask: Tensor,  # [n, 1, 1, T]
+    *,
+    scaling: float,
+) -> Tensor:
+    """For one new token a row: a CPU multiplies the long side first twice as fast."""
+    scores = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))  # [n * H, T, G]
+    scores = scores.unflatten(0, key.shape[:2]).transpose(2, 3).float() * scaling + mask
+    shares = torch.softmax(scores, -1).to(query.dtype)
+    return torch.bmm(shares.flatten(0, 1), value.flatten(0, 1)).view(query.shape)
 
 
 AttentionInterface.register(OURS, _attention)

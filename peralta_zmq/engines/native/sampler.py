@@ -11,6 +11,8 @@ from torch import Tensor
 
 from peralta_zmq.rollout import Sampling
 
+CHUNK = 2**20  # logits whose fp32 forms stay in the processor's cache
+
 
 def draw(
     logits: Tensor,  # [n, V]
@@ -25,23 +27,29 @@ def draw(
     The logprob is that of the plain logits at the sampling temperature (1 when greedy), whatever
     was penalized, barred or cut off: it is what the trainer computes.
     """
-    plain = logits.float()
-    scaled = plain / (sampling.temperature or 1.0)
-    allowed = _penalized(plain, sampling, seen, barred)
-    if sampling.temperature == 0:
-        tokens = allowed.argmax(-1)
-    else:
-        allowed = scaled if allowed is plain else allowed / sampling.temperature
-        tokens = _drawn(allowed, sampling, chance)
-    logprobs = scaled.log_softmax(-1)  # in one pass, twice as fast as logsumexp
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    allowed = _penalized(logits, sampling, seen, barred)
+    greedy = sampling.temperature == 0
+    tokens = allowed.argmax(-1) if greedy else _drawn(allowed, sampling, chance)
+    return tokens, _logprobs(logits, tokens, sampling.temperature or 1.0)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at `tokens` in fp32, [n]; some rows at a time."""
+    rows = max(1, CHUNK // logits.shape[-1])
+    taken = [
+        (some.float() / temperature)
+        .log_softmax(-1)  # in one pass, twice as fast as logsumexp
+        .gather(-1, chosen)
+        for some, chosen in zip(logits.split(rows), tokens[:, None].split(rows), strict=True)
+    ]
+    return torch.cat(taken)[:, 0]
 
 
 def _penalized(
     logits: Tensor, sampling: Sampling, seen: Tensor | None, barred: Tensor | None
 ) -> Tensor:
     if seen is not None:
-        penalty = sampling.repetition_penalty
+        penalty, logits = sampling.repetition_penalty, logits.float()
         logits = torch.where(
             seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
         )
@@ -56,8 +64,8 @@ def _drawn(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
     if 0 < sampling.top_k < num_tokens:
         logits, likeliest = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
-        logits, likeliest = logits.sort(descending=True)
-    shares = logits.softmax(-1)
+        logits, likeliest = logits.float().sort(descending=True)
+    shares = (logits.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:  # the token that crosses the line stays
         before = shares.cumsum(-1) - shares
         shares = shares.masked_fill(before >= sampling.top_p, 0)
