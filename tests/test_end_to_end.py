@@ -238,7 +238,7 @@ def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
     port = three_free_ports()
     trainer = machine.start(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
-        "--weights.keyframe-interval", str(interval),
+        "--weights.keyframe-interval", str(interval), "--train.max-off-policy-steps", "8",
     )  # fmt: skip
     with closing(Link(port, mbit_per_s=20, delay=0.06)) as link:
         elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
@@ -253,12 +253,15 @@ def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
     assert not (tmp_path / "elsewhere" / "run" / "weights").exists()
     rows = machine.rows()
     assert [row["step"] for row in rows] == [*range(1, 9)]
-    assert all(row["staleness/max"] <= 3 for row in rows)
+    oldest = max(float(str(row["staleness/max"])) for row in rows)
+    assert oldest <= 8
     later = sorted(float(seconds) for _, _, seconds in loaded[1:])
     sizes = sorted(int(size) for _, size, _ in loaded[1:])
     with capsys.disabled():
-        print(f"\nkeyframe_interval={interval}: {sizes[len(sizes) // 2] / 1e6:.2f} MB, visible "
-              f"after {later[len(later) // 2]:.2f} s (median of {len(later)})")  # fmt: skip
+        print(
+            f"\nkeyframe_interval={interval}: {sizes[len(sizes) // 2] / 1e6:.2f} MB, visible after "
+            f"{later[len(later) // 2]:.2f} s (median of {len(later)}), staleness at most {oldest:g}"
+        )
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import threading
@@ -31,7 +32,11 @@ class _Forward(socketserver.BaseRequestHandler):
     server: Link
 
     def handle(self) -> None:
-        link, sent = self.server, 0
+        with contextlib.suppress(ConnectionError):  # nobody listens yet, or any more
+            self._forward(self.server)
+
+    def _forward(self, link: Link) -> None:
+        sent = 0
         with socket.create_connection(("127.0.0.1", link.target)) as upstream:
             upstream.sendall(self.request.recv(1 << 16))
             time.sleep(link.delay)  # the way there and back
