@@ -8,8 +8,9 @@ fp32 model and `from_pretrained` on the other side. Every delta is applied and c
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +19,11 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Claim, progress, seconds, spread
-from peralta_zmq import policy
+from peralta_zmq import durable, policy
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.stores import delta
 from peralta_zmq.stores.copy import Copy
-from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.directory import DELTA, DirectoryStore, Version
 from peralta_zmq.stores.publisher import Publisher, Report
 from peralta_zmq.stores.store import WeightStore
 
@@ -49,7 +50,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
     root = Path(tempfile.mkdtemp(prefix="bench-weights-"))
     try:
         peer = _original(model, root / "peer")
-        measured = _ours(model, step, root, steps=2 if quick else 4)
+        measured = _ours(model, step, root, steps=2 if quick else 3)
     finally:
         shutil.rmtree(root)
     yield from _claims(measured, peer, full=2.0 * size)
@@ -92,7 +93,6 @@ def _ours(
     store.claim("bench")
     (root / "copy").mkdir()
     copy = Copy(root / "copy")
-    live = {name: each.to(torch.bfloat16) for name, each in policy.weights_of(model).items()}
     measured: Measured = {}
     with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
         publisher.publish(0, policy.weights_of(model))
@@ -104,6 +104,7 @@ def _ours(
             step(RATES[0])
         publisher.publish(1, policy.weights_of(model))
         copy.advance(store, _published(_report(publisher)))
+        live = {name: each.clone() for name, each in copy.tensors().items()}
         number = 1
         for rate in RATES:
             for _ in range(steps):
@@ -115,6 +116,7 @@ def _ours(
                 _measure(measured, f"{rate:g}", report, stall)
                 _apply(measured, store, copy, report, live)
                 _check(model, before, live, measured, f"{rate:g}")
+    measured["reader"] = [_reader_peak(store.folder)]
     return measured
 
 
@@ -148,12 +150,25 @@ def _apply(
     report: Report,
     live: dict[str, torch.Tensor],
 ) -> None:
-    """Fetch and decode (beside the sampling), then copy into the live tensors (between tokens)."""
-    started = time.perf_counter()
-    copy.advance(store, _published(report))
-    note(measured, "decode", time.perf_counter() - started)
+    """Decode the delta into the live tensors, which is the codec's work alone; and what a generator
+    does: fetch, verify and decode beside the sampling, then copy all tensors between two tokens.
+    """
+    version = _published(report)
+    if version.kind == "delta":
+        file = version.folder / DELTA
+        chunks = durable.read_chunks(file)
+        note(measured, "apply", seconds(lambda: delta.apply(delta.reader_of(chunks), live)))
+    note(measured, "background", seconds(lambda: copy.advance(store, version)))
     tensors = copy.tensors()
-    note(measured, "apply", seconds(lambda: [live[name].copy_(tensors[name]) for name in live]))
+    note(measured, "pause", seconds(lambda: [live[name].copy_(tensors[name]) for name in live]))
+
+
+def _reader_peak(weights: Path) -> float:
+    """Bytes, measured in another process."""
+    command = [sys.executable, "-m", "benchmarks.reader", str(weights)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    progress(f"reader: at most {int(done.stdout) / 1e6:.1f} MB")
+    return float(done.stdout)
 
 
 def _check(
@@ -194,8 +209,11 @@ def _claims(measured: Measured, peer: dict[str, float], *, full: float) -> Itera
     )  # fmt: skip
     yield Claim("keyframe_bytes", measured["keyframe"][0], "bytes", peer=peer["bytes"],
                 ratio=peer["bytes"] / measured["keyframe"][0])  # fmt: skip
-    peers = {"apply": peer["load"], "stall": peer["save"], "encode": peer["save"]}
-    for name in ("apply", "decode", "stall", "encode", "write"):
+    reader = measured["reader"][0]
+    yield Claim("reader_peak_memory", reader, "bytes", bound=full, share=reader / full)
+    peers = {"apply": peer["load"], "pause": peer["load"], "stall": peer["save"],
+             "encode": peer["save"]}  # fmt: skip
+    for name in ("apply", "pause", "background", "stall", "encode", "write"):
         taken, other = measured[name], peers.get(name)
         yield Claim(
             f"{name}_seconds", median(taken), "s", peer=other,

@@ -4,6 +4,8 @@ PeraltaError
  +-- ConfigError    a setting, a file it names, or a combination of settings
  +-- WireError      an address, a port, a message that does not fit
  +-- StoreError     a weights folder, or a version in it
+ |    +-- GoneError  the folder is not where it was: is it mounted?
+ |    +-- ChainError a version whose deltas lead from nothing that can be read
  +-- JournalError   a journal or a checkpoint
  +-- TaskError      a data file, a row, a target, a reward
  +-- EngineError    weights that do not compute
@@ -26,6 +28,14 @@ class WireError(PeraltaError):
 
 class StoreError(PeraltaError):
     """A weights folder cannot be used, or a version in it does not verify."""
+
+
+class GoneError(StoreError):
+    """A weights folder that was this run's is not there; it may come back."""
+
+
+class ChainError(StoreError):
+    """A link between a version and its keyframe is missing or refused; a keyframe would do."""
 
 
 class JournalError(PeraltaError):

@@ -90,14 +90,22 @@ def run(config: Config) -> None:
         listener = wire.Listener(wire.next_port(address), keys=keys)
         stack.enter_context(closing(listener))
         follower = stack.enter_context(closing(open_follower(config, name)))
-        version, engine, tokenizer = open_engine(config, follower, listener, address)
-        logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         counters = wire.CounterSender(wire.next_port(address, 2), keys=keys)
         stack.enter_context(closing(counters))
+        boot = os.urandom(8)
+
+        def ask_for_keyframe(run_id: str) -> None:
+            if counters.due:
+                counters.send(wire.Counters(run_id, name, boot, wants_keyframe=True))
+
+        version, engine, tokenizer = open_engine(
+            config, follower, listener, address, ask_for_keyframe
+        )
+        logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
-        worker = Generator(config, name, follower, line, version)
+        worker = Generator(config, name, boot, follower, line, version)
         worker.work(engine, tokenizer, problems, task.reward)
 
 
@@ -114,9 +122,16 @@ class Generator:
     """What stays open while sampling, and the loop itself."""
 
     def __init__(
-        self, config: Config, name: str, follower: Follower, line: Line, version: Version
+        self,
+        config: Config,
+        name: str,
+        boot: bytes,
+        follower: Follower,
+        line: Line,
+        version: Version,
     ) -> None:
-        self._config, self._name, self._follower, self._line = config, name, follower, line
+        self._config, self._follower, self._line = config, follower, line
+        self._name, self._boot = name, boot
         self._ids: dict[int, tuple[str, str]] = {}  # policy step -> run id and wid of its weights
         self._serve(version)
         self._draining = False  # waiting for the groups under way to apply a newer version
@@ -125,8 +140,7 @@ class Generator:
         self._under_way = 0  # groups in the engine
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._reload_seconds = 0.0  # of the latest change of weights
-        self._boot = os.urandom(8)
-        self._outbox = wire.Outbox(sender_of(name, self._boot))
+        self._outbox = wire.Outbox(sender_of(name, boot))
         self._pace = Pace(config.groups_per_step, config.train.max_async_level)
 
     def work(
@@ -252,6 +266,7 @@ class Generator:
                 tokens_per_s=tokens / elapsed,
                 blocked_frac=min(1.0, blocked / elapsed),
                 reload_s=self._reload_seconds,
+                wants_keyframe=self._follower.wants_keyframe,
                 hello=policy.versions(),
             )
         )
@@ -359,15 +374,22 @@ def open_follower(config: Config, name: str) -> Follower:
 
 
 def open_engine(
-    config: Config, follower: Follower, listener: wire.Listener, address: str
+    config: Config,
+    follower: Follower,
+    listener: wire.Listener,
+    address: str,
+    ask_for_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, policy.Tokenizer]:
-    """An engine over the newest version that can be read; waits for one, saying so every 5 s.
+    """An engine over the newest version that can be read; waits for one, saying so every 5 s,
+    and asking the run that is announced for a keyframe when there are only deltas.
 
     The weights are loaded once; later versions go in place.
     """
     started = said = time.monotonic()
     while (staged := follower.ready(timeout=0.2)) is None:
-        listener.listen()
+        heard = listener.listen()
+        if heard is not None and follower.wants_keyframe:
+            ask_for_keyframe(heard.run_id)
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
             reply = "it answers" if wire.answers(address) else "no TCP answer"

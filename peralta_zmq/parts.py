@@ -8,7 +8,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from peralta_zmq import policy, registry
+from peralta_zmq import durable, policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
@@ -76,6 +76,22 @@ def temperatures_of(config: Config) -> TemperatureSchedule | None:
 
 def run_id_of(folder: Path, name: str) -> str:
     """The id of the run in `folder`, or a new one."""
-    with suppress(OSError, ValueError, KeyError):
-        return str(json.loads((folder / IDENTITY).read_text("utf-8"))["run_id"])
-    return f"{name}-{uuid.uuid4().hex[:8]}"
+    return _told_in(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def weights_of(folder: Path) -> str | None:
+    """Where the run in `folder` has published, if it has."""
+    return _told_in(folder, "weights")
+
+
+def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
+    """Note which run lies in `folder` and where it publishes. Raises OSError."""
+    text = json.dumps({"run_id": run_id, "weights": weights}) + "\n"
+    durable.replace_file(folder / IDENTITY, text.encode())
+
+
+def _told_in(folder: Path, field: str) -> str | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((folder / IDENTITY).read_text("utf-8"))[field]
+        return None if told is None else str(told)
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import threading
@@ -21,10 +22,10 @@ from typing import IO, Any
 
 import torch
 
-from peralta_zmq import durable, parts, policy, registry, tasks, wire
+from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.engines.evaluate import evaluate
-from peralta_zmq.errors import ConfigError, JournalError, StoreError
+from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
 from peralta_zmq.observe.books import Books
@@ -43,7 +44,9 @@ SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 LAST_VERSION_SECONDS = 60.0  # that the end of a run waits for its last version to be out
 STOP_SECONDS = 2.0  # and that a stop waits
+WAITING_SECONDS = 30.0  # between two lines that say that the weights folder is gone
 LOCK = "lock"
+logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
@@ -78,6 +81,7 @@ class Trainer:
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
         self._heard: dict[str, float] = {}  # sender -> time of its last group
         self._reports: dict[str, wire.Counters] = {}  # by sender, the latest
+        self._wanted = False  # a keyframe, by a generator that cannot follow
         self._taken: dict[str, int] = {}  # sender -> what of it is in steps that have begun
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
@@ -218,22 +222,16 @@ class Trainer:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(closing(_locked(self._folder)))
-            # Our identity first: a weights folder that we claim must never be a stranger's to us.
-            identity = json.dumps({"run_id": self._run_id}) + "\n"
-            durable.replace_file(self._folder / parts.IDENTITY, identity.encode())
             if is_new:
+                # Our identity first: a weights folder that we claim must never be a stranger's.
+                parts.write_identity(self._folder, run_id=self._run_id, weights=None)
                 write_resolved(self._config, self._folder)
+            self._claim_weights(is_new=is_new)
         except OSError as error:
             raise ConfigError(
                 f"run folder {self._folder} cannot be written ({error.strerror}); "
                 "choose another with --run.dir"
             ) from None
-        try:
-            self._store.claim(self._run_id)
-        except StoreError:
-            if is_new:
-                _remove_new(self._folder)
-            raise
         if weights.serve_port:
             server = Server(
                 self._config.weights_folder,
@@ -244,6 +242,29 @@ class Trainer:
         self._journal = stack.enter_context(closing(Journal(self._folder / "journal")))
         name, max_steps = self._config.run.name, self._config.train.max_steps
         self._books = stack.enter_context(Books(self._folder, run=name, max_steps=max_steps))
+
+    def _claim_weights(self, *, is_new: bool) -> None:
+        """Make the weights folder ours; one that we have published to is waited for, not remade.
+
+        The one inside the run's folder cannot be unmounted, and may be deleted to free a disk.
+        """
+        where, said = self._store.where, float("-inf")
+        known = bool(self._config.weights.dir) and parts.weights_of(self._folder) == where
+        while True:
+            try:
+                self._store.claim(self._run_id, known=known)
+                break
+            except GoneError as error:
+                if time.monotonic() - said > WAITING_SECONDS:
+                    said = time.monotonic()
+                    logger.warning("%s. Waiting for it", error)
+                self._pause(1.0)
+            except StoreError:
+                if is_new:
+                    _remove_new(self._folder)
+                raise
+        if not known:
+            parts.write_identity(self._folder, run_id=self._run_id, weights=where)
 
     def _open_publisher(self) -> Publisher:
         weights = self._config.weights
@@ -278,6 +299,8 @@ class Trainer:
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             if received is None:
+                if self._wanted:  # perhaps nobody can work without it
+                    self._publish()
                 said = self._say_silence(started, said)
                 continue
             depth += queued
@@ -311,8 +334,12 @@ class Trainer:
         """Take in what generators report of themselves: who reports is alive."""
         before, self._reports = self._reports, dict(self._counters.receive())
         for sender, report in self._reports.items():
-            if before.get(sender) is not report:
+            earlier = before.get(sender)
+            if earlier is not report:
                 self._meet(sender, hello=report.hello)
+                # Once for each time of want: one that cannot read the keyframe either waits on.
+                asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
+                self._wanted = self._wanted or asks
 
     def _meet(self, sender: str, **facts: object) -> None:
         """We have heard of a start of a generator just now, perhaps for the first time."""
@@ -431,10 +458,12 @@ class Trainer:
     def _publish(self) -> float:
         """Hand this step's weights over to be published; returns the seconds it took.
 
-        The last version of a run is whole, so that transformers loads it as it is.
+        The last version of a run is whole, so that transformers loads it as it is; so is one that
+        a generator asked for.
         """
         step = self._learner.step
-        whole = step >= self._config.train.max_steps
+        whole = self._wanted or step >= self._config.train.max_steps
+        self._wanted = False
         return self._publisher.publish(step, policy.weights_of(self._model), whole=whole)
 
     def _newest_publication(self) -> dict[str, float]:

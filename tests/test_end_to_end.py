@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -13,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
+from throttle import Link
 
 from peralta_zmq import policy
 from peralta_zmq.observe.metrics import read_rows
@@ -225,6 +227,41 @@ def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigt
     generator.process.send_signal(signal.SIGTERM)
     generator.ends(timeout=3)
     assert "Traceback" not in generator.printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("interval", [1, 10])
+def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
+    machine: Machine, tmp_path: Path, interval: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = three_free_ports()
+    trainer = machine.start(
+        "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
+        "--weights.keyframe-interval", str(interval), "--train.max-off-policy-steps", "8",
+    )  # fmt: skip
+    with closing(Link(port, mbit_per_s=20, delay=0.06)) as link:
+        elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
+        generator = machine.start("generator", *elsewhere)
+        assert trainer.ends() == 0, trainer.printed
+        assert generator.ends() == 0, generator.printed
+    loaded = re.findall(
+        r"loaded .*step=(\d+) .*bytes=(\d+) visible_seconds=(\S+)", generator.printed
+    )
+    steps = [int(step) for step, _, _ in loaded]
+    assert len(steps) >= 3 and steps == sorted(set(steps))
+    assert not (tmp_path / "elsewhere" / "run" / "weights").exists()
+    rows = machine.rows()
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    oldest = max(float(str(row["staleness/max"])) for row in rows)
+    assert oldest <= 8
+    later = sorted(float(seconds) for _, _, seconds in loaded[1:])
+    sizes = sorted(int(size) for _, size, _ in loaded[1:])
+    with capsys.disabled():
+        print(
+            f"\nkeyframe_interval={interval}: {sizes[len(sizes) // 2] / 1e6:.2f} MB, visible after "
+            f"{later[len(later) // 2]:.2f} s (median of {len(later)}), staleness at most {oldest:g}"
+        )
 
 
 @pytest.mark.timeout(120)

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import safetensors.torch
 import torch
 from fakes import tiny_model
 
-from peralta_zmq import generator, policy, wire
+from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import EngineError
 from peralta_zmq.generator import Generator, Line, Pace, open_engine, open_follower, refresh
-from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
 
@@ -196,11 +197,15 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         "bin/generator",
         ["--run.dir", str(tmp_path), "--run.name", "run", "--model.dtype", "bfloat16"],
     )
+    asked: list[str] = []
     with (
         closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
         closing(open_follower(config, "ann")) as follower,
     ):
-        version, engine, _ = open_engine(config, follower, listener, "tcp://127.0.0.1:9")
+        version, engine, _ = open_engine(
+            config, follower, listener, "tcp://127.0.0.1:9", asked.append
+        )
+        assert asked == []
         assert (version.step, engine.step) == (6, 6)
         served = cast(Any, engine)._model.state_dict()
         before = served["model.norm.weight"].clone()
@@ -210,6 +215,49 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         store.publish(7, first, companions=companions, base=(versions[-1], base))
         assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
         assert torch.equal(served["model.norm.weight"], before)
+
+
+def damaged(weights: dict[str, torch.Tensor], damage: str) -> dict[str, torch.Tensor]:
+    if damage == "missing":
+        return {name: each for name, each in weights.items() if name != "model.norm.weight"}
+    if damage == "shape":
+        return {**weights, "model.norm.weight": torch.ones(7)}
+    return {
+        **weights,
+        "model.norm.weight": torch.full_like(weights["model.norm.weight"], torch.nan),
+    }
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "nan", "integers", "of a lie"])
+def test_a_version_that_does_not_fit_leaves_the_live_model_untouched(
+    store: WeightStore, follower: Follower, damage: str
+) -> None:
+    serving = tiny_model(seed=2)
+
+    class Applies:
+        step = 0
+
+        def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
+            policy.apply_weights(serving, weights)
+            self.step = step
+
+    good = policy.weights_of(tiny_model(seed=1))
+    first = until_step(engine := Applies(), follower, store.publish(1, good, companions={}), 1)
+    if damage in ("integers", "of a lie"):
+        bits = {name: each.to(torch.int16) for name, each in good.items()}
+        about = {"run_id": "run", "number": 2, "step": 2}
+        if damage == "of a lie":  # the names and shapes of the model, as far as the manifest says
+            about["model"] = first.says("model")
+        weights = {WEIGHTS: safetensors.torch.save(bits)}
+        durable.write_folder(store.folder / "step_00000002", weights, about)
+    else:
+        store.publish(2, damaged(good, damage), companions={})
+    follower.hint(2)
+    assert follower.ready(timeout=0.5) is None or refresh(engine, follower, first) is first
+    for name, tensor in good.items():
+        assert torch.equal(policy.weights_of(serving)[name], tensor)
+    store.publish(3, {name: each + 1 for name, each in good.items()}, companions={})
+    assert until_step(engine, follower, first, 3).number == 3
 
 
 @pytest.fixture
@@ -222,7 +270,8 @@ def line() -> Iterator[Line]:
 
 
 def generator_of(follower: Follower, line: Line, version: Version, **weights: object) -> Generator:
-    return Generator(Config.model_validate({"weights": weights}), "ann", follower, line, version)
+    config = Config.model_validate({"weights": weights})
+    return Generator(config, "ann", b"bootboot", follower, line, version)
 
 
 @pytest.mark.parametrize(("update", "during"), [("in_flight", 2), ("between_groups", 1)])

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +166,78 @@ def test_a_second_trainer_on_the_run_folder_is_refused(settings: list[str], port
         Trainer(config_of(*settings), stack)
         with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
             trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
+
+
+def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nas, away = tmp_path / "nas", tmp_path / "away"
+    config = config_of(*settings, "--weights.dir", str(nas))
+    with ExitStack() as stack:
+        first = Trainer(config, stack)._run_id
+    nas.rename(away)
+
+    def mounted_meanwhile(self: Trainer, seconds: float) -> None:
+        assert not nas.exists()
+        away.rename(nas)
+
+    monkeypatch.setattr(Trainer, "_pause", mounted_meanwhile)
+    with ExitStack() as stack:
+        again = Trainer(config, stack)
+    assert again._store.run_id == first
+    (line,) = [each for each in caplog.messages if "is gone; is it mounted?" in each]
+    assert "--weights.dir" in line and "\n" not in line
+
+
+def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path: Path) -> None:
+    for name in ("nas", "other"):
+        with ExitStack() as stack:
+            trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
+            assert trainer._store.run_id == trainer._run_id
+        shutil.rmtree(tmp_path / name)
+
+
+def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -> None:
+    for _ in range(2):
+        with ExitStack() as stack:
+            trainer = Trainer(config_of(*settings), stack)
+            assert trainer._store.run_id == trainer._run_id
+        shutil.rmtree(trainer._store.folder)
+
+
+@pytest.mark.timeout(60)
+def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], port: int) -> None:
+    with ExitStack() as stack:
+        trainer = Trainer(config_of(*settings), stack)
+        trainer.recover()
+        sender = stack.enter_context(closing(wire.CounterSender(f"tcp://127.0.0.1:{port + 2}")))
+        said = wire.Counters(trainer._run_id, "ann", b"bootboot")
+
+        def heard(report: wire.Counters) -> None:
+            while trainer._reports.get(report.sender) != report:  # the first may be lost
+                sender.send(report)
+                trainer._hear()
+
+        def kind_of_next() -> str:
+            before = trainer._store.newest()
+            trainer._publish()
+            trainer._wait_for_version(30)
+            newest = trainer._store.newest()
+            assert newest is not None and newest != before
+            return newest.kind
+
+        heard(said)
+        assert kind_of_next() == "delta"
+        heard(replace(said, wants_keyframe=True))
+        assert kind_of_next() == "keyframe"
+        heard(replace(said, wants_keyframe=True, made=1))  # it has not read it yet
+        assert kind_of_next() == "delta"
+        heard(said)
+        heard(replace(said, wants_keyframe=True))
+        assert kind_of_next() == "keyframe"
 
 
 def test_a_refused_weights_folder_leaves_the_next_start_free(

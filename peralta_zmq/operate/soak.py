@@ -33,7 +33,6 @@ CHUNK = 600  # optimizer steps after which the trainer ends, and is started for 
 LAST = 20  # steps in peace at the end
 PAUSE = (2.0, 6.0)  # seconds between two faults
 TRAINER_LIFE = 15.0  # seconds that the trainer has at least between two kills
-TRAINER_START = 10.0  # seconds after which it has surely opened its weights folder
 Undo: TypeAlias = Callable[[Crew], "bool | None"]  # False when it has to be tried again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
@@ -69,10 +68,8 @@ class Monkey:
         return time.monotonic() > self._ends
 
     def trainer_starts(self) -> None:
-        """The trainer makes a weights folder where there is none: give it back its own."""
+        """From now on it is that old."""
         self._trainer_started = time.monotonic()
-        if self._hidden.exists():
-            self._hidden.rename(self._weights)
 
     def look(self, crew: Crew) -> None:
         """End what is due; then do the next fault, if it is time for one."""
@@ -89,10 +86,10 @@ class Monkey:
         crew.strike(self._chance.choice(GENERATORS))
 
     def _kill_trainer(self, crew: Crew) -> None:
-        if self._trainer_age < TRAINER_LIFE or self._hidden.exists() or not crew.strike("trainer"):
+        if self._trainer_age < TRAINER_LIFE or not crew.strike("trainer"):
             self._kill_generator(crew)
         else:
-            self._trainer_started = time.monotonic()
+            self.trainer_starts()
 
     def _freeze(self, crew: Crew) -> None:
         worker = self._chance.choice(["trainer", *GENERATORS])
@@ -110,7 +107,7 @@ class Monkey:
         self._record("fault", kind="reset link", worker=GENERATORS[index])
 
     def _hide_weights(self, crew: Crew) -> None:
-        if self._trainer_age > TRAINER_START and not self._hidden.exists():
+        if not self._hidden.exists() and any(self._weights.glob("step_*")):  # only a run's own
             self._weights.rename(self._hidden)
             self._last("hide weights", "trainer", lambda crew: self._show_weights())
 

@@ -22,10 +22,11 @@ from typing import IO
 
 import torch
 
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import ChainError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.stores import tensors as sets
 from peralta_zmq.stores.copy import Copy
+from peralta_zmq.stores.link import LinkJudge
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 from peralta_zmq.stores.watch import Watch
@@ -62,6 +63,7 @@ class Follower:
         poll_seconds: float,
         watch: Path | None = None,
     ) -> None:
+        self.wants_keyframe = False  # the newest version cannot be reached from any that we have
         self._store, self._poll_seconds = store, poll_seconds
         self._watched = watch
         self._watch: Watch | None = None
@@ -73,6 +75,8 @@ class Follower:
         self._taken: Staged | None = None
         self._hinted = -1, ""  # number and id of the version announced last
         self._noticed: tuple[int, float] = (-1, 0.0)  # number, monotonic seconds
+        self._fetched = 0.0  # when the version that is being staged was here, monotonic seconds
+        self._judge = LinkJudge()
         self._said = ""
         self._failure: BaseException | None = None
         self._wake, self._closing = threading.Event(), False
@@ -173,23 +177,31 @@ class Follower:
         return min(threading.TIMEOUT_MAX, seconds * self._random.uniform(1 - JITTER, 1 + JITTER))
 
     def _arm(self) -> None:
-        """Watch the folder once it is there."""
-        if self._watch is None and self._watched is not None:
-            with contextlib.suppress(OSError):
-                self._watch = Watch(
-                    self._watched, self._wake.set, poll_seconds=min(60.0, self._poll_seconds)
-                )
+        """Watch the folder once it is there; it may go at any moment, and another come."""
+        if self._watched is None or (self._watch is not None and self._watch.sees(self._watched)):
+            return
+        with contextlib.suppress(OSError):
+            before, self._watch = self._watch, None
+            if before:
+                before.close()
+            self._watch = Watch(
+                self._watched, self._wake.set, poll_seconds=min(60.0, self._poll_seconds)
+            )
 
     def _look(self) -> None:
         while not self._closing:
             target = self._announced() or self._store.newest()
-            if target is None or not self._is_news(target):
+            if target is None:
+                self.wants_keyframe = False  # the store is away; perhaps it lied before
+                return
+            if not self._is_news(target):
                 return
             if self._noticed[0] != target.number:
                 self._noticed = target.number, time.monotonic()
             try:
                 self._stage(target)
             except StoreError as error:  # perhaps a passing fault: look again
+                self.wants_keyframe = isinstance(error, ChainError)
                 self._say(f"unread version={target.number} reason={error}")
                 if self._store.look(target.number) is not None:
                     return
@@ -222,6 +234,7 @@ class Follower:
     def _stage(self, target: Version) -> None:
         """Bring the copy to `target`, check it, and offer it."""
         model = self._served.says("model") if self._served else None
+        started = time.monotonic()
         count = self._copy.advance(
             self._store, target, model=model, before_change=self._wait_until_settled
         )
@@ -233,9 +246,17 @@ class Follower:
             raise StoreError(f"version {target.number}: {error}") from None
         failpoint("load.checked")
         self._offer(target, tensors, count)
+        if count:
+            rate = count / max(1e-6, self._fetched - started) / 1e6
+            verdict = self._judge.hear(
+                target.number, noticed=self._noticed[1], size=target.size, megabytes_per_second=rate
+            )
+            if verdict:
+                logger.warning(verdict)
 
     def _wait_until_settled(self) -> None:
         """The copy must not change while the loop reads it; what it has not taken is withdrawn."""
+        self._fetched = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._taken is None or self._closing)
             if self._closing:
@@ -248,7 +269,7 @@ class Follower:
         with self._changed:
             self._staged = Staged(version, tensors, self._copy.folder, count, visible)
             self._changed.notify_all()
-        self._said = ""
+        self.wants_keyframe, self._said = False, ""
 
     def _serve_offline(self) -> None:
         """What an earlier process left, when there is no store to ask."""

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,11 +93,13 @@ class Publisher:
     ) -> float:
         """Copy the weights of `step` to be published next; returns the seconds it took.
 
-        An older snapshot that waits is dropped. `whole` asks for a keyframe.
+        An older snapshot that waits is dropped. `whole` asks for a keyframe, of this step or of
+        the one that takes its place.
         """
         started = time.monotonic()
         with self._changed:
             waiting, self._pending = self._pending, None
+            whole = whole or (waiting is not None and waiting.whole)
             buffers = waiting.tensors if waiting else self._spare
             if not waiting:
                 self._spare = {}
@@ -221,8 +223,10 @@ class Publisher:
             self._stuck = False
             if self._pending is None:
                 self._pending = snapshot
-            elif not self._spare:
-                self._spare = snapshot.tensors
+                return
+            whole = snapshot.whole or self._pending.whole
+            self._pending = replace(self._pending, whole=whole)
+            self._spare = self._spare or snapshot.tensors
 
 
 class _Pace:

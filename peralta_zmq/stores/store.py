@@ -22,7 +22,7 @@ import torch
 
 from peralta_zmq import durable
 from peralta_zmq.durable import CorruptError, Manifest
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import ChainError, GoneError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.stores import delta
 from peralta_zmq.stores import tensors as sets
@@ -45,6 +45,7 @@ MAX_MISMATCHES = 3  # a NAS may serve stale pages once or twice
 MAX_DELTA_SHARE = 0.6  # of a keyframe; beyond it the chain is not worth its length
 MAX_CHAIN = 1000
 MAX_SMALL_FILE = 64 << 20  # bytes of a manifest
+MAX_LOOKED_AT_AGAIN = 100  # folders that were no version of ours; a NAS may have lied about them
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]
 Pace: TypeAlias = Callable[[int], None]  # told the bytes about to be written; may wait
 
@@ -66,6 +67,7 @@ class WeightStore:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._mismatches: Counter[str] = Counter()  # by manifest digest
+        self._strange: set[int] = set()  # numbers of listed folders that are no version of ours
         self._pruner = Pruner(place)
 
     @property
@@ -85,14 +87,16 @@ class WeightStore:
             return str(json.loads(self._small(IDENTITY))["run_id"])
         return None
 
-    def claim(self, run_id: str) -> None:
-        """Make the place this run's.
+    def claim(self, run_id: str, *, known: bool = False) -> None:
+        """Make the place this run's; one that is `known` to be is never made anew.
 
         Raises StoreError when it cannot be written, belongs to another run, or another trainer
-        works there.
+        works there; GoneError when a known one is not there.
         """
         try:
             owner = self.run_id
+            if owner is None and known:  # an empty folder where the mount was, or none
+                raise self._gone()
             if owner not in (None, run_id):
                 raise StoreError(
                     f"weights folder {self.where} belongs to run {owner}, not to {run_id}; "
@@ -104,6 +108,8 @@ class WeightStore:
                 self.place.write_file(IDENTITY, text.encode())
             holder = self.place.lease(run_id)
         except OSError as error:
+            if known and self.run_id is None:
+                raise self._gone() from None
             reason = error.strerror or str(error)
             raise StoreError(
                 f"weights folder {self.where} cannot be written ({reason}); "
@@ -170,12 +176,22 @@ class WeightStore:
         None too while the place cannot be listed: the NAS may come back.
         """
         with contextlib.suppress(OSError):
-            run_id = self.run_id
-            for number in reversed(self._numbers()):
+            run_id, numbers = self.run_id, self._numbers()
+            self._strange &= set(numbers)
+            for number in self._worth_a_look(numbers):
                 version = self.look(number)
                 if version is not None and version.run_id == run_id:
                     return version
+                self._strange.add(number)
         return None
+
+    def _worth_a_look(self, numbers: list[int]) -> Iterator[int]:
+        """The numbers, highest first, without most of those that were looked at in vain."""
+        again = 0
+        for number in reversed(numbers):
+            again += number in self._strange
+            if number not in self._strange or again <= MAX_LOOKED_AT_AGAIN:
+                yield number
 
     def versions(self) -> list[Version]:
         """All that can be read, oldest first. Raises StoreError when the place cannot be listed."""
@@ -204,7 +220,7 @@ class WeightStore:
     def chain(self, version: Version, have: Version | None = None) -> list[Version]:
         """The versions to read, oldest first: from a keyframe, or from after the one we `have`.
 
-        Raises StoreError when a link is missing, refused, or not what the next one was made from.
+        Raises ChainError when a link is missing, refused, or not what the next one was made from.
         """
         links = [version]
         while links[-1].kind == "delta":
@@ -213,13 +229,13 @@ class WeightStore:
                 break
             parent = self.look(top.parent) if len(links) < MAX_CHAIN else None
             if parent is None or parent.run_id != version.run_id:
-                raise StoreError(
+                raise ChainError(
                     f"version {version.number} is made from version {top.parent}, which is gone "
-                    "or refused; the next keyframe will do"
+                    "or refused; a keyframe will do"
                 )
             if parent.says("result") != top.says("base"):
                 self.quarantine(version)
-                raise StoreError(f"version {top.number} was not made from version {top.parent}")
+                raise ChainError(f"version {top.number} was not made from version {top.parent}")
             links.append(parent)
         return links[::-1]
 
@@ -257,6 +273,12 @@ class WeightStore:
     def quarantine(self, version: Version) -> None:
         """Do not offer this version again; a number is never reused."""
         self._mismatches[version.manifest.digest] = MAX_MISMATCHES
+
+    def _gone(self) -> GoneError:
+        return GoneError(
+            f"{IDENTITY} in weights folder {self.where} is gone; is it mounted? "
+            "Mount it, or choose another with --weights.dir"
+        )
 
     def _is_refused(self, version: Version) -> bool:
         return self._mismatches[version.manifest.digest] >= MAX_MISMATCHES

@@ -5,6 +5,8 @@ Knows a folder and whom to tell; knows nothing of versions.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +26,16 @@ class Watch:
     """
 
     def __init__(self, folder: Path, changed: Callable[[], None], *, poll_seconds: float) -> None:
+        self._seen = os.stat(folder)
         self._observer = _observer(folder, poll_seconds)
         self._observer.schedule(_Notify(changed), str(folder))
         self._observer.start()
+
+    def sees(self, folder: Path) -> bool:
+        """Whether the folder of this name is still the one that is watched, or none at all."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self._seen, os.stat(folder))
+        return True
 
     def close(self) -> None:
         """Stop the observer's thread; one that hangs in a dead mount is left behind."""

@@ -33,6 +33,7 @@ class Counters:
     tokens_per_s: float = 0.0
     blocked_frac: float = 0.0  # share of the time without a turn to sample
     reload_s: float = 0.0  # seconds of the latest change of weights
+    wants_keyframe: bool = False  # no version can be followed from the one in use
     hello: dict[str, str] = field(default_factory=dict[str, str])
     """Facts that stay: versions of python, torch, transformers; device, dtype, threads."""
 
@@ -46,7 +47,7 @@ COUNTS = ("made", "lost", "stale", "resent", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),
-    **dict.fromkeys(MEASURES, float), "hello": dict,
+    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "hello": dict,
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from fakes import TINY, tiny_model
 
 from peralta_zmq import durable, policy
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import GoneError, StoreError
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
@@ -253,6 +253,22 @@ def test_file_in_place_of_the_folder_is_refused(tmp_path: Path, inside: str) -> 
     (tmp_path / "weights").write_text("a file")
     with pytest.raises(StoreError, match=r"cannot be written.*--weights\.dir"):
         DirectoryStore(tmp_path / "weights" / inside).claim("run-1")
+
+
+@pytest.mark.parametrize("root_stays", [True, False])
+def test_folder_that_was_ours_and_is_gone_is_not_made_anew(
+    store: WeightStore, tmp_path: Path, root_stays: bool
+) -> None:
+    store.folder.rename(tmp_path / "away")
+    if root_stays:
+        store.folder.mkdir()
+    with pytest.raises(GoneError, match=r"is gone; is it mounted\? Mount it.*--weights\.dir"):
+        DirectoryStore(store.folder).claim("run-1", known=True)
+    assert not store.folder.exists() or os.listdir(store.folder) == []
+    if root_stays:
+        store.folder.rmdir()
+    (tmp_path / "away").rename(store.folder)
+    DirectoryStore(store.folder).claim("run-1", known=True)
 
 
 @pytest.mark.skipif(not os.access("/proc/self", os.R_OK), reason="needs a read-only folder")

@@ -27,6 +27,7 @@ from peralta_zmq.stores.copy import Copy
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
+from peralta_zmq.stores.version import name_of
 
 TESTS = Path(__file__).parent.parent
 PACKAGE = TESTS.parent / "peralta_zmq"
@@ -189,6 +190,40 @@ def test_ten_thousand_folders_and_strangers_cost_little(tmp_path: Path) -> None:
     started = time.perf_counter()
     assert store.newest() == good
     assert time.perf_counter() - started < 0.2
+
+
+@pytest.mark.parametrize("left", ["nothing", "STABLE", "another run"])
+def test_ten_thousand_versions_that_are_none_cost_little_after_the_first_look(
+    tmp_path: Path, left: str
+) -> None:
+    store = DirectoryStore(tmp_path / "weights")
+    store.claim("run-1")
+    good = publish(store, 5)
+    for number in range(1_000_000, 1_010_000):
+        folder = store.folder / name_of(number)
+        folder.mkdir()
+        if left != "nothing":
+            (folder / "STABLE").write_text("0" * 64)
+        if left == "another run":
+            manifest, text = durable.describe(
+                {WEIGHTS: (0, "0" * 64)}, {"number": number, "step": 1, "run_id": "run-2"}
+            )
+            (folder / "manifest.json").write_bytes(text)
+            (folder / "STABLE").write_text(manifest.digest)
+    assert store.newest() == good
+    started = time.perf_counter()
+    assert store.newest() == good
+    assert time.perf_counter() - started < 0.2
+
+
+def test_version_that_could_not_be_read_at_first_is_found_later(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "weights")
+    store.claim("run-1")
+    first, second = publish(store, 0), publish(store, 1)
+    (second.folder / "STABLE").rename(tmp_path / "hidden")
+    assert store.newest() == first
+    (tmp_path / "hidden").rename(second.folder / "STABLE")
+    assert store.newest() == second
 
 
 def test_folder_that_cannot_rename_folders_is_refused(

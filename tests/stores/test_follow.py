@@ -16,6 +16,7 @@ from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 from peralta_zmq.stores.directory import DELTA, WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.watch import Watch
 
 NEVER = 1e9
 DEADLINE = 20.0
@@ -199,6 +200,63 @@ def test_mount_that_vanishes_costs_nothing_but_news(
     assert not store.folder.exists()
     (tmp_path / "away").rename(store.folder)
     assert served_after(follower, publish(store, 1, base=first))
+
+
+def test_folder_that_vanishes_before_it_is_watched_does_no_harm(
+    store: WeightStore, follow: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[bool] = []
+
+    def watch(folder: Path, *arguments: Any, **options: Any) -> Watch:
+        if not watched:
+            store.folder.rename(tmp_path / "away")
+        watched.append(True)
+        return Watch(folder, *arguments, **options)
+
+    monkeypatch.setattr("peralta_zmq.stores.follow.Watch", watch)
+    first = publish(store, 0)
+    follower = follow(watch=store.folder)
+    assert follower.ready(timeout=0.5) is None
+    (tmp_path / "away").rename(store.folder)
+    assert served_after(follower, first)
+    assert len(watched) > 1
+
+
+def test_folder_that_comes_and_goes_all_the_time_does_no_harm(
+    store: WeightStore, follow: Opener, tmp_path: Path
+) -> None:
+    follower = follow(watch=store.folder, poll_seconds=0.001)
+    base, serving = publish(store, 0), -1
+    for step in range(1, 60):
+        base = publish(store, step, base=base if step % 4 else None, keep_last=3)
+        for _ in range(5):
+            store.folder.rename(tmp_path / "away")
+            if staged := follower.ready(timeout=0.001 * (step % 3)):
+                serving = staged.version.step
+                follower.settle()
+            (tmp_path / "away").rename(store.folder)
+    while serving != 59:  # the test's deadline ends a hang
+        serving = served(follower).step
+
+
+def test_missing_link_is_told_until_a_keyframe_comes(store: WeightStore, follow: Opener) -> None:
+    shutil.rmtree(chain_of(store, 4)[2].folder)
+    follower = follow()
+    while not follower.wants_keyframe:  # the test's deadline ends a hang
+        assert follower.ready(timeout=0.1) is None
+    keyframe = publish(store, 4)
+    assert served_after(follower, keyframe)
+    assert not follower.wants_keyframe
+
+
+def test_store_that_is_away_is_no_want_of_a_keyframe(
+    store: WeightStore, follow: Opener, tmp_path: Path
+) -> None:
+    follower = follow()
+    assert served_after(follower, publish(store, 0))
+    store.folder.rename(tmp_path / "away")
+    assert follower.ready(timeout=0.5) is None
+    assert not follower.wants_keyframe
 
 
 def test_versions_of_a_new_run_are_newer_whatever_their_number(

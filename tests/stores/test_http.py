@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import os
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from throttle import Link
 from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_at
 
 from peralta_zmq.errors import ConfigError, StoreError
@@ -22,54 +22,13 @@ from peralta_zmq.stores.copy import Copy
 from peralta_zmq.stores.directory import DirectoryStore
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.http import Served
-from peralta_zmq.stores.link import link_verdict
+from peralta_zmq.stores.link import LinkJudge, link_verdict
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.publisher import Publisher
 from peralta_zmq.stores.serve import Server, read_token
 from peralta_zmq.stores.store import WeightStore
 
 TOKEN = "0123456789abcdef"
-
-
-class Link(socketserver.ThreadingTCPServer):
-    """A TCP proxy with a rate, a delay, and connections that break after so many bytes."""
-
-    daemon_threads = True
-
-    def __init__(
-        self, target: int, *, mbit_per_s: float = 1e6, delay: float = 0.0, breaks_after: int = 0
-    ) -> None:
-        self.target, self.delay = target, delay
-        self.bytes_per_second, self.breaks_after = mbit_per_s * 1e6 / 8, breaks_after
-        super().__init__(("127.0.0.1", 0), _Forward)
-        self.address = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Forward(socketserver.BaseRequestHandler):
-    server: Link
-
-    def handle(self) -> None:
-        link, sent = self.server, 0
-        with socket.create_connection(("127.0.0.1", link.target)) as upstream:
-            upstream.sendall(self.request.recv(1 << 16))
-            time.sleep(link.delay)  # the way there and back
-            started = time.monotonic()
-            while chunk := upstream.recv(1 << 14):
-                try:
-                    self.request.sendall(chunk)
-                except OSError:
-                    return
-                sent += len(chunk)
-                if link.breaks_after and sent >= link.breaks_after:
-                    self.request.shutdown(socket.SHUT_RDWR)
-                    return
-                ahead = started + sent / link.bytes_per_second - time.monotonic()
-                time.sleep(max(0.0, ahead))
 
 
 @pytest.fixture
@@ -219,6 +178,41 @@ def test_link_that_is_too_slow_says_by_how_much() -> None:
     said = link_verdict(1.19e9, 2.5, 30.0)  # 476 s
     assert said is not None and said.startswith("this link cannot keep up: ")
     assert "476.0 s" in said and "every 16th version" in said
+
+
+def versions_a_second_apart(judge: LinkJudge, *sizes: float) -> list[str | None]:
+    return [
+        judge.hear(number, noticed=float(number), size=int(size), megabytes_per_second=1.0)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def test_link_is_judged_by_two_slow_versions_and_once() -> None:
+    said = versions_a_second_apart(LinkJudge(), 9e6, 9e6, 2e5, 2e6, 3e6, 9e6)
+    assert [bool(each) for each in said] == [False, False, False, False, True, False]
+    assert "3.0 MB takes 3.0 s at 1.00 MB/s, a step 1.0 s" in str(said[4])
+
+
+def test_generator_behind_a_slow_link_says_so(
+    store: WeightStore, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = {"w": torch.randn(40_000, generator=random).bfloat16()}  # 80 kB: 0.6 s
+    with (
+        closing(Link(server.port, mbit_per_s=1)) as link,
+        closing(
+            Follower(
+                WeightStore(Served(link.address, token=TOKEN)), tmp_path / "copy", poll_seconds=0.05
+            )
+        ) as follower,
+    ):
+        for step in itertools.count():
+            store.publish(step, weights, companions=COMPANIONS, keep_last=10_000)
+            if follower.ready(timeout=0.1):
+                follower.settle()
+            if "this link cannot keep up" in caplog.text:
+                break
+    assert "a version of 0.1 MB takes" in caplog.text
 
 
 @pytest.mark.slow

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from weight_sets import COMPANIONS, published, same, weights_at
 
+from peralta_zmq import policy
+from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.stores import publisher as publishing
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore
+from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.publisher import Publisher
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
@@ -87,6 +92,77 @@ def test_float32_is_published_whole(open_publisher: Opener) -> None:
         publisher.publish(step, masters(step))
         (report,) = published(publisher)
         assert report.version is not None and report.version.kind == "keyframe"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    publisher = open_publisher(keyframe_interval=100)
+    for step in range(2):
+        publisher.publish(step, masters(step))
+        (report,) = published(publisher)
+    assert report.version is not None and report.version.kind == "delta"
+    if fails:
+        with monkeypatch.context() as full:
+            full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+            publisher.publish(2, masters(2), whole=True)
+            (report,) = published(publisher)
+            assert report.version is None
+    else:
+        slow_disk(monkeypatch, 0.05)
+        publisher.publish(2, masters(2))  # keeps the thread busy
+        publisher.publish(3, masters(3), whole=True)
+    publisher.publish(4, masters(4))
+    while report.step != 4 or report.version is None:
+        (*_, report) = published(publisher)
+    assert report.version.kind == "keyframe"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hundred_versions_of_a_model_in_training_are_bit_exact(
+    store: WeightStore, open_publisher: Opener, tmp_path: Path
+) -> None:
+    model = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    named = dict(model.named_parameters())
+    optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
+    set_learning_rate(optimizer, 2e-6)
+    random = torch.Generator().manual_seed(0)
+    vocabulary = int(model.config.vocab_size)
+    publisher = open_publisher(keyframe_interval=1000)
+    kinds: list[str] = []
+    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.01)) as follower:
+        for step in range(101):
+            publisher.publish(step, policy.weights_of(model))
+            (report,) = published(publisher)
+            assert report.version is not None
+            kinds.append(report.version.kind)
+            staged = follower.ready(timeout=30)
+            assert staged is not None and staged.version.wid == report.version.wid
+            assert hashes(staged.tensors) == hashes(policy.weights_of(model))
+            follower.settle()
+            tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
+            scores = policy.token_logprobs(model, tokens, torch.ones_like(tokens))
+            (-scores[:, 1:].mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    assert kinds == ["keyframe", *["delta"] * 100]
+    first, last = store.look(0), store.look(100)
+    assert first is not None and last is not None and last.depth == 100
+    with store.load(last) as folder:  # a joiner reads all hundred
+        assert hashes(MappedTensors(folder / WEIGHTS)) == hashes(staged.tensors)
+    assert hashes(staged.tensors) != hashes(policy.weights_of(model))
+
+
+def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """sha256 of each tensor as bf16."""
+    return {
+        name: hashlib.sha256(
+            tensors[name].detach().bfloat16().view(torch.int16).numpy()
+        ).hexdigest()
+        for name in tensors
+    }
 
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -38,6 +38,17 @@ def test_reading_a_file_is_not_told(changed: threading.Event, tmp_path: Path) ->
     assert not changed.wait(0.2)
 
 
+def test_another_folder_of_the_same_name_is_not_the_one_that_is_watched(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    with closing(Watch(folder, lambda: None, poll_seconds=60.0)) as watch:
+        assert watch.sees(folder)
+        folder.rename(tmp_path / "away")
+        assert watch.sees(folder)  # nothing else to watch
+        folder.mkdir()
+        assert not watch.sees(folder)
+
+
 def test_folder_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         Watch(tmp_path / "nowhere", lambda: None, poll_seconds=1.0)
