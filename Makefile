@@ -28,10 +28,10 @@ test: setup  ## Run the tests (under five minutes on two cores)
 	@$(BIN)/python -m pytest
 
 test-slow: setup  ## The tests that train for minutes
-	@$(BIN)/python -m pytest -m slow --timeout 900
+	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
 test-chaos: setup  ## The tests that kill processes (under 15 minutes)
-	@$(BIN)/python -m pytest -m chaos --timeout 900
+	@$(BIN)/python -m pytest -m chaos --timeout 900 $(ARGS)
 
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
 	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)

@@ -108,10 +108,12 @@ def test_chaos_kills_every_worker_and_finds_nothing_lost(
     assert run_local(config(), [], chaos=True) == 0
     plan = plan_of(7, ["trainer", "generator-0", "generator-1"], max_steps=20)
     events = read_rows(Path("runs/chaos") / EVENTS)
-    for event in ("killed", "restart"):
-        assert [row["worker"] for row in events if row["event"] == event] == [
-            worker for _, worker in plan
-        ]
+    killed, restarted = (
+        [row["worker"] for row in events if row["event"] == event]
+        for event in ("killed", "restart")
+    )
+    assert killed == [worker for _, worker in plan]
+    assert sorted(restarted) == sorted(killed)  # two that die together may come back either way
     steps = [row["step"] for row in read_rows(Path("runs/chaos") / METRICS)]
     assert steps == list(range(1, 21))
     out = capfd.readouterr().out
