@@ -12,14 +12,14 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 
 from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import EngineError, TaskError
+from peralta_zmq.errors import EngineError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
     MAX_REWARD,
@@ -109,6 +109,10 @@ def run(config: Config) -> None:
         worker.work(engine, tokenizer, problems, task.reward)
 
 
+class NewRunError(Exception):
+    """The weights are of another run: the groups under way are of no use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """The three sockets to the trainer."""
@@ -131,17 +135,23 @@ class Generator:
         version: Version,
     ) -> None:
         self._config, self._follower, self._line = config, follower, line
-        self._name, self._boot = name, boot
-        self._ids: dict[int, tuple[str, str]] = {}  # policy step -> run id and wid of its weights
-        self._serve(version)
+        self._name = name
+        self._begin(version, boot)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
-        self._sequence = 0  # of the next group
-        self._under_way = 0  # groups in the engine
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._reload_seconds = 0.0  # of the latest change of weights
-        self._outbox = wire.Outbox(sender_of(name, boot))
         self._pace = Pace(config.groups_per_step, config.train.max_async_level)
+
+    def _begin(self, version: Version, boot: bytes) -> None:
+        """Nothing made so far belongs to this run."""
+        config, self._boot = self._config, boot
+        self._version, self._ids = version, dict[int, tuple[str, str]]()  # policy step -> run, wid
+        self._serve(version)
+        self._sequence = 0  # of the next group
+        self._under_way = 0  # groups in the engine
+        in_time = (config.train.max_async_level + 2) * config.groups_per_step
+        self._outbox = wire.Outbox(sender_of(self._name, boot), limit=max(64, in_time))
 
     def work(
         self,
@@ -165,6 +175,9 @@ class Generator:
                     if not self._send_new(self._group_of(problem, completions, reward), engine):
                         self._done = True
                         break
+            except NewRunError:
+                logger.info("another run: %s; what was made for the last one is given up",
+                            self._version.run_id)  # fmt: skip
             except EngineError as error:
                 self._give_up(engine, error)
         self._report()
@@ -179,7 +192,8 @@ class Generator:
         while not self._done and self._version.number == number:
             heard = self._hear(timeout=0.2)
             self._done = heard is not None and heard.done
-            self._refresh(engine)
+            with suppress(NewRunError):
+                self._refresh(engine)
 
     def _problems_from(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
         generator = self._config.generator
@@ -190,7 +204,7 @@ class Generator:
         )  # fmt: skip
 
     def _sampling(self, step: int) -> Sampling:
-        who = f"{self._config.run.seed}/{self._name}/{step}"
+        who = f"{self._config.run.seed}/{self._outbox.sender}/{step}"  # never the same draws again
         return parts.sampling_of(self._config, seed=zlib.crc32(who.encode()))
 
     def _turns(self, engine: registry.Engine, todo: Iterator[Problem]) -> Iterator[Problem | None]:
@@ -246,6 +260,9 @@ class Generator:
         version = refresh(engine, self._follower, before)
         if version is not before:
             self._reload_seconds = time.monotonic() - started
+            if version.run_id != before.run_id:
+                self._begin(version, os.urandom(8))
+                raise NewRunError
             self._serve(version)
 
     def _report(self) -> None:
@@ -260,7 +277,6 @@ class Generator:
                 boot=self._boot,
                 made=self._sequence,
                 lost=self._outbox.lost,
-                stale=self._outbox.stale,
                 resent=self._outbox.resent,
                 step=self._version.step,
                 tokens_per_s=tokens / elapsed,
@@ -307,8 +323,12 @@ class Generator:
             group.sender, group.sequence, group.policy_step, group.wid,
         )  # fmt: skip
         failpoint("generator.made")
-        frame = wire.encode_group(group)
-        lost = self._outbox.add(group.sequence, frame, policy_step=group.policy_step)
+        try:
+            frame = wire.encode_group(group)
+        except WireError as error:  # the next group's floor tells the trainer
+            logger.warning("lost group=%s/%d reason=%s", group.sender, group.sequence, error)
+            return True
+        lost = self._outbox.add(group.sequence, frame)
         if lost is not None:
             logger.warning("lost group=%s/%d reason=outbox", group.sender, lost)
         self._tokens += sum(each.num_generated for each in group.rollouts)

@@ -40,7 +40,9 @@ from peralta_zmq.stores.version import Version
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
+MAX_LIVE = 4096  # generators spoken to
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
+COMMIT_GROUPS = 16  # that wait for the disk at most, so that outboxes stay short
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 LAST_VERSION_SECONDS = 60.0  # that the end of a run waits for its last version to be out
 STOP_SECONDS = 2.0  # and that a stop waits
@@ -197,6 +199,7 @@ class Trainer:
         wires = self._config.wire
         self._run_id = parts.run_id_of(self._folder, self._config.run.name)
         address, folder = f"tcp://{wires.bind}:{wires.port}", self._config.keys_folder
+        self._said = wire.Announcement(self._run_id, boot=self._boot)
         gate = stack.enter_context(closing(wire.Gate(folder))) if folder else None
         self._receiver = wire.RolloutReceiver(
             address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
@@ -238,7 +241,8 @@ class Trainer:
                 host=self._config.wire.bind, port=weights.serve_port, token=token,
             )  # fmt: skip
             stack.enter_context(closing(server))
-        self._publisher = stack.enter_context(closing(self._open_publisher()))
+        self._publisher = self._open_publisher()
+        stack.callback(lambda: self._publisher.close(STOP_SECONDS if self._stopping else 60.0))
         self._journal = stack.enter_context(closing(Journal(self._folder / "journal")))
         name, max_steps = self._config.run.name, self._config.train.max_steps
         self._books = stack.enter_context(Books(self._folder, run=name, max_steps=max_steps))
@@ -328,6 +332,8 @@ class Trainer:
             self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
             note["floor"] = group.floor
             self._journal.append(step, json.dumps(note).encode(), DROPPED)
+        if self._journal.num_waiting >= COMMIT_GROUPS:
+            self._commit()
         self._announce(waiting=not self._has_batch)
 
     def _hear(self) -> None:
@@ -403,8 +409,8 @@ class Trainer:
         (begun / "journal").mkdir(exist_ok=True)
         checkpoint.move_after(self._folder / "checkpoints", step, begun / "checkpoints")
         self._journal.move_after(step, begun / "journal")
-        os.rename(begun, aside)
         self._books.event("roll_back", step=step)
+        os.rename(begun, aside)
         self._books.rewind(step)
         self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
 
@@ -429,7 +435,7 @@ class Trainer:
         while True:
             groups = self._taken_in_before(self._learner.step + 1)
             self._pending = groups
-            if not self._has_batch or self._learner.step >= earlier:
+            if not self._has_batch or self._learner.step >= earlier or self._stopping:
                 break
             self._taken, self._pending = self._settled(), []
             self._record(groups, self._learn(groups), step_time=0.0)
@@ -600,9 +606,11 @@ class Trainer:
         """What became of every group that we heard of; `made` is the sum of what follows it."""
         self._hear()
         ledger = self._admission.ledger
-        told = {sender: report.made for sender, report in self._reports.items()}
-        senders = {*ledger.senders, *told}
-        made = sum(max(ledger.seen(each) + 1, told.get(each, 0)) for each in senders)
+        told = sum(  # beyond what came
+            max(0, report.made - ledger.seen(sender) - 1)
+            for sender, report in self._reports.items()
+        )
+        made = ledger.made + told
         outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
             "made": made,
@@ -667,8 +675,11 @@ class Trainer:
         return now
 
     def _live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
-        recently = time.monotonic() - within
-        return [sender for sender, heard in self._heard.items() if heard > recently]
+        now = time.monotonic()
+        self._heard = {
+            sender: at for sender, at in self._heard.items() if now - at < SILENCE_SECONDS
+        }
+        return [sender for sender, at in self._heard.items() if now - at < within][:MAX_LIVE]
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """First signal: finish the step and save. Second: leave now."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -13,12 +14,20 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
-from fakes import tiny_model
+from fakes import group_of, tiny_model
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import EngineError
-from peralta_zmq.generator import Generator, Line, Pace, open_engine, open_follower, refresh
+from peralta_zmq.generator import (
+    Generator,
+    Line,
+    NewRunError,
+    Pace,
+    open_engine,
+    open_follower,
+    refresh,
+)
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
@@ -301,3 +310,33 @@ def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
     assert (engine.step, engine.weights["w"].tolist()) == (1, [1.0] * 4)
     assert worker._under_way == 0
     assert follower.ready(timeout=0.3) is None  # and not taken again
+
+
+def test_weights_of_another_run_begin_anew(
+    store: WeightStore, follower: Follower, line: Line, tmp_path: Path
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 7, 7.0), 7)
+    worker = generator_of(follower, line, first)
+    worker._sequence, worker._under_way = 9, 2
+    before = worker._outbox.sender
+    for each in [*store.folder.glob("step_*"), store.folder / "RUN.json"]:
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    other = DirectoryStore(store.folder)
+    other.claim("another-run")
+    published(other, 1, 1.0)
+    assert follower.ready(timeout=20) is not None
+    with pytest.raises(NewRunError):
+        worker._refresh(engine)
+    assert (worker._sequence, worker._under_way, len(worker._outbox)) == (0, 0, 0)
+    assert worker._outbox.sender != before
+    assert worker._ids[1][0] == "another-run"
+
+
+def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
+    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    worker = generator_of(follower, line, first)
+    assert worker._send_new(group_of([1, 0], problem_id="x" * 2000), engine)
+    assert "lost group=ann/" in caplog.text and "problem" in caplog.text
+    assert len(worker._outbox) == 0

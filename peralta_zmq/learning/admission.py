@@ -62,6 +62,11 @@ class Ledger:
         self._remember(sender, settled, above)
         return True
 
+    @property
+    def made(self) -> int:
+        """Groups that all senders are known to have made."""
+        return self._forgotten + sum(self.seen(sender) + 1 for sender in self._settled)
+
     def settled(self, sender: str) -> int:
         """All groups up to this sequence are settled; -1 when none is."""
         return self._settled.get(sender, -1)

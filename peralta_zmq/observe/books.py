@@ -22,7 +22,6 @@ from peralta_zmq.observe.metrics import (
     Events,
     JsonLines,
     Row,
-    last_step,
     number,
     read_rows,
 )  # fmt: skip
@@ -39,7 +38,7 @@ class Books:
     def __init__(self, folder: Path, *, run: str, max_steps: int) -> None:
         self.resuming = any(row.get("event") == "start" for row in read_rows(folder / EVENTS))
         self._folder = folder
-        self._last_step = last_step(folder / METRICS) or 0
+        self._last_step = _last_written(folder)
         with ExitStack() as stack:
             self._metrics = stack.enter_context(JsonLines(folder / METRICS))
             self._samples = stack.enter_context(JsonLines(folder / SAMPLES))
@@ -127,6 +126,16 @@ class Books:
         trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+
+def _last_written(folder: Path) -> int:
+    """The newest step in the metrics that no later roll-back has undone; 0 when there is none."""
+    rows = [row for row in read_rows(folder / METRICS) if "step" in row]
+    backs = [row for row in read_rows(folder / EVENTS) if row.get("event") == "roll_back"]
+    newest = max(
+        [*rows[-1:], *backs[-1:]], key=lambda row: number(row, "time"), default={"step": 0}
+    )
+    return int(number(newest, "step"))
 
 
 def _answers(row: Mapping[str, object]) -> list[Answer]:

@@ -47,13 +47,13 @@ def save(
     Kept are the newest `keep_last` and every `keep_interval`-th step; without either, all.
     Raises JournalError when the disk refuses; the older checkpoints stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
         TENSORS: safetensors.torch.save(checkpoint.tensors),
         PROGRESS: json.dumps(checkpoint.progress).encode(),
     }
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         failpoint("checkpoint.write")
         durable.remove_folder(final)  # one that did not verify when we resumed
         durable.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})

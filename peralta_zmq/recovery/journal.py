@@ -6,6 +6,7 @@ Knows records of bytes; knows nothing of what they say.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -70,13 +71,26 @@ class Journal:
         return True
 
     def read(self, step: int) -> list[Record]:
-        """The whole records of a step; a torn tail is cut off the file and reported."""
+        """The whole records of a step; a torn tail is cut off the file and reported.
+
+        Raises JournalError when there are later steps: then it is no tail, but damage.
+        """
         file = self._file(step)
         records, torn = read_records(self._folder, step)
+        if torn and (later := [each for each in self.steps() if each > step]):
+            raise JournalError(
+                f"{file} is damaged, and there are later steps; put a copy back, or move it and "
+                f"those up to step {later[-1]} away to go on from step {step - 1}"
+            )
         if torn:
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
             os.truncate(file, file.stat().st_size - torn)
         return records
+
+    @property
+    def num_waiting(self) -> int:
+        """Records not yet committed."""
+        return len(self._waiting)
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""
@@ -86,7 +100,8 @@ class Journal:
         """Remove the files of steps before `oldest`."""
         for step in self.steps():
             if step < oldest:
-                self._file(step).unlink()
+                with contextlib.suppress(OSError):  # it is only in the way
+                    self._file(step).unlink()
 
     def move_after(self, step: int, target: Path) -> None:
         """Move the files of later steps to another folder, the newest first."""

@@ -107,6 +107,7 @@ class Publisher:
                     for name, each in tensors.items()}  # fmt: skip
         stall = time.monotonic() - started
         with self._changed:
+            whole = whole or (self._pending is not None and self._pending.whole)
             self._pending = _Snapshot(step, snapshot, whole, stall)
             self._stuck = False
             self._changed.notify_all()

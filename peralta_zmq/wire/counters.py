@@ -27,7 +27,6 @@ class Counters:
     boot: bytes  # the one its groups carry
     made: int = 0  # groups
     lost: int = 0  # groups given up
-    stale: int = 0  # groups that grew too old before they could be sent again
     resent: int = 0  # groups sent again
     step: int = 0  # of the weights in use
     tokens_per_s: float = 0.0
@@ -43,7 +42,7 @@ class Counters:
         return sender_of(self.generator_id, self.boot)
 
 
-COUNTS = ("made", "lost", "stale", "resent", "step")
+COUNTS = ("made", "lost", "resent", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),

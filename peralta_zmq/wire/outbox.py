@@ -17,10 +17,9 @@ class Outbox:
 
     def __init__(self, sender: str, *, limit: int = 64) -> None:
         self.lost = 0  # groups given up because the outbox was full
-        self.stale = 0  # groups given up because a restarted trainer would not take them any more
         self.resent = 0  # groups sent again
         self.sender, self._limit = sender, limit
-        self._frames: dict[int, tuple[int, bytes]] = {}  # sequence -> policy step, frame; ascending
+        self._frames: dict[int, bytes] = {}  # by sequence, ascending
         self._next = 0
         self._received = -1  # all up to this sequence have come to the trainer
         self._trainer = b""  # the start of the trainer that we last heard
@@ -39,14 +38,14 @@ class Outbox:
         """Nothing below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
 
-    def add(self, sequence: int, frame: bytes, *, policy_step: int) -> int | None:
+    def add(self, sequence: int, frame: bytes) -> int | None:
         """Keep a frame; sequences ascend. Returns the sequence given up for it, if there is one."""
         lost = None
         if len(self._frames) == self._limit:
             lost = self.floor
             del self._frames[lost]
             self.lost += 1
-        self._frames[sequence] = policy_step, frame
+        self._frames[sequence] = frame
         self._next = sequence + 1
         return lost
 
@@ -61,13 +60,11 @@ class Outbox:
         restarted = self._trainer not in (b"", heard.boot)
         self._trainer = heard.boot
         self._settle(heard, restarted)
-        seen = heard.seen.get(self.sender, -1)
         if restarted:
-            self._give_up_stale(heard.min_step, seen)
             return self._again(self._next)
         if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []
-        return self._again(seen)
+        return self._again(heard.seen.get(self.sender, -1))
 
     def _settle(self, heard: Announcement, restarted: bool) -> None:
         durable = heard.durable.get(self.sender, -1)
@@ -75,15 +72,8 @@ class Outbox:
         self._received = max(known, durable, heard.recv.get(self.sender, -1))
         self._frames = {number: each for number, each in self._frames.items() if number > durable}
 
-    def _give_up_stale(self, min_step: int, seen: int) -> None:
-        """Of what the trainer has seen it keeps account itself."""
-        stale = [n for n, (step, _) in self._frames.items() if n > seen and step < min_step]
-        for number in stale:
-            del self._frames[number]
-        self.stale += len(stale)
-
     def _again(self, below: int) -> list[bytes]:
-        frames = [each for number, (_, each) in self._frames.items()
+        frames = [each for number, each in self._frames.items()
                   if self._received < number < below]  # fmt: skip
         if frames:
             self._resent_at = time.monotonic()

@@ -210,7 +210,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
     outbox.lost_on_the_way(wire.Announcement(RUN, boot=b"first"))
     for number in range(6):
         frame = wire.encode_group(dataclasses.replace(GROUP, sequence=number))
-        outbox.add(number, frame, policy_step=3)
+        outbox.add(number, frame)
         assert sender.send(frame, timeout=DEADLINE)
     ledger, taken = Ledger(), []
     for _ in range(2):
@@ -229,7 +229,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
         got = second.receive(timeout=0.5)
         if got is None:  # all went into the dead connection: a later group shows the gap
             number += 1
-            outbox.add(number, numbered(number), policy_step=3)
+            outbox.add(number, numbered(number))
             sender.send(numbered(number), timeout=0)
         elif ledger.settle(got[0].sender, got[0].sequence, "trained"):
             taken.append(got[0].sequence)

@@ -80,7 +80,7 @@ def test_bad_network_keeps_groups_in_order_and_few_on_their_way(stack: ExitStack
     for _ in until(4):
         if outbox.window < WINDOW:
             frame = numbered(sent)
-            outbox.add(sent, frame, policy_step=0)
+            outbox.add(sent, frame)
             sent += 1
             while not sender.send(frame, timeout=0.01):
                 got += taken(receiver, ledger)
@@ -118,7 +118,7 @@ def test_slow_trainer_keeps_five_greedy_generators_within_their_windows(stack: E
             if outboxes[name].window < WINDOW:
                 frame = numbered(made[name], generator_id=name)
                 if senders[name].send(frame, timeout=0.0):
-                    outboxes[name].add(made[name], frame, policy_step=0)
+                    outboxes[name].add(made[name], frame)
                     made[name] += 1
         if number % 3 == 0 and (message := receiver.receive(timeout=0.05)) is not None:
             ledger.settle(message[0].sender, message[0].sequence, "trained")

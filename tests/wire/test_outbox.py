@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def holding(*sequences: int, limit: int = 64) -> Outbox:
     kept = Outbox(ME, limit=limit)
     for sequence in sequences:
-        kept.add(sequence, b"%d" % sequence, policy_step=sequence)
+        kept.add(sequence, b"%d" % sequence)
     return kept
 
 
@@ -75,26 +75,6 @@ def test_what_came_but_was_not_durable_is_sent_again_to_a_restarted_trainer() ->
     kept.lost_on_the_way(said(0, recv=3))
     assert kept.lost_on_the_way(said(1, boot=b"2")) == [b"2", b"3"]
     assert kept.window == 2
-
-
-def test_restarted_trainer_gets_nothing_too_old_and_what_is_given_up_is_counted() -> None:
-    kept = holding(0, 1, 2, 3)  # sequence = policy step
-    kept.lost_on_the_way(said(-1))
-    assert kept.lost_on_the_way(said(0, boot=b"2", min_step=3)) == [b"3"]
-    assert (kept.stale, kept.floor, len(kept)) == (2, 3, 1)
-
-
-def test_old_groups_that_the_restarted_trainer_has_seen_are_its_to_count() -> None:
-    kept = holding(0, 1, 2, 3)
-    kept.lost_on_the_way(said(-1))
-    assert kept.lost_on_the_way(said(0, seen=2, boot=b"2", min_step=9)) == [b"1", b"2"]
-    assert kept.stale == 1
-
-
-def test_old_groups_are_not_given_up_while_they_may_arrive() -> None:
-    kept = holding(0, 1)
-    kept.lost_on_the_way(said(-1, min_step=9))
-    assert (kept.stale, len(kept)) == (0, 2)
 
 
 def test_what_is_merely_under_way_is_not_sent_again() -> None:
