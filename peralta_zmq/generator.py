@@ -140,6 +140,7 @@ class Generator:
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
+        self._silence_said = time.monotonic()
         self._reload_seconds = 0.0  # of the latest change of weights
         self._pace = Pace(config.groups_per_step, config.train.max_async_level)
 
@@ -216,8 +217,9 @@ class Generator:
                 yield next(todo)
                 continue
             if not self._under_way:  # else the engine has work
+                started = time.monotonic()
                 self._hear(timeout=0.02)
-                self._blocked += 0.02
+                self._blocked += time.monotonic() - started
             yield None
 
     def _is_our_turn(self, engine: registry.Engine) -> bool:
@@ -246,9 +248,16 @@ class Generator:
         if self._line.counters.due:
             self._report()
         heard = self._line.listener.listen(timeout=timeout)
+        self._say_silence()
         if heard is not None:
             self._follower.hint(heard.version, heard.wid)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
+
+    def _say_silence(self) -> None:
+        now, heard_at = time.monotonic(), self._line.listener.heard_at
+        if now - max(heard_at, self._silence_said) > SILENT_SECONDS:
+            self._silence_said = now
+            logger.info("the trainer is not heard; what is made waits for it")
 
     def _refresh(self, engine: registry.Engine) -> None:
         """Apply a newer version, at once or when the groups under way have ended."""

@@ -81,7 +81,7 @@ class Trainer:
         on_policy = config.train.max_async_level == 0
         self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
-        self._heard: dict[str, float] = {}  # sender -> time of its last group
+        self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._reports: dict[str, wire.Counters] = {}  # by sender, the latest
         self._wanted = False  # a keyframe, by a generator that cannot follow
         self._taken: dict[str, int] = {}  # sender -> what of it is in steps that have begun

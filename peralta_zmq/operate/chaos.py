@@ -98,7 +98,7 @@ def plan_of(seed: int, workers: Sequence[str], *, max_steps: int) -> list[tuple[
 def seconds_until_back(strike: Strike, rows: Sequence[Row], events: Sequence[Row]) -> float | None:
     """Seconds until the trainer's next step or the generator's next start is seen; None if never.
 
-    The trainer records a join when a new start of a generator sends its first group.
+    The trainer records a join when it first hears a new start of a generator.
     """
     name = strike.worker.replace("generator", "local")
     seen = rows if strike.worker == "trainer" else [

@@ -38,7 +38,7 @@ def is_as_published(field: Field) -> bool:
     return last.startswith("step=60 ") and last.endswith("  as published")
 
 
-def test_a_trainer_killed_30_times_ends_where_an_unkilled_one_does(field: Field) -> None:
+def test_a_trainer_killed_many_times_ends_where_an_unkilled_one_does(field: Field) -> None:
     random, kills = chance(), 0
     generators = [field.generator(name) for name in ("ann", "bob")]
     while kills < NUM_KILLS and field.step < 50:
