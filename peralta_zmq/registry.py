@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage"]
-VersionT = TypeVar("VersionT")
 
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
@@ -121,29 +118,6 @@ class Advantage(Protocol):
     def __call__(
         self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
     ) -> list[float]: ...
-
-
-class Store(Protocol[VersionT]):
-    """Published weights; VersionT names one version of them."""
-
-    def publish(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        *,
-        companions: Mapping[str, bytes],
-        keep_last: int = 3,
-    ) -> VersionT:
-        """Make the weights of `step` the newest version, whole or not at all."""
-        ...
-
-    def newest(self) -> VersionT | None:
-        """The newest version that verifies."""
-        ...
-
-    def load(self, version: VersionT) -> AbstractContextManager[Path]:
-        """A local copy of its folder for as long as the context lasts."""
-        ...
 
 
 @overload

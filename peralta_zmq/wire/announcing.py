@@ -107,10 +107,6 @@ class Listener:
                 logger.warning("announcement refused: %s", error)
         return self.latest
 
-    def failure(self) -> str | None:
-        """Why the trainer turned us away, if it did."""
-        return self._turnstile.refusal()
-
     def close(self) -> None:
         """Close at once."""
         self._turnstile.close()

@@ -14,7 +14,7 @@ from peralta_zmq.wire import strict
 from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.groups import decode_group
 from peralta_zmq.wire.keys import GeneratorKeys
-from peralta_zmq.wire.sockets import LARGEST_BUFFER, bind, keep_alive, open_socket, ready
+from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, ready
 
 MAX_REASONS = 100  # distinct refusals remembered, so that a hostile sender cannot fill memory
 logger = logging.getLogger(__name__)
@@ -28,10 +28,9 @@ class RolloutSender:
         address: str,
         *,
         hwm: int = 1,
-        group_bytes: int = LARGEST_BUFFER,
         keys: GeneratorKeys | None = None,
     ) -> None:
-        self._socket = open_socket(zmq.PUSH, hwm=hwm, group_bytes=group_bytes)
+        self._socket = open_socket(zmq.PUSH, hwm=hwm)
         self._turnstile = Turnstile(self._socket, address, keys)
         self._socket.connect(address)
 
@@ -45,10 +44,6 @@ class RolloutSender:
             return True
         self._turnstile.check()
         return ready(self._socket, zmq.POLLOUT, timeout) and self._queued(frame)
-
-    def failure(self) -> str | None:
-        """Why the trainer turned us away, if it did."""
-        return self._turnstile.refusal()
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Close, giving queued groups up to `linger_seconds` to leave."""
@@ -73,13 +68,12 @@ class RolloutReceiver:
         run_id: str,
         vocab_size: int,
         hwm: int = 1,
-        group_bytes: int = LARGEST_BUFFER,
         gate: Gate | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> messages
         self._run_id, self._vocab_size = run_id, vocab_size
         self._guarded = gate is not None
-        self._socket = open_socket(zmq.PULL, hwm=hwm, group_bytes=group_bytes)
+        self._socket = open_socket(zmq.PULL, hwm=hwm)
         keep_alive(self._socket)
         if gate is not None:
             gate.guard(self._socket)

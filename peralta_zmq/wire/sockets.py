@@ -16,18 +16,17 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.strict import MAX_MESSAGE
 
-SMALLEST_BUFFER, LARGEST_BUFFER = 8 << 10, 16 << 10  # bytes; more would queue dozens of groups
+KERNEL_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
 HINTS_HWM = 100  # announcements or counters that wait for a slow reader
 TCP_LISTEN = "0A"  # in /proc/net/tcp
 
 
-def open_socket(kind: int, *, hwm: int, group_bytes: int = LARGEST_BUFFER) -> zmq.Socket[bytes]:
-    """A socket of this kind; the kernel's buffers are as large as a group, within bounds."""
-    buffer = min(max(group_bytes, SMALLEST_BUFFER), LARGEST_BUFFER)
+def open_socket(kind: int, *, hwm: int) -> zmq.Socket[bytes]:
+    """A socket of this kind with the options of the protocol."""
     opened = zmq.Context.instance().socket(kind)
     for option, value in (
         (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
-        (zmq.SNDBUF, buffer), (zmq.RCVBUF, buffer), (zmq.MAXMSGSIZE, MAX_MESSAGE),
+        (zmq.SNDBUF, KERNEL_BUFFER), (zmq.RCVBUF, KERNEL_BUFFER), (zmq.MAXMSGSIZE, MAX_MESSAGE),
         (zmq.RECONNECT_IVL, 100), (zmq.RECONNECT_IVL_MAX, 5000),
     ):  # fmt: skip
         opened.setsockopt(option, value)

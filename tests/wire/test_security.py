@@ -66,7 +66,6 @@ def reason_of(sender: wire.RolloutSender) -> str:
         for _ in until(IN_TIME + 1):
             sender.send(numbered(5), timeout=0.1)
     assert monotonic() - started < IN_TIME
-    assert sender.failure() == str(refused.value)
     return str(refused.value)
 
 
@@ -76,7 +75,6 @@ def test_known_generator_is_heard_in_its_own_name(
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     assert sender.send(numbered(5), timeout=IN_TIME)
     assert received(receiver).generator_id == "ann"
-    assert sender.failure() is None
 
 
 @pytest.mark.parametrize(
