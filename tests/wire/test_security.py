@@ -147,7 +147,6 @@ def test_announcements_reach_known_generators_only(
     with pytest.raises(WireError, match="does not know the key"):
         for _ in until(IN_TIME):
             assert strange.listen(timeout=0.1) is None
-    assert strange.failure()
 
 
 def test_counters_come_from_known_generators_in_their_own_name_only(
