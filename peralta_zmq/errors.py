@@ -8,6 +8,8 @@ PeraltaError
  |    +-- ChainError a version whose deltas lead from nothing that can be read
  +-- JournalError   a journal or a checkpoint
  +-- TaskError      a data file, a row, a target, a reward
+ |    +-- RewardError  a reward function that fails on an answer
+ +-- PartError      a loss, advantage or filter of one's own that fails
  +-- EngineError    weights that do not compute
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
@@ -44,6 +46,14 @@ class JournalError(PeraltaError):
 
 class TaskError(PeraltaError):
     """A data file, a row of it, or a reward function is at fault."""
+
+
+class RewardError(TaskError):
+    """A reward function raised, hung, or gave no usable number; the answer has no reward."""
+
+
+class PartError(PeraltaError):
+    """A loss, advantage or filter of one's own raised, hung, or gave what it may not."""
 
 
 class EngineError(PeraltaError):
