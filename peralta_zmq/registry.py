@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Completion, Problem, Request, Sampling
+from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind: TypeAlias = Literal["task", "engine", "loss", "advantage"]
+Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter"]
 
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
@@ -31,12 +31,23 @@ TABLES: dict[Kind, dict[str, str]] = {
     "loss": {
         "reinforce": "peralta_zmq.learning.losses:reinforce",
         "grpo": "peralta_zmq.learning.losses:grpo",
+        "importance": "peralta_zmq.learning.losses:importance",
+        "decoupled_ppo": "peralta_zmq.learning.losses:decoupled_ppo",
+        "grpo_kl": "peralta_zmq.learning.losses:grpo_kl",
+        "dppo": "peralta_zmq.learning.losses:dppo",
+        "gspo": "peralta_zmq.learning.losses:gspo",
     },
     "advantage": {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
         "leave_one_out": "peralta_zmq.learning.advantages:leave_one_out",
         "length_weighted": "peralta_zmq.learning.advantages:length_weighted",
+        "token_whitening": "peralta_zmq.learning.advantages:token_whitening",
+    },
+    "filter": {
+        "gibberish": "peralta_zmq.learning.filters:gibberish",
+        "repetition": "peralta_zmq.learning.filters:repetition",
+        "overlong": "peralta_zmq.learning.filters:overlong",
     },
 }
 
@@ -100,24 +111,29 @@ class EngineMaker(Protocol):
 
 
 class Loss(Protocol):
-    """A formula per token, [B, T]; masking, summing and normalizing are the trainer's."""
+    """A formula over `learning.tokens.Tokens`: a scalar to be made small, and named metrics.
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        **options: Any,
-    ) -> Tensor: ...
+    Both are divided by the totals of the whole step, so that the trainer only adds them up.
+    """
+
+    def __call__(self, tokens: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class Advantage(Protocol):
-    """K advantages from the K rewards of a group and the generated tokens of each."""
+    """K advantages from the K rewards of a group and the generated tokens of each.
+
+    With a keyword `group_adv_norm` that is false, of all rollouts of a step at once.
+    """
 
     def __call__(
         self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
     ) -> list[float]: ...
+
+
+class Filter(Protocol):
+    """Whether a rollout is better not learned from."""
+
+    def __call__(self, rollout: Rollout, **options: Any) -> bool: ...
 
 
 @overload
@@ -128,6 +144,10 @@ def resolve(kind: Literal["engine"], name: str) -> EngineMaker: ...
 def resolve(kind: Literal["loss"], name: str) -> Loss: ...
 @overload
 def resolve(kind: Literal["advantage"], name: str) -> Advantage: ...
+@overload
+def resolve(kind: Literal["filter"], name: str) -> Filter: ...
+@overload
+def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
     """The part that `name` stands for.
 

@@ -8,7 +8,7 @@ Knows formulas; knows nothing of models, batches or optimizers.
 """
 
 from peralta_zmq.learning.losses.clipped import decoupled_ppo, grpo, gspo
-from peralta_zmq.learning.losses.masked import dppo, importance
+from peralta_zmq.learning.losses.masked import ORDERED, dppo, importance
 from peralta_zmq.learning.losses.policy_gradient import grpo_kl, reinforce
 
-__all__ = ["decoupled_ppo", "dppo", "grpo", "grpo_kl", "gspo", "importance", "reinforce"]
+__all__ = ["ORDERED", "decoupled_ppo", "dppo", "grpo", "grpo_kl", "gspo", "importance", "reinforce"]

@@ -18,6 +18,11 @@ from peralta_zmq.learning.losses.sums import (
 from peralta_zmq.learning.tokens import Tokens
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
+ORDERED = (  # options that are bounds, low and high
+    ("token_mask_low", "token_mask_high"),
+    ("geo_mask_low", "geo_mask_high"),
+    ("sequence_mask_low", "sequence_mask_high"),
+)
 
 
 def importance(
