@@ -9,6 +9,7 @@ PeraltaError
  +-- JournalError   a journal or a checkpoint
  +-- TaskError      a data file, a row, a target, a reward
  +-- EngineError    weights that do not compute
+ +-- TrainingError  steps that cannot be taken
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
@@ -48,3 +49,7 @@ class TaskError(PeraltaError):
 
 class EngineError(PeraltaError):
     """The weights give logits that are not finite; what was under way with them is given up."""
+
+
+class TrainingError(PeraltaError):
+    """Several steps in a row had no finite gradient; the weights are as before them."""

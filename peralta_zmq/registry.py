@@ -18,6 +18,8 @@ from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from peralta_zmq.learning.tokens import Tokens
+
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage"]
 
 TABLES: dict[Kind, dict[str, str]] = {
@@ -100,16 +102,12 @@ class EngineMaker(Protocol):
 
 
 class Loss(Protocol):
-    """A formula per token, [B, T]; masking, summing and normalizing are the trainer's."""
+    """A formula over `learning.tokens.Tokens`: a scalar to be made small, and named metrics.
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        **options: Any,
-    ) -> Tensor: ...
+    Both are divided by the totals of the whole step, so that the trainer only adds them up.
+    """
+
+    def __call__(self, tokens: Tokens, **options: Any) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class Advantage(Protocol):

@@ -1,35 +1,33 @@
-"""Losses per token. Each is a formula; the trainer masks, sums and normalizes for all of them.
+"""Losses: one formula each, over the flat generated tokens of a micro-batch (see tokens).
 
-Shapes: everything is [B, T]; `logprobs` carry gradient, `old_logprobs` are the sampler's,
-`advantages` repeat the rollout's on each of its tokens. Further keywords come from [loss].
+Each divides by the totals of the whole optimizer step. Further keywords come from [loss].
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from torch import Tensor, minimum
+
+from peralta_zmq.learning.tokens import Tokens
 
 MAX_LOG_RATIO = 10.0
 
 
-def reinforce(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **_: float
-) -> Tensor:
-    """-A log pi: the policy gradient with a baseline (Peralta)."""
-    return -advantages * logprobs
+def reinforce(tokens: Tokens, **_: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sum(m A pi) / sum(m): the policy gradient with a baseline (Peralta)."""
+    summed = (tokens.mask * tokens.advantages * tokens.logprobs).sum()
+    return -summed / tokens.step_tokens, {}
 
 
 def grpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Tensor:
-    """-min(r A, clip(r, 1 - eps, 1 + eps_high) A), r = pi / mu (arXiv 2402.03300, no KL)."""
+    tokens: Tokens, *, epsilon: float = 0.2, epsilon_high: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sum m min(r A, clip(r, 1 - eps, 1 + eps_high) A) / sum(m), r = pi / mu.
+
+    arXiv 2402.03300, without the KL term.
+    """
     high = epsilon if epsilon_high is None else epsilon_high
-    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    gain = minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+    return -(tokens.mask * gain).sum() / tokens.step_tokens, {}
