@@ -11,6 +11,7 @@ PeraltaError
  |    +-- RewardError  a reward function that fails on an answer
  +-- PartError      a loss, advantage or filter of one's own that fails
  +-- EngineError    weights that do not compute
+ +-- TrainingError  steps that cannot be taken
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
@@ -58,3 +59,7 @@ class PartError(PeraltaError):
 
 class EngineError(PeraltaError):
     """The weights give logits that are not finite; what was under way with them is given up."""
+
+
+class TrainingError(PeraltaError):
+    """Several steps in a row had no finite gradient; the weights are as before them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +13,10 @@ from peralta_zmq import durable, policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
+from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import Sampling, TemperatureSchedule
 
+logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 
@@ -23,9 +26,11 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
     train = config.train
     loss_options = config.loss.model_dump(exclude={"name"}, exclude_none=True)
     advantage_options = config.advantage.model_dump(exclude={"name"}, exclude_none=True)
+    score = scorer_of(config, model)
     return Learner(
         dict(model.named_parameters()),
-        score=functools.partial(policy.token_logprobs, model),
+        score=score,
+        share_prompts=score.packs,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
         loss=functools.partial(registry.resolve("loss", config.loss.name), **loss_options),
         advantage=functools.partial(
@@ -36,7 +41,20 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
+        num_iterations=train.num_iterations,
+        oversize=train.oversize,
     )
+
+
+def scorer_of(config: Config, model: policy.Model) -> Scorer:
+    """How the trainer computes logprobs, with a line of log for each choice made for it."""
+    train = config.train
+    dtype, reason = training_dtype(model, train.dtype)
+    score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
+    logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
+    if score.note:
+        logger.warning("%s", score.note)
+    return score
 
 
 def schedule_of(config: Config) -> functools.partial[float]:

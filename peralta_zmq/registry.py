@@ -18,6 +18,8 @@ from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from peralta_zmq.learning.tokens import Tokens
+
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter"]
 
 TABLES: dict[Kind, dict[str, str]] = {
@@ -116,7 +118,7 @@ class Loss(Protocol):
     Both are divided by the totals of the whole step, so that the trainer only adds them up.
     """
 
-    def __call__(self, tokens: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def __call__(self, tokens: Tokens, **options: Any) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class Advantage(Protocol):

@@ -159,6 +159,19 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """[prompt | c1 | .. | cK] in a row of tokens: a completion sees the prompt and itself only."""
+
+    num_prompt: int  # tokens, at least 1
+    lengths: tuple[int, ...]  # tokens of each completion
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row that it takes."""
+        return self.num_prompt + sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A held-out problem, what the policy said to it, and what that was worth."""
 

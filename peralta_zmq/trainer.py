@@ -390,6 +390,9 @@ class Trainer:
 
     def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         row = self._learner.learn(groups)
+        if problem := self._learner.problem:
+            self._books.event("skip", step=self._learner.step, reason=problem)
+            self._books.note(f"step {self._learner.step} skipped: {problem}")
         self._progress = self._progress_now()
         return row
 

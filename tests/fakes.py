@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,13 +92,13 @@ def group_of(
 
 def tiny_learner(model: Any, **options: Any) -> Any:
     """A learner over `model` with REINFORCE; `options` override its own."""
-    from peralta_zmq import policy
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner
     from peralta_zmq.learning.losses import reinforce
+    from peralta_zmq.policy.score import Scorer
 
     chosen: dict[str, Any] = {
-        "score": functools.partial(policy.token_logprobs, model),
+        "score": Scorer(model),
         "loss": reinforce,
         "advantage": group_mean,
         "learning_rate": constant(1e-2),

@@ -152,6 +152,14 @@ class TrainSection(Section):
     """longer gradients are scaled down to this norm"""
     max_tokens_per_microbatch: PositiveInt = 16384
     """tokens in one forward and backward pass; less memory, same gradient"""
+    oversize: Literal["truncate", "drop"] = "truncate"
+    """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
+    num_iterations: PositiveInt = 1
+    """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """number format of the matrix products; weights, gradients and optimizer stay float32"""
+    gradient_checkpointing: bool = False
+    """compute each layer again in the backward pass; less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
     """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8

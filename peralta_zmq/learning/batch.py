@@ -5,100 +5,215 @@ Knows groups and tensors; knows nothing of models or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq.rollout import Rollout, RolloutGroup
+from peralta_zmq.rollout import Rollout, RolloutGroup, Segment
 
 Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
+Oversize = Literal["truncate", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rollouts with one prompt, or a single one: the smallest unit that is packed."""
+
+    num_prompt: int  # tokens
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[float, ...]  # of each rollout
+
+    @property
+    def segment(self) -> Segment:
+        """How it lies in a row."""
+        lengths = tuple(len(each.token_ids) - self.num_prompt for each in self.rollouts)
+        return Segment(self.num_prompt, lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row that it takes, its prompt once."""
+        return self.segment.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rollouts of one micro-batch; index t of every array speaks about token t. All [B, T]."""
+    """One micro-batch: segments in a row of M tokens, N of which were generated."""
 
-    token_ids: Tensor  # int64, padded on the right
-    attention_mask: Tensor  # int64, 1 on real tokens
-    loss_mask: Tensor  # float32, 1 on generated tokens
-    old_logprobs: Tensor  # float32
-    advantages: Tensor  # float32, the rollout's on each of its tokens
-    temperatures: Tensor | float = 1.0  # float32, that sampled each token; a number for all
+    token_ids: Tensor  # int64 [M]
+    segments: tuple[Segment, ...]  # in the order of the row
+    scored: Tensor  # int64 [N], where in the row the generated tokens are
+    old_logprobs: Tensor  # float32 [N]
+    advantages: Tensor  # float32 [N], the rollout's on each of its tokens
+    mask: Tensor  # float32 [N], 1 where a token counts
+    sequence: Tensor  # int64 [N], which rollout of this micro-batch
+    num_sequences: int
+    temperatures: Tensor | float = 1.0  # float32 [N], that sampled each token; a number for all
+    prox_logprobs: Tensor | None = None  # float32 [N], see tokens
+    ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
 
-def make_batches(
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Pieces of at most so many tokens, and what did not fit into one."""
+
+    pieces: tuple[Piece, ...]
+    num_truncated: int  # rollouts that lost their end
+    num_dropped: int  # rollouts that are not trained
+
+
+def cut(
     groups: Sequence[RolloutGroup],
     advantage: AdvantageFunction,
     *,
     max_tokens: int,
+    oversize: Oversize = "truncate",
+    share_prompts: bool = True,
+) -> Cut:
+    """Groups with signal as pieces of at most `max_tokens` tokens.
+
+    Siblings share their prompt unless `share_prompts` is off or their prompts differ. A rollout
+    that is too long loses its end, or is dropped, as `oversize` says.
+    """
+    pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
+    for group in groups:
+        if not group.has_signal:
+            continue  # every advantage in it is zero
+        lengths = [rollout.num_generated for rollout in group.rollouts]
+        kept = list[tuple[Rollout, float]]()
+        for rollout, worth in zip(group.rollouts, advantage(group.rewards, lengths), strict=True):
+            shorter = rollout
+            if len(rollout.token_ids) > max_tokens:
+                counts["truncated" if oversize == "truncate" else "dropped"] += 1
+                shorter = _shortened(rollout, max_tokens if oversize == "truncate" else 0)
+            if shorter.loss_mask[1:].any():
+                kept.append((shorter, worth))
+            elif oversize == "truncate" and shorter is not rollout:  # nothing but prompt is left
+                counts["truncated"] -= 1
+                counts["dropped"] += 1
+        pieces += _pieces(kept, max_tokens if share_prompts else 0)
+    return Cut(tuple(pieces), counts["truncated"], counts["dropped"])
+
+
+def make_batches(
+    pieces: Sequence[Piece],
+    *,
+    max_tokens: int,
     temperature: Temperature = 1.0,
     device: torch.device | str = "cpu",
+    padded: bool = False,
 ) -> list[Batch]:
-    """Micro-batches of at most `max_tokens` padded tokens (one rollout at least in each).
+    """Micro-batches of at most `max_tokens` tokens, first-fit-decreasing.
 
-    Groups without signal are left out: every advantage in them is zero.
+    With `padded` every piece counts as much as the longest of its micro-batch.
     """
-    scored = sorted(_scored(groups, advantage), key=lambda pair: len(pair[0].token_ids))
-    return [_pack(rows, temperature, device) for rows in _within_budget(scored, max_tokens)]
+    bins = first_fit_decreasing([piece.num_tokens for piece in pieces], max_tokens, padded=padded)
+    return [_packed([pieces[each] for each in chosen], temperature, device) for chosen in bins]
 
 
-def _scored(
-    groups: Sequence[RolloutGroup], advantage: AdvantageFunction
-) -> Iterator[tuple[Rollout, float]]:
-    for group in groups:
-        if group.has_signal:
-            lengths = [rollout.num_generated for rollout in group.rollouts]
-            yield from zip(group.rollouts, advantage(group.rewards, lengths), strict=True)
+def first_fit_decreasing(
+    sizes: Sequence[int], capacity: int, *, padded: bool = False
+) -> list[list[int]]:
+    """Indices of `sizes` in bins of `capacity`; the largest first, each where there is room.
+
+    With `padded` each takes as much as the first of its bin.
+    """
+    bins, filled = list[list[int]](), list[int]()
+    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        for number, chosen in enumerate(bins):
+            needed = sizes[chosen[0]] if padded else sizes[index]
+            if filled[number] + needed <= capacity:
+                chosen.append(index)
+                filled[number] += needed
+                break
+        else:
+            bins.append([index])
+            filled.append(sizes[index])
+    return bins
 
 
-def _within_budget(
-    scored: Sequence[tuple[Rollout, float]], max_tokens: int
-) -> Iterator[list[tuple[Rollout, float]]]:
-    rows: list[tuple[Rollout, float]] = []
-    for pair in scored:  # ascending length, so the newest is the widest
-        if rows and (len(rows) + 1) * len(pair[0].token_ids) > max_tokens:
-            yield rows
-            rows = []
-        rows.append(pair)
-    if rows:
-        yield rows
+def masked_out(batch: Batch) -> Batch:
+    """The same tokens, none of which counts: work for a rank that has none."""
+    return replace(batch, mask=torch.zeros_like(batch.mask))
 
 
-def _pack(
-    rows: Sequence[tuple[Rollout, float]], temperature: Temperature, device: torch.device | str
-) -> Batch:
-    longest = max(len(rollout.token_ids) for rollout, _ in rows)
-    shape = (len(rows), longest)
-    tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    mask, old, advantages = (np.zeros(shape, np.float32) for _ in range(3))
-    for row, (rollout, advantage) in enumerate(rows):
-        length = len(rollout.token_ids)
-        tokens[row, :length] = rollout.token_ids
-        attention[row, :length] = 1
-        mask[row, :length] = rollout.loss_mask
-        old[row, :length] = rollout.logprobs
-        advantages[row, :length] = advantage
-    arrays = (tokens, attention, mask, old, advantages)
+def _shortened(rollout: Rollout, length: int) -> Rollout:
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[:length],
+        loss_mask=rollout.loss_mask[:length],
+        logprobs=rollout.logprobs[:length],
+        policy_steps=rollout.policy_steps[:length],
+    )
+
+
+def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> list[Piece]:
+    """Rollouts with one prompt together, as long as they fit into `max_tokens`."""
+    pieces = list[Piece]()
+    for rollout, worth in kept:
+        prompt = _num_prompt(rollout)
+        last = pieces[-1] if pieces else None
+        if (
+            last is not None
+            and last.num_tokens + len(rollout.token_ids) - prompt <= max_tokens
+            and _same_prompt(last, rollout, prompt)
+        ):
+            rollouts, advantages = (*last.rollouts, rollout), (*last.advantages, worth)
+            pieces[-1] = Piece(prompt, rollouts, advantages)
+        else:
+            pieces.append(Piece(prompt, (rollout,), (worth,)))
+    return pieces
+
+
+def _num_prompt(rollout: Rollout) -> int:
+    """Tokens before the first generated one; a row needs one to begin with."""
+    return max(1, int(rollout.loss_mask.argmax()))
+
+
+def _same_prompt(piece: Piece, rollout: Rollout, num_prompt: int) -> bool:
+    theirs = piece.rollouts[0].token_ids[: piece.num_prompt]
+    return np.array_equal(theirs, rollout.token_ids[:num_prompt])
+
+
+def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.device | str) -> Batch:
+    tokens, masks = list[np.ndarray](), list[np.ndarray]()
+    for piece in pieces:
+        prompt = piece.num_prompt
+        tokens += [piece.rollouts[0].token_ids[:prompt]]
+        masks += [np.zeros(prompt, np.bool_)]
+        tokens += [rollout.token_ids[prompt:] for rollout in piece.rollouts]
+        masks += [rollout.loss_mask[prompt:] for rollout in piece.rollouts]
+    rollouts = list(chain.from_iterable(piece.rollouts for piece in pieces))
+    worth = list(chain.from_iterable(piece.advantages for piece in pieces))
+    scored = [_scored(rollout) for rollout in rollouts]
+    counts = [len(each) for each in scored]
+
+    def tensor(arrays: Iterable[np.ndarray], kind: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays)).astype(kind)).to(device)
+
+    old = tensor((r.logprobs[at] for r, at in zip(rollouts, scored, strict=True)), np.float32)
+    steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, scored, strict=True)])
     return Batch(
-        *(torch.from_numpy(array).to(device) for array in arrays),
-        temperatures=_temperatures(rows, shape, temperature, device)
+        token_ids=tensor(tokens, np.int64),
+        segments=tuple(piece.segment for piece in pieces),
+        scored=tensor([np.flatnonzero(np.concatenate(masks))], np.int64),
+        old_logprobs=old,
+        advantages=tensor([np.repeat(worth, counts)], np.float32),
+        mask=torch.ones_like(old),
+        sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
+        num_sequences=len(rollouts),
+        temperatures=tensor([[temperature(step) for step in steps.tolist()]], np.float32)
         if callable(temperature)
         else temperature,
     )
 
 
-def _temperatures(
-    rows: Sequence[tuple[Rollout, float]],
-    shape: tuple[int, int],
-    temperature: Callable[[int], float],
-    device: torch.device | str,
-) -> Tensor:
-    found = np.ones(shape, np.float32)
-    for row, (rollout, _) in enumerate(rows):
-        length = len(rollout.token_ids)
-        found[row, :length] = [temperature(step) for step in rollout.policy_steps.tolist()]
-    return torch.from_numpy(found).to(device)
+def _scored(rollout: Rollout) -> np.ndarray:
+    """Where the generated tokens are, but for a first token, which nothing predicts."""
+    return 1 + np.flatnonzero(rollout.loss_mask[1:])

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
 
 import torch
 
+from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.batch import AdvantageFunction, Temperature, make_batches
+from peralta_zmq.learning.batch import (
+    AdvantageFunction, Batch, Cut, Oversize, Temperature, cut, make_batches,
+)  # fmt: skip
 from peralta_zmq.learning.statistics import describe
-from peralta_zmq.learning.step import Score, TokenLoss, take_step
+from peralta_zmq.learning.step import Score, Taken, logprobs_of, take_step
+from peralta_zmq.learning.tokens import TokenLoss
 from peralta_zmq.rollout import RolloutGroup
+
+MAX_SKIPPED = 3  # steps in a row without a finite gradient
 
 
 class Learner:
-    """`learn` takes one optimizer step; `step` counts them."""
+    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped.
+
+    `reference` and `teacher` are frozen models that score the same tokens, for losses that ask.
+    `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
+    """
 
     def __init__(
         self,
@@ -33,36 +45,93 @@ class Learner:
         max_grad_norm: float,
         max_tokens_per_microbatch: int,
         temperature: Temperature = 1.0,
+        num_iterations: int = 1,
+        oversize: Oversize = "truncate",
+        share_prompts: bool = True,
+        reference: Score | None = None,
+        teacher: Score | None = None,
     ) -> None:
         self.step = 0
+        self.problem = ""
+        self._num_skipped = 0  # in a row
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
+        self._reference, self._teacher = reference, teacher
         self.learning_rate = learning_rate
-        self._temperature = temperature
+        self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
+        self._oversize: Oversize = oversize
+        self._share_prompts = share_prompts
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Take step `self.step + 1` on these groups; returns the step's metrics."""
+        """Take step `self.step + 1` on these groups; returns the step's metrics.
+
+        Raises TrainingError when this step is the third in a row that had to be skipped.
+        """
         self.step += 1
         started = time.monotonic()
         rate = self.learning_rate(self.step)
         adamw.set_learning_rate(self._optimizer, rate)
-        device = next(iter(self._parameters.values())).device
-        batches = make_batches(
+        pieces = cut(
             groups, self._advantage,
-            max_tokens=self._max_tokens, temperature=self._temperature, device=device,
+            max_tokens=self._max_tokens, oversize=self._oversize,
+            share_prompts=self._share_prompts,
         )  # fmt: skip
-        taken = take_step(
-            self._optimizer, batches,
-            score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
-        )  # fmt: skip
+        metrics = self._update(pieces)
         return {
             **describe(groups, step=self.step),
-            **taken,
+            **metrics,
+            "num_truncated": pieces.num_truncated,
+            "num_dropped": pieces.num_dropped,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
         }
+
+    def _update(self, pieces: Cut) -> dict[str, float]:
+        """One update of the optimizer for each mini-batch of the step."""
+        count = self._num_iterations
+        dealt = [self._batches(pieces, number) for number in range(count)]
+        if count > 1:
+            dealt = [[self._with_prox(batch) for batch in batches] for batches in dealt]
+        taken = [
+            take_step(
+                self._optimizer, batches,
+                score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
+            )
+            for batches in [each for each in dealt if each] or [[]]
+        ]  # fmt: skip
+        self._judge(taken)
+        names = list(dict.fromkeys(name for each in taken for name in each.metrics))
+        return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
+
+    def _batches(self, pieces: Cut, number: int) -> list[Batch]:
+        """The micro-batches of a mini-batch, with what frozen models think of their tokens."""
+        batches = make_batches(
+            pieces.pieces[number :: self._num_iterations],
+            max_tokens=self._max_tokens, temperature=self._temperature,
+            device=next(iter(self._parameters.values())).device,
+            padded=not self._share_prompts,
+        )  # fmt: skip
+        reference, teacher = self._reference, self._teacher
+        if reference is not None:
+            batches = [replace(b, ref_logprobs=logprobs_of(reference, b)) for b in batches]
+        if teacher is not None:
+            batches = [replace(b, teacher_logprobs=logprobs_of(teacher, b)) for b in batches]
+        return batches
+
+    def _with_prox(self, batch: Batch) -> Batch:
+        return replace(batch, prox_logprobs=logprobs_of(self._score, batch))
+
+    def _judge(self, taken: Sequence[Taken]) -> None:
+        self.problem = next((each.problem for each in taken if each.problem), "")
+        self._num_skipped = self._num_skipped + 1 if self.problem else 0
+        if self._num_skipped >= MAX_SKIPPED:
+            raise TrainingError(
+                f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
+                f"({self.problem}); the weights and every checkpoint are as before them. "
+                "Lower train.learning_rate, or look at [loss] and the rewards"
+            )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch."""

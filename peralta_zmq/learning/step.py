@@ -7,22 +7,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.batch import Batch
+from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.rollout import Segment
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # see losses
+MAX_LOG_RATIO = 10.0  # of the diagnostics
 
 
 class Score(Protocol):
-    """Logprobs of the tokens at the temperature that sampled them, all [B, T]."""
+    """Logprobs [N] of the tokens at `scored` in a row of segments, at their temperatures."""
 
     def __call__(
-        self, token_ids: Tensor, attention_mask: Tensor, *, temperature: Tensor | float
+        self,
+        token_ids: Tensor,
+        segments: Sequence[Segment],
+        scored: Tensor,
+        *,
+        temperature: Tensor | float,
     ) -> Tensor: ...
+
+
+AddUp = Callable[[Tensor], None]  # in place, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a step was; `problem` says why it was skipped, and is empty when it was not."""
+
+    metrics: dict[str, float]
+    problem: str = ""
+
+
+def alone(tensor: Tensor) -> None:
+    """The sum over one rank."""
 
 
 def take_step(
@@ -32,41 +56,127 @@ def take_step(
     score: Score,
     loss: TokenLoss,
     max_grad_norm: float,
-) -> dict[str, float]:
-    """Accumulate the gradient of all batches, clip, step; returns loss, grad_norm, mismatch_kl.
+    add_up: AddUp = alone,
+) -> Taken:
+    """Accumulate the gradient of all batches, clip, step.
 
-    Normalized over the generated tokens of the whole step, so that no split into micro-batches
-    changes the gradient. A step whose gradient is not finite is skipped and says so.
+    The loss divides by the totals of the whole step, so that no split into micro-batches or
+    ranks changes the gradient. A step whose gradient is not finite is skipped and says why.
+    Metrics: loss, grad_norm, mismatch_kl, ess, skipped, and the loss's own. Raises ConfigError
+    when the loss does not keep its contract.
     """
-    num_tokens = max(1.0, sum(float(batch.loss_mask.sum()) for batch in batches))
-    total, mismatch = 0.0, 0.0
+    step_tokens, step_sequences = _totals(batches, add_up)
+    sums: dict[str, Tensor] = {}
     for batch in batches:
         logprobs = score(
-            batch.token_ids, batch.attention_mask, temperature=batch.temperatures
-        )  # fmt: skip
-        per_token = loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
-        summed = (per_token * batch.loss_mask).sum() / num_tokens
-        summed.backward()
-        total += summed.item()
-        mismatch += _mismatch(logprobs.detach(), batch) / num_tokens
-    grad_norm = _clip_and_step(optimizer, max_grad_norm) if batches else 0.0
+            batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures
+        )
+        tokens = _tokens(batch, logprobs, step_tokens, step_sequences)
+        value, own = _checked(loss, tokens)
+        value.backward()
+        for name, each in {**own, **_diagnostics(tokens), "loss": value}.items():
+            sums[name] = sums.get(name, 0.0) + each.detach().cpu().double()
+    metrics = _added_up(sums, add_up)
+    unlikely = metrics.pop("not_finite", 0.0)
+    ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
+    grad_norm = _clip_and_step(optimizer, max_grad_norm, add_up) if batches else 0.0
+    skipped = not math.isfinite(grad_norm)
+    own = {name: each for name, each in metrics.items() if name not in ("loss", "mismatch_kl")}
+    return Taken(
+        {
+            "loss": metrics.get("loss", 0.0),
+            "grad_norm": grad_norm,
+            "mismatch_kl": metrics.get("mismatch_kl", 0.0),
+            "ess": ratio**2 / (step_tokens * square) if square else 1.0,
+            "skipped": float(skipped),
+            **own,
+        },
+        _problem(unlikely, metrics["loss"]) if skipped else "",
+    )
+
+
+@torch.no_grad()
+def logprobs_of(score: Score, batch: Batch) -> Tensor:
+    """What `score` thinks of the generated tokens, [N], without gradient."""
+    return score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
+
+
+def _totals(batches: Sequence[Batch], add_up: AddUp) -> tuple[float, float]:
+    """Tokens that count in the whole step, and rollouts that have one; each at least 1."""
+    tokens = sum(float(batch.mask.sum()) for batch in batches)
+    rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
+    totals = torch.tensor([tokens, rollouts], dtype=torch.float64)
+    add_up(totals)
+    return max(1.0, float(totals[0])), max(1.0, float(totals[1]))
+
+
+def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: float) -> Tokens:
+    prox = batch.prox_logprobs
+    return Tokens(
+        logprobs=logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        num_sequences=batch.num_sequences,
+        step_tokens=step_tokens,
+        step_sequences=step_sequences,
+        prox_logprobs=logprobs.detach() if prox is None else prox,
+        ref_logprobs=batch.ref_logprobs,
+        teacher_logprobs=batch.teacher_logprobs,
+    )
+
+
+def _checked(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    given = loss(tokens)
+    name = getattr(getattr(loss, "func", loss), "__name__", "loss")
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
+        raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
+    value, own = given
+    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+        raise ConfigError(f"loss '{name}' must return a scalar that depends on tokens.logprobs")
+    for metric, each in own.items():
+        if not isinstance(each, Tensor) or each.ndim:
+            raise ConfigError(f"metric '{metric}' of loss '{name}' must be a scalar tensor")
+    return value, own
+
+
+@torch.no_grad()
+def _diagnostics(tokens: Tokens) -> dict[str, Tensor]:
+    """k3 estimate of the distance to the sampler, and the sums behind the effective sample size."""
+    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = apart.exp()
     return {
-        "loss": total,
-        "grad_norm": grad_norm,
-        "mismatch_kl": mismatch,
-        "skipped": float(not math.isfinite(grad_norm)),
+        "mismatch_kl": (tokens.mask * (ratio - apart - 1)).sum() / tokens.step_tokens,
+        "ratio": (tokens.mask * ratio).sum(),
+        "ratio_square": (tokens.mask * ratio.square()).sum(),
+        "not_finite": (~tokens.logprobs.isfinite()).sum(),
     }
 
 
-def _mismatch(logprobs: Tensor, batch: Batch) -> float:
-    log_ratio = (logprobs - batch.old_logprobs).clamp(-10, 10) * batch.loss_mask
-    return float((log_ratio.exp() - log_ratio - 1).sum())
+def _added_up(sums: dict[str, Tensor], add_up: AddUp) -> dict[str, float]:
+    if not sums:
+        return {}
+    values = torch.stack([sums[name] for name in sorted(sums)])
+    add_up(values)
+    return dict(zip(sorted(sums), values.tolist(), strict=True))
 
 
-def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
+def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, add_up: AddUp) -> float:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            add_up(parameter.grad)
     grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
+
+
+def _problem(unlikely: float, loss: float) -> str:
+    if unlikely:
+        return f"the policy gives {unlikely:.0f} tokens a logprob that is not finite"
+    if not math.isfinite(loss):
+        return f"the loss is {loss} although every logprob of the policy is finite"
+    return f"the gradient is not finite although the loss is {loss:.6g}"

@@ -1,7 +1,7 @@
 """The model: load it, choose device and dtype, write the chat prompt, score tokens.
 
 Knows transformers and torch; knows nothing of rewards, sockets or files of a run.
-`token_logprobs` is the only place that shifts tokens.
+Tokens are shifted in `token_logprobs` and in `policy.score`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ transformers_logging.disable_progress_bar()
 Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
-EMBEDDED = Path(__file__).parent / "base_model"
+EMBEDDED = Path(__file__).parent.parent / "base_model"
 COMPANIONS = (".json", ".txt", ".jinja")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -269,9 +269,9 @@ def selected_logprobs(
     *,
     temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) at `token_ids`, in fp32, [...]."""
+    """log softmax(logits / temperature) at `token_ids`, [...]; fp32, float64 from float64."""
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.unsqueeze(-1)
-    scaled = logits.float() / temperature
+    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
