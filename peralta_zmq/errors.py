@@ -17,6 +17,11 @@ Each carries one line: the value and the remedy. A door prints it and exits with
 """
 
 
+from __future__ import annotations
+
+import traceback
+
+
 class PeraltaError(Exception):
     """Base of all; `str(error)` is one line for a person."""
 
@@ -63,3 +68,10 @@ class EngineError(PeraltaError):
 
 class TrainingError(PeraltaError):
     """Several steps in a row had no finite gradient; the weights are as before them."""
+
+
+def described(error: BaseException) -> str:
+    """An exception on one line, with the innermost line of code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

@@ -9,13 +9,12 @@ import functools
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from peralta_zmq.errors import PartError, PeraltaError
+from peralta_zmq.errors import PartError, PeraltaError, described
 
 CALL_SECONDS = 60.0  # a call that takes longer hangs
 
@@ -49,15 +48,8 @@ def guarded(
     return call
 
 
-def described(error: BaseException) -> str:
-    """An exception on one line, with the innermost line of code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
-
-
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def _alarm(seconds: float) -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

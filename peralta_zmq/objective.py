@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from peralta_zmq import registry
@@ -33,7 +33,7 @@ POSITIONAL: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # argume
 def loss_of(config: Config) -> TokenLoss:
     """What is made small, with its options. Raises ConfigError for one that it does not take."""
     chosen = config.loss
-    given = chosen.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_none=True)
+    given = chosen.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_defaults=True)
     function: Callable[..., Any] = registry.resolve("loss", chosen.name)
     options = _options("loss", chosen.name, function, given, chosen.kwargs)
     _check_order(function, options)
@@ -50,7 +50,7 @@ def loss_of(config: Config) -> TokenLoss:
 def advantage_of(config: Config) -> AdvantageFunction:
     """How rewards become advantages. Raises ConfigError for an option that it does not take."""
     chosen = config.advantage
-    given = chosen.model_dump(exclude={"name", "kwargs"}, exclude_none=True)
+    given = chosen.model_dump(exclude={"name", "kwargs"}, exclude_defaults=True)
     function: Callable[..., Any] = registry.resolve("advantage", chosen.name)
     options = _options("advantage", chosen.name, function, given, chosen.kwargs)
     if not _is_shipped("advantage", chosen.name):
@@ -96,7 +96,7 @@ def _options(
 ) -> Options:
     """What the function is called with beside its arguments."""
     for option in given:
-        if option not in _takes(kind, function):
+        if option not in _takes(kind, function) and not _takes_any(function):
             raise ConfigError(
                 f"{kind}.{option} is no option of {kind} '{name}'; {_homes(kind, option)}"
             )
@@ -115,8 +115,13 @@ def _options(
 
 def _takes(kind: Kind, function: Callable[..., Any]) -> list[str]:
     """The options of a function, by its signature."""
-    names = list(inspect.signature(function).parameters)
-    return names[POSITIONAL[kind] :]
+    parameters = list(inspect.signature(function).parameters.values())[POSITIONAL[kind] :]
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _homes(kind: Kind, option: str) -> str:
@@ -194,7 +199,7 @@ def _as_bool(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(rollout: Rollout, **options: Any) -> bool:
         found = function(rollout, **options)
-        if not math.isfinite(found) if isinstance(found, float) else found not in (True, False):
+        if not isinstance(found, (bool, np.bool_)):
             raise PartError(f"filter '{name}' gives {found!r:.80}; return True or False")
         return bool(found)
 

@@ -82,8 +82,15 @@ def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
     words: list[str] = []
     for argument in arguments:
         stuck = argument.startswith(FILE_SIGN) and argument != FILE_SIGN
-        words += [FILE_SIGN, argument[1:]] if stuck else [argument]
+        words += [FILE_SIGN, argument[1:]] if stuck else _with_separate_table(argument)
     return words
+
+
+def _with_separate_table(argument: str) -> list[str]:
+    """--loss.kwargs={...} as two words, the only way that pydantic_config reads a table."""
+    flag, equals, written = argument.partition("=")
+    is_table = written[:1] in ("{", "[") or (written == "None" and flag.startswith("--filter."))
+    return [flag, written] if flag.startswith("--") and equals and is_table else [argument]
 
 
 def _check_files(words: Sequence[str]) -> None:

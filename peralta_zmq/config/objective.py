@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from peralta_zmq.config.section import Section, Text
 
@@ -72,7 +72,7 @@ class AdvantageSection(Section):
     """group_zscore (1e-8), token_whitening (1e-5): added to the standard deviation"""
     ddof: Annotated[int, Field(ge=0, le=1)] | None = None
     """group_zscore: 0 = standard deviation of a population, 1 = of a sample"""
-    group_adv_norm: bool | None = None
+    group_adv_norm: bool = False
     """token_whitening: compare within each group instead of over the whole step"""
     kwargs: dict[str, Any] = {}
     """options of an estimator of your own, as a TOML table or as JSON"""

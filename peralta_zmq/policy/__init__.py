@@ -270,8 +270,22 @@ def selected_logprobs(
     temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
 ) -> torch.Tensor:
     """log softmax(logits / temperature) at `token_ids`, [...]; fp32, float64 from float64."""
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.unsqueeze(-1)
-    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
+
+
+def entropies(
+    logits: torch.Tensor,  # [..., V]
+    *,
+    temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
+) -> torch.Tensor:
+    """-sum p log p of softmax(logits / temperature), in nats, [...]."""
+    logprobs = _scaled(logits, temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _scaled(logits: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.unsqueeze(-1)
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

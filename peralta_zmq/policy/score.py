@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from peralta_zmq.policy import DTYPES, Model, choose_dtype, selected_logprobs
+from peralta_zmq.policy import DTYPES, Model, choose_dtype, entropies, selected_logprobs
 from peralta_zmq.rollout import Segment
 
 OURS = "peralta_zmq_segments"  # the name of our attention among transformers'
@@ -65,6 +65,11 @@ class Scorer:
         self.note = self._try()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the matrix products."""
+        return self._dtype
+
+    @property
     def packs(self) -> bool:
         """Whether a prompt is computed once for all of its completions."""
         return not self.note
@@ -78,9 +83,26 @@ class Scorer:
         temperature: Tensor | float = 1.0,  # one for all, or that of each scored token [N]
     ) -> Tensor:
         """log p of the scored tokens given what is before them, at the temperature, [N]."""
-        predict = self._packed if self.packs else self._padded
-        logits = predict(token_ids, segments, scored)
+        logits = self._logits(token_ids, segments, scored)
         return selected_logprobs(logits, token_ids[scored], temperature=temperature)
+
+    def with_entropy(
+        self,
+        token_ids: Tensor,
+        segments: Sequence[Segment],
+        scored: Tensor,
+        *,
+        temperature: Tensor | float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy of what could have stood there, in nats, both [N]."""
+        logits = self._logits(token_ids, segments, scored)
+        chosen = selected_logprobs(logits, token_ids[scored], temperature=temperature)
+        return chosen, entropies(logits, temperature=temperature)
+
+    def _logits(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
+        """[N, V] at the tokens before the scored ones."""
+        predict = self._packed if self.packs else self._padded
+        return predict(token_ids, segments, scored)
 
     def _packed(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
         layout = _Layout.of(segments, token_ids.device)

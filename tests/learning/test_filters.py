@@ -103,7 +103,7 @@ def long_rollout() -> Rollout:
 
 PLAIN = group_of([1, 0])
 GROUP = dataclasses.replace(
-    group_of([1, 0]), rollouts=(rollout_with(1.0), rollout_with(0.0), long_rollout(), long_rollout())
+    PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), long_rollout())
 )
 
 
