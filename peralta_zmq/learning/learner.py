@@ -15,7 +15,13 @@ import torch
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.batch import (
-    AdvantageFunction, Batch, Cut, Oversize, Temperature, cut, make_batches,
+    AdvantageFunction,
+    Batch,
+    Cut,
+    Oversize,
+    Temperature,
+    cut,
+    make_batches,
 )  # fmt: skip
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, Taken, logprobs_of, take_step
