@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,17 @@ def group_of(
         "wid": "0123456789abcdef",
     }  # fmt: skip
     return RolloutGroup(**{**named, **fields}, rollouts=rollouts)
+
+
+def siblings(rewards: Sequence[float], **options: Any) -> RolloutGroup:
+    """`group_of` whose rollouts begin with one prompt, as generators make them."""
+    group = group_of(rewards, **options)
+    prompt = group.rollouts[0].token_ids[: options.get("num_prompt", 3)]
+    rollouts = tuple(
+        replace(each, token_ids=np.concatenate([prompt, each.token_ids[len(prompt) :]]))
+        for each in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
 
 
 def tiny_learner(model: Any, **options: Any) -> Any:

@@ -116,7 +116,8 @@ def _check_missing_values(words: Sequence[str]) -> None:
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        if flag.startswith("--") and kind not in (None, bool) and following.startswith("--"):
+        may_stand_alone = kind in (None, bool) or section == "filter"  # a bare one only counts
+        if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
 
 

@@ -213,7 +213,7 @@ def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.dev
         mask=torch.ones_like(old),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
-        temperatures=tensor([[temperature(step) for step in steps.tolist()]], np.float32)
+        temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
         if callable(temperature)
         else temperature,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -145,17 +145,18 @@ def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: 
 
 
 def _checked(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    given = loss(tokens)
+    """What the loss gives; it may be a user's own, which promises nothing."""
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
+    given: object = loss(tokens)
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
-    value, own = given
+    value, own = cast("tuple[object, dict[str, object]]", given)
     if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
         raise ConfigError(f"loss '{name}' must return a scalar that depends on tokens.logprobs")
     for metric, each in own.items():
         if not isinstance(each, Tensor) or each.ndim:
             raise ConfigError(f"metric '{metric}' of loss '{name}' must be a scalar tensor")
-    return value, own
+    return value, cast("dict[str, Tensor]", own)
 
 
 @torch.no_grad()

@@ -1,100 +1,178 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from fakes import group_of
+from fakes import group_of, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted
-from peralta_zmq.learning.batch import make_batches
+from peralta_zmq.learning.batch import Batch, cut, first_fit_decreasing, make_batches
+from peralta_zmq.rollout import RolloutGroup, Segment
 
 
-def shapes(batches: list) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
-    return [tuple(batch.token_ids.shape) for batch in batches]
+def batches_of(
+    groups: list[RolloutGroup],
+    *,
+    max_tokens: int = 1000,
+    advantage: Any = group_mean,
+    **options: Any,
+) -> list[Batch]:
+    share = options.pop("share_prompts", True)
+    pieces = cut(groups, advantage, max_tokens=max_tokens, share_prompts=share).pieces
+    return make_batches(pieces, max_tokens=max_tokens, **options)
 
 
-def test_groups_without_signal_are_left_out() -> None:
-    groups = [group_of([1, 1]), group_of([1, 0]), group_of([0, 0])]
-    assert shapes(make_batches(groups, group_mean, max_tokens=1000)) == [(2, 7)]
+def layouts(batches: list[Batch]) -> list[list[tuple[int, tuple[int, ...]]]]:
+    return [[(each.num_prompt, each.lengths) for each in batch.segments] for batch in batches]
 
 
-def test_step_without_any_signal_has_no_batches() -> None:
-    assert make_batches([group_of([1, 1])], group_mean, max_tokens=1000) == []
+# What is packed.
 
 
-def test_padding_is_on_the_right_and_masked_everywhere() -> None:
-    (batch,) = make_batches([group_of([1, 0], lengths=[2, 4])], group_mean, max_tokens=1000)
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0, 0], [1] * 7]
-    padding = batch.attention_mask == 0
-    for field in (batch.token_ids, batch.loss_mask, batch.old_logprobs, batch.advantages):
-        assert not field[padding].any()
-
-
-def test_loss_mask_covers_the_generated_tokens() -> None:
-    (batch,) = make_batches([group_of([1, 0], lengths=[2, 4])], group_mean, max_tokens=1000)
-    assert batch.loss_mask.tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]]
+def test_siblings_share_their_prompt() -> None:
+    (batch,) = batches_of([siblings([1, 0, 0], lengths=[2, 4, 1])])
+    assert layouts([batch]) == [[(3, (2, 4, 1))]]
+    assert len(batch.token_ids) == 3 + 7
 
 
 def test_every_token_keeps_its_id_and_logprob() -> None:
-    group = group_of([1, 0], lengths=[2, 4])
-    (batch,) = make_batches([group], group_mean, max_tokens=1000)
-    for row, rollout in enumerate(group.rollouts):
-        length = len(rollout.token_ids)
-        assert batch.token_ids[row, :length].tolist() == rollout.token_ids.tolist()
-        assert batch.old_logprobs[row, :length].tolist() == rollout.logprobs.tolist()
+    group = siblings([1, 0], lengths=[2, 4])
+    (batch,) = batches_of([group])
+    first, second = group.rollouts
+    assert batch.token_ids.tolist() == [*first.token_ids, *second.token_ids[3:]]
+    assert batch.scored.tolist() == [3, 4, 5, 6, 7, 8]
+    assert batch.old_logprobs.tolist() == [*first.logprobs[3:], *second.logprobs[3:]]
+
+
+def test_rollouts_with_other_prompts_have_segments_of_their_own() -> None:
+    group = group_of([1, 0], lengths=[2, 4])  # random prompts
+    assert layouts(batches_of([group])) == [[(3, (4,)), (3, (2,))]]
+
+
+def test_prompts_are_not_shared_when_the_policy_cannot() -> None:
+    group = siblings([1, 0], lengths=[2, 4])
+    assert layouts(batches_of([group], share_prompts=False)) == [[(3, (4,)), (3, (2,))]]
+
+
+def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
+    group = siblings([1, 0], lengths=[5, 2])
+    turns = np.array([0, 0, 0, 1, 0, 0, 1, 1], np.bool_)
+    first = replace(group.rollouts[0], loss_mask=turns)
+    (batch,) = batches_of([replace(group, rollouts=(first, group.rollouts[1]))])
+    assert layouts([batch]) == [[(3, (5, 2))]]
+    assert batch.scored.tolist() == [3, 6, 7, 8, 9]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_first_token_that_was_generated_is_no_part_of_the_loss() -> None:
+    group = siblings([1, 0], lengths=[2, 2], num_prompt=0)
+    (batch,) = batches_of([group])
+    assert batch.scored.tolist() == [1, 3]
+    assert layouts([batch]) == [[(1, (1,)), (1, (1,))]]
+
+
+def test_groups_without_signal_are_left_out() -> None:
+    groups = [siblings([1, 1]), siblings([1, 0]), siblings([0, 0])]
+    assert layouts(batches_of(groups)) == [[(3, (4, 4))]]
+
+
+def test_step_without_any_signal_has_no_batches() -> None:
+    assert batches_of([siblings([1, 1])]) == []
+
+
+# Micro-batches.
+
+
+def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
+    # 9 and 1; 7 and 3; 4, 4 and 2
+    assert first_fit_decreasing([4, 9, 1, 7, 3, 4, 2], 10) == [[1, 2], [3, 4], [0, 5, 6]]
+
+
+def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
+    assert first_fit_decreasing([5, 3, 3, 3], 12) == [[0, 1, 2], [3]]
+    assert first_fit_decreasing([5, 3, 3, 3], 12, padded=True) == [[0, 1], [2, 3]]
+
+
+def test_several_groups_share_a_micro_batch_within_its_budget() -> None:
+    groups = [siblings([1, 0], lengths=[n, n]) for n in (1, 2, 3, 9)]  # 5, 7, 9, 21 tokens
+    found = layouts(batches_of(groups, max_tokens=21))
+    assert found == [[(3, (9, 9))], [(3, (3, 3)), (3, (2, 2)), (3, (1, 1))]]
+
+
+def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() -> None:
+    group = siblings([1, 0, 1, 0], lengths=[4, 4, 4, 4])
+    assert layouts(batches_of([group], max_tokens=11)) == [[(3, (4, 4))], [(3, (4, 4))]]
+
+
+@pytest.mark.parametrize(
+    ("oversize", "lengths", "counts"),
+    [("truncate", [1, 7], (1, 0)), ("drop", [1], (0, 1))],
+)
+def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
+    oversize: Any, lengths: list[int], counts: tuple[int, int]
+) -> None:
+    found = cut([siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize)
+    assert [n for each in found.pieces for n in each.segment.lengths] == lengths
+    assert (found.num_truncated, found.num_dropped) == counts
+
+
+def test_a_prompt_longer_than_the_budget_leaves_nothing_to_train() -> None:
+    found = cut([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
+    assert (found.pieces, found.num_truncated, found.num_dropped) == ((), 0, 2)
+
+
+def test_the_advantage_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
+    group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
+    (piece,) = cut([group], group_mean, max_tokens=10, oversize="drop").pieces
+    assert piece.advantages == (0.75, -0.25, -0.25)
+
+
+# What a token is worth.
 
 
 def test_advantage_is_repeated_on_each_token_of_its_rollout() -> None:
-    (batch,) = make_batches([group_of([1, 0], lengths=[2, 2])], group_mean, max_tokens=1000)
-    assert batch.advantages.tolist() == [[0.5] * 5, [-0.5] * 5]
+    (batch,) = batches_of([siblings([1, 0], lengths=[2, 3])])
+    assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
+    assert batch.sequence.tolist() == [0, 0, 1, 1, 1]
+    assert batch.num_sequences == 2
 
 
 def test_advantage_is_told_the_generated_lengths() -> None:
     # baseline (1 * 1 + 0 * 3) / 4 = .25
-    group = group_of([1, 0], lengths=[1, 3])
-    (batch,) = make_batches([group], length_weighted, max_tokens=1000)
-    assert batch.advantages[:, 0].tolist() == [0.75, -0.25]
+    (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)
+    assert batch.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_groups_are_compared_within_themselves() -> None:
-    groups = [group_of([1, 0], lengths=[1, 2]), group_of([5, 3], lengths=[3, 4])]
-    (batch,) = make_batches(groups, group_mean, max_tokens=1000)
-    assert batch.advantages[:, 0].tolist() == [0.5, -0.5, 1, -1]
+    groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
+    (batch,) = batches_of(groups)  # the longer group first
+    assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
 
 
-def test_micro_batch_holds_no_more_padded_tokens_than_its_budget() -> None:
-    group = group_of([1, 0, 1, 0, 1], lengths=[1, 2, 3, 9, 9])  # 4, 5, 6, 12, 12 tokens
-    assert shapes(make_batches([group], group_mean, max_tokens=18)) == [(3, 6), (1, 12), (1, 12)]
-
-
-def test_budget_may_be_filled_exactly() -> None:
-    group = group_of([1, 0, 1, 0], lengths=[3, 3, 3, 3])  # 6 tokens each
-    assert shapes(make_batches([group], group_mean, max_tokens=12)) == [(2, 6), (2, 6)]
-
-
-def test_rollout_longer_than_the_budget_has_a_batch_of_its_own() -> None:
-    group = group_of([1, 0], lengths=[1, 50])
-    assert shapes(make_batches([group], group_mean, max_tokens=10)) == [(1, 4), (1, 53)]
-
-
-def test_masks_and_ids_have_the_types_that_models_want() -> None:
-    (batch,) = make_batches([group_of([1, 0])], group_mean, max_tokens=1000)
-    kinds = [batch.token_ids.dtype, batch.attention_mask.dtype, batch.loss_mask.dtype]
-    assert kinds == [torch.int64, torch.int64, torch.float32]
+def test_tensors_have_the_types_that_models_and_losses_want() -> None:
+    (batch,) = batches_of([siblings([1, 0])])
+    whole = [batch.token_ids, batch.scored, batch.sequence]
+    numbers = [batch.old_logprobs, batch.advantages, batch.mask]
+    assert {each.dtype for each in whole} == {torch.int64}
+    assert {each.dtype for each in numbers} == {torch.float32}
 
 
 def test_each_token_has_the_temperature_of_the_weights_that_sampled_it() -> None:
-    groups = [group_of([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
-    batches = make_batches(
-        groups, group_mean, max_tokens=1000, temperature=lambda step: 1 + max(step, 0) / 10
-    )
-    (batch,) = batches  # rows by length: 1 and 1, 2 and 2 generated tokens
+    groups = [siblings([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
+    (batch,) = batches_of(groups, temperature=lambda step: 1 + max(step, 0) / 10)
     assert torch.is_tensor(batch.temperatures)
-    there = batch.loss_mask.bool()
-    rows = [row[mask].tolist() for row, mask in zip(batch.temperatures, there, strict=True)]
-    expected = [[1.2], [1.5], [1.2, 1.2], [1.5, 1.5]]
-    assert rows == [pytest.approx(each) for each in expected]
+    assert batch.temperatures.tolist() == pytest.approx([1.2] * 3 + [1.5] * 3)
 
 
 def test_a_constant_temperature_stays_a_number() -> None:
-    (batch,) = make_batches([group_of([1, 0])], group_mean, max_tokens=1000, temperature=0.7)
+    (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
     assert batch.temperatures == 0.7
+
+
+def test_segments_cover_the_row() -> None:
+    (batch,) = batches_of([siblings([1, 0], lengths=[2, 3]), group_of([1, 0, 0])])
+    assert sum(each.num_tokens for each in batch.segments) == len(batch.token_ids)
+    assert Segment(3, (2, 3)) in batch.segments

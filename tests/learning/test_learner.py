@@ -61,7 +61,9 @@ def test_step_without_signal_counts_and_changes_nothing() -> None:
 def test_gradient_that_is_not_finite_leaves_the_parameters() -> None:
     model = tiny_model()
     before = weights(model)
-    row = tiny_learner(model, loss=lambda tokens: (tokens.logprobs.sum() * math.nan, {})).learn(groups_of(1))
+    row = tiny_learner(model, loss=lambda tokens: (tokens.logprobs.sum() * math.nan, {})).learn(
+        groups_of(1)
+    )
     assert identical(weights(model), before)
     assert row["skipped"] == 1
 

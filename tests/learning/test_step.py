@@ -2,26 +2,44 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fakes import group_of, tiny_model
+from fakes import siblings, tiny_model
 from torch import Tensor
 
-from peralta_zmq import policy
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.batch import Batch, make_batches
+from peralta_zmq.learning.batch import Batch, Cut, Temperature, cut, make_batches, masked_out
 from peralta_zmq.learning.losses import grpo, reinforce
-from peralta_zmq.learning.step import take_step
+from peralta_zmq.learning.step import Taken, take_step
+from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.policy.score import Scorer
+from peralta_zmq.rollout import Segment
 
 GROUPS = [
-    group_of([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
-    group_of([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6),
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6),
+    siblings([1, 0], lengths=[2, 2], seed=3, num_prompt=2),
 ]
-LOSSES = [reinforce, functools.partial(grpo, epsilon=0.2)]
+NUM_TOKENS = 35
+
+
+def per_sequence(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss over sequences: each is its mean, divided by the step's sequences."""
+    size = torch.zeros(tokens.num_sequences, dtype=tokens.logprobs.dtype)
+    size = size.index_add(0, tokens.sequence, tokens.mask.to(size.dtype))
+    each = tokens.mask * tokens.advantages * tokens.logprobs / size.clamp(min=1)[tokens.sequence]
+    value = -each.sum() / tokens.step_sequences
+    return value, {"kept": (size > 0).sum() / tokens.step_sequences}
+
+
+LOSSES = [reinforce, functools.partial(grpo, epsilon=0.2), per_sequence]
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +47,13 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def double(batch: Batch) -> Batch:
-    return replace(
-        batch,
-        loss_mask=batch.loss_mask.double(),
-        old_logprobs=batch.old_logprobs.double(),
-        advantages=batch.advantages.double(),
-    )
+def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> Cut:
+    return cut(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
 
 
-def batches_of(max_tokens: int = 1000) -> list[Batch]:
-    return [double(each) for each in make_batches(GROUPS, group_mean, max_tokens=max_tokens)]
-
-
-def logits_in_double(
-    model: Any, token_ids: Tensor, attention_mask: Tensor, *, temperature: float = 1.0
-) -> Tensor:
-    """policy.token_logprobs, which works in fp32, with the logits kept in float64."""
-    logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
-    logprobs = (
-        (logits / temperature)[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
-    )
-    return torch.nn.functional.pad(logprobs, (1, 0))
+def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
+    pieces = cut_to(max_tokens).pieces
+    return make_batches(pieces, max_tokens=max_tokens, temperature=temperature)
 
 
 class Keep(torch.optim.SGD):
@@ -61,26 +64,28 @@ class Keep(torch.optim.SGD):
 
 
 def gradient(
-    model: Any, batches: list[Batch], loss: Callable[..., Tensor], *, exact: bool = True
+    model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of a step, flat, and the step's metrics."""
-    score = logits_in_double if exact else policy.token_logprobs
     optimizer = Keep(model.parameters(), lr=1.0)
-    metrics = take_step(
-        optimizer, batches,
-        score=functools.partial(score, model), loss=loss, max_grad_norm=math.inf,
+    score = options.pop("score", None) or Scorer(model)
+    taken = take_step(
+        optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, **options
     )  # fmt: skip
-    return torch.cat([each.flatten() for each in optimizer.seen]), metrics
+    return torch.cat([each.flatten() for each in optimizer.seen]), taken.metrics
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((ours - theirs).norm() <= tolerance * theirs.norm())
 
 
+# Any split, any order, any number of ranks.
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("max_tokens", [1, 20, 45])
+@pytest.mark.parametrize("max_tokens", [15, 20, 45])
 def test_no_split_into_micro_batches_changes_the_gradient(
-    model: Any, loss: Callable[..., Tensor], max_tokens: int
+    model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
     whole, _ = gradient(model, batches_of(), loss)
     split = batches_of(max_tokens)
@@ -89,48 +94,70 @@ def test_no_split_into_micro_batches_changes_the_gradient(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_split_changes_the_gradient_through_the_policys_own_logprobs(
-    model: Any, loss: Callable[..., Tensor]
-) -> None:
-    # fp32 inside token_logprobs bounds the agreement
-    whole, _ = gradient(model, batches_of(), loss, exact=False)
-    assert close(gradient(model, batches_of(20), loss, exact=False)[0], whole, 1e-5)
-
-
-def test_order_of_micro_batches_does_not_change_the_gradient(model: Any) -> None:
-    split = batches_of(20)
-    forward, _ = gradient(model, split, reinforce)
-    assert close(gradient(model, split[::-1], reinforce)[0], forward, 1e-6)
+def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
+    whole, _ = gradient(model, batches_of(), loss)
+    pieces = list(cut_to(15).pieces)
+    random.Random(0).shuffle(pieces)
+    shuffled = make_batches(pieces, max_tokens=20)[::-1]
+    assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_split_does_not_change_the_reported_numbers(
-    model: Any, loss: Callable[..., Tensor]
-) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_no_number_of_ranks_changes_the_gradient(model: Any, loss: TokenLoss, ranks: int) -> None:
+    """Each rank takes a share, one of them none; the sums of a real run are added up here."""
+    whole, metrics = gradient(model, batches_of(), loss)
+    batches = batches_of(15)
+    shares = [batches[rank :: ranks - 1] for rank in range(ranks - 1)]
+    shares.append([masked_out(batches[0])])
+    total, theirs = in_ranks(model, shares, loss)
+    assert close(total, whole, 1e-6)
+    assert theirs == pytest.approx(metrics, rel=1e-6)
+
+
+def in_ranks(
+    model: Any, shares: list[list[Batch]], loss: TokenLoss
+) -> tuple[Tensor, dict[str, float]]:
+    """Run the ranks one after another, again and again, each time with one more known sum."""
+    known: list[Tensor] = []
+    while True:
+        told: list[list[Tensor]] = []
+        for share in shares:
+            mine: list[Tensor] = []
+
+            def add_up(tensor: Tensor, mine: list[Tensor] = mine) -> None:
+                number = len(mine)
+                mine.append(tensor.clone())
+                if number < len(known):
+                    tensor.copy_(known[number])
+
+            found = gradient(model, share, loss, add_up=add_up)
+            told.append(mine)
+        if len(known) == len(told[0]):
+            return found
+        known.append(torch.stack([mine[len(known)] for mine in told]).sum(0))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_split_does_not_change_the_reported_numbers(model: Any, loss: TokenLoss) -> None:
     _, whole = gradient(model, batches_of(), loss)
     _, split = gradient(model, batches_of(20), loss)
     assert split == pytest.approx(whole, rel=1e-6)
 
 
-def padded(batch: Batch, columns: int, token: int) -> Batch:
-    """The batch with masked columns on the right whose contents must not matter."""
-    pad = functools.partial(torch.nn.functional.pad, pad=(0, columns))
-    return Batch(
-        token_ids=pad(batch.token_ids, value=token),
-        attention_mask=pad(batch.attention_mask, value=0),
-        loss_mask=pad(batch.loss_mask, value=0.0),
-        old_logprobs=pad(batch.old_logprobs, value=-7.0),
-        advantages=pad(batch.advantages, value=3.0),
-    )
+# Packed and padded.
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_padding_never_changes_loss_or_gradient(model: Any, loss: Callable[..., Tensor]) -> None:
-    (batch,) = batches_of()
-    plain, before = gradient(model, [batch], loss)
-    wide, after = gradient(model, [padded(batch, 11, token=5)], loss)
-    assert close(wide, plain, 1e-9)
-    assert after == pytest.approx(before, rel=1e-9)
+def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: TokenLoss) -> None:
+    packed, told = gradient(model, batches_of(), loss)
+    scorer = Scorer(model)
+    scorer.note = "padded rows: asked for"
+    alone = cut_to(share_prompts=False).pieces
+    padded = make_batches(alone, max_tokens=1000, padded=True)
+    found, metrics = gradient(model, padded, loss, score=scorer)
+    assert close(found, packed, 1e-6)
+    assert metrics == pytest.approx(told, rel=1e-6)
 
 
 def test_loss_is_the_mean_over_the_generated_tokens_of_the_step(model: Any) -> None:
@@ -139,86 +166,90 @@ def test_loss_is_the_mean_over_the_generated_tokens_of_the_step(model: Any) -> N
         for rollout, a in zip(group.rollouts, group_mean(group.rewards, []), strict=True):
             ids = torch.from_numpy(rollout.token_ids).long()
             table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            for t in range(len(ids)):
-                if rollout.loss_mask[t]:
-                    total -= a * table[t - 1, ids[t]].item()
-                    count += 1
-    assert count == 31
+            for t in np.flatnonzero(rollout.loss_mask):
+                total -= a * table[t - 1, ids[t]].item()
+                count += 1
+    assert count == NUM_TOKENS
     _, metrics = gradient(model, batches_of(20), reinforce)
-    assert metrics["loss"] == pytest.approx(total / 31, rel=1e-6)
+    assert metrics["loss"] == pytest.approx(total / NUM_TOKENS, rel=1e-6)
 
 
-def test_mismatch_is_zero_when_the_sampler_had_the_same_weights(model: Any) -> None:
-    (batch,) = batches_of()
-    with torch.no_grad():
-        same = logits_in_double(model, batch.token_ids, batch.attention_mask)
-    _, metrics = gradient(model, [replace(batch, old_logprobs=same)], reinforce)
-    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-12)
+# One token by hand.
 
 
 def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
-    """One generated token whose logprob is the only parameter, -1."""
+    """One generated token whose logprob is the only parameter, -1; its advantage is .5."""
     parameter = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
-    row = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-    batch = Batch(row.long(), row.long(), row, row * old, torch.tensor([[0.5, 0.5]]).double())
+    one = torch.ones(1, dtype=torch.float64)
+    batch = Batch(
+        token_ids=torch.tensor([3, 4]), segments=(Segment(1, (1,)),), scored=torch.tensor([1]),
+        old_logprobs=one * old, advantages=one / 2, mask=one,
+        sequence=torch.tensor([0]), num_sequences=1,
+    )  # fmt: skip
     return parameter, batch
+
+
+def step_by_hand(
+    parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
+) -> Taken:
+    chosen: dict[str, Any] = {
+        "score": lambda ids, segments, scored, temperature: parameter.expand(1) * factor,
+        "loss": reinforce,
+        "max_grad_norm": 10.0,
+    }
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD([parameter], lr=0.1)
+    return take_step(optimizer, batches, **{**chosen, **options})
 
 
 def test_mismatch_of_one_token_is_the_k3_estimate() -> None:
     # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
     parameter, batch = by_hand(old=-1.5)
-    metrics = take_step(
-        torch.optim.SGD([parameter], lr=0.1), [batch],
-        score=lambda ids, mask, temperature: parameter.expand(1, 2),
-        loss=reinforce, max_grad_norm=10.0,
-    )  # fmt: skip
-    assert metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
+    taken = step_by_hand(parameter, [batch])
+    assert taken.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
+
+
+def test_mismatch_is_zero_when_the_sampler_had_the_same_weights() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch]).metrics["mismatch_kl"] == 0
+
+
+def test_effective_sample_size_by_hand() -> None:
+    # ratios 1 and 2: (1 + 2)^2 / (2 * (1 + 4)) = .9, over two micro-batches
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
+
+
+def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))
+    taken = step_by_hand(parameter, [batch, other])
+    assert (taken.metrics["mismatch_kl"], taken.metrics["ess"]) == (0, 1)
+    assert taken.metrics["loss"] == 0.5  # not halved
 
 
 @pytest.mark.parametrize(("limit", "after"), [(10.0, -0.95), (0.25, -0.975)])
 def test_step_follows_the_gradient_up_to_its_limit(limit: float, after: float) -> None:
     # d(-.5 p)/dp = -.5, so p moves up by .1 * min(.5, limit)
     parameter, batch = by_hand(old=-1.0)
-    metrics = take_step(
-        torch.optim.SGD([parameter], lr=0.1), [batch],
-        score=lambda ids, mask, temperature: parameter.expand(1, 2),
-        loss=reinforce, max_grad_norm=limit,
-    )  # fmt: skip
+    taken = step_by_hand(parameter, [batch], max_grad_norm=limit)
     assert parameter.item() == pytest.approx(after, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(0.5)
+    assert taken.metrics["grad_norm"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
+def test_metrics_of_the_loss_are_added_up() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"share": tokens.mask.sum() / tokens.step_tokens}
+
     parameter, batch = by_hand(old=-1.0)
-    metrics = take_step(
-        torch.optim.AdamW([parameter], lr=0.1), [batch],
-        score=lambda ids, mask, temperature: parameter.expand(1, 2) * poison,
-        loss=reinforce, max_grad_norm=1.0,
-    )  # fmt: skip
-    assert (parameter.item(), metrics["skipped"]) == (-1.0, 1.0)
-
-
-def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
-    parameter, batch = by_hand(old=-1.0)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    for factor in (math.nan, 1.0):
-        metrics = take_step(
-            optimizer, [batch],
-            score=lambda ids, mask, temperature, factor=factor: (
-                parameter.expand(1, 2) * factor
-            ),
-            loss=reinforce, max_grad_norm=10.0,
-        )  # fmt: skip
-    assert (metrics["skipped"], parameter.item()) == (0.0, pytest.approx(-0.95))
+    taken = step_by_hand(parameter, [batch, batch, batch], loss=loss)
+    assert taken.metrics["share"] == pytest.approx(1)
 
 
 def test_step_without_batches_changes_nothing() -> None:
     parameter, _ = by_hand(old=-1.0)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
-    metrics = take_step(
-        optimizer, [], score=lambda ids, mask, temperature: ids, loss=reinforce, max_grad_norm=1.0
-    )
+    metrics = step_by_hand(parameter, [], optimizer=optimizer).metrics
     assert (parameter.item(), metrics["loss"], metrics["skipped"]) == (-1.0, 0.0, 0.0)
 
 
@@ -226,13 +257,65 @@ def test_tokens_are_scored_at_the_temperatures_of_their_batch() -> None:
     parameter, batch = by_hand(old=-1.0)
     seen: list[object] = []
 
-    def score(ids: Tensor, mask: Tensor, *, temperature: Tensor | float) -> Tensor:
+    def score(
+        ids: Tensor, segments: object, scored: Tensor, *, temperature: Tensor | float
+    ) -> Tensor:
         seen.append(temperature)
-        return parameter.expand(1, 2)
+        return parameter.expand(1)
 
-    for each in (0.7, torch.tensor([[1.0, 0.5]])):
-        take_step(
-            torch.optim.SGD([parameter], lr=0.1), [replace(batch, temperatures=each)],
-            score=score, loss=reinforce, max_grad_norm=1.0,
-        )  # fmt: skip
+    for each in (0.7, torch.tensor([0.5])):
+        step_by_hand(parameter, [replace(batch, temperatures=each)], score=score)
         assert seen[-1] is each
+
+
+# What cannot be stepped on.
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
+    assert (parameter.item(), taken.metrics["skipped"]) == (-1.0, 1.0)
+    assert taken.problem == "the policy gives 1 tokens a logprob that is not finite"
+
+
+def test_a_skipped_step_tells_the_loss_from_the_policy() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
+    assert taken.problem == "the loss is inf although every logprob of the policy is finite"
+
+
+def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return (tokens.logprobs + 1).abs().sqrt().sum(), {}  # infinitely steep at -1
+
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [batch], loss=loss)
+    assert taken.problem == "the gradient is not finite although the loss is 0"
+
+
+def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for factor in (math.nan, 1.0):
+        taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
+    assert (taken.problem, parameter.item()) == ("", pytest.approx(-0.95))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (lambda tokens: tokens.logprobs.sum(), "must return a scalar and a dict of metrics"),
+        (lambda tokens: (tokens.logprobs, {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (tokens.mask.sum(), {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (1.0, {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (tokens.logprobs.sum(), {"kl": tokens.mask[None]}), "metric 'kl' of loss"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_named(given: Any, complaint: str) -> None:
+    parameter, batch = by_hand(old=-1.0)
+    given.__name__ = "mine"
+    with pytest.raises(ConfigError, match=complaint) as error:
+        step_by_hand(parameter, [batch], loss=functools.partial(given))
+    assert "'mine'" in str(error.value)
