@@ -19,10 +19,9 @@ from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import EngineError, TaskError, WireError
+from peralta_zmq.errors import EngineError, RewardError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
-    MAX_REWARD,
     Completion,
     Problem,
     RolloutGroup,
@@ -35,6 +34,7 @@ from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.serve import read_token
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
+from peralta_zmq.tasks.judge import Judge
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
@@ -105,8 +105,9 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
+        judge = stack.enter_context(Judge(task, deadline_seconds=config.task.reward_timeout))
         worker = Generator(config, name, boot, follower, line, version)
-        worker.work(engine, tokenizer, problems, task.reward)
+        worker.work(engine, tokenizer, problems, judge.reward)
 
 
 class NewRunError(Exception):
@@ -139,6 +140,7 @@ class Generator:
         self._begin(version, boot)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
+        self._unjudged = 0  # groups without a reward
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._silence_said = time.monotonic()
         self._reload_seconds = 0.0  # of the latest change of weights
@@ -173,7 +175,8 @@ class Generator:
             try:
                 for problem, completions in answers:
                     self._under_way -= 1
-                    if not self._send_new(self._group_of(problem, completions, reward), engine):
+                    group = self._group_of(problem, completions, reward)
+                    if group is not None and not self._send_new(group, engine):
                         self._done = True
                         break
             except NewRunError:
@@ -287,6 +290,7 @@ class Generator:
                 made=self._sequence,
                 lost=self._outbox.lost,
                 resent=self._outbox.resent,
+                unjudged=self._unjudged,
                 step=self._version.step,
                 tokens_per_s=tokens / elapsed,
                 blocked_frac=min(1.0, blocked / elapsed),
@@ -302,14 +306,14 @@ class Generator:
 
     def _group_of(
         self, problem: Problem, completions: Sequence[Completion], reward: Reward
-    ) -> RolloutGroup:
-        rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
-        for rollout in rollouts:
-            if not abs(rollout.reward) <= MAX_REWARD:  # NaN too
-                raise TaskError(
-                    f"task '{problem.task}' rewards an answer to '{problem.id}' with "
-                    f"{rollout.reward}; return a number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
-                )
+    ) -> RolloutGroup | None:
+        """The scored siblings; None, counted, when one of them cannot be scored."""
+        try:
+            rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
+        except RewardError as error:
+            self._unjudged += 1
+            logger.warning("gave up a group: %s", error)
+            return None
         oldest = min(int(each.policy_steps.min()) for each in completions)
         run_id, wid = self._ids[oldest]
         sequence, self._sequence = self._sequence, self._sequence + 1
