@@ -17,7 +17,7 @@ import torch
 from peralta_zmq import registry
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PartError
-from peralta_zmq.guard import guarded
+from peralta_zmq.guard import CALL_SECONDS, guarded
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.losses import ORDERED
@@ -42,7 +42,7 @@ def loss_of(config: Config) -> TokenLoss:
             "loss.sequence_clip_high needs loss.ratio_type sequence; give it, or leave this out"
         )
     if not _is_shipped("loss", chosen.name):
-        function = _finite(chosen.name, guarded(f"loss '{chosen.name}'", function))
+        function = _finite(chosen.name, _guarded("loss", chosen.name, function))
     loss = functools.partial(function, **options)
     return with_entropy_bonus(loss, chosen.entropy_coef) if chosen.entropy_coef else loss
 
@@ -54,7 +54,7 @@ def advantage_of(config: Config) -> AdvantageFunction:
     function: Callable[..., Any] = registry.resolve("advantage", chosen.name)
     options = _options("advantage", chosen.name, function, given, chosen.kwargs)
     if not _is_shipped("advantage", chosen.name):
-        function = guarded(f"advantage '{chosen.name}'", _as_floats(function))
+        function = _guarded("advantage", chosen.name, _as_floats(function))
     return functools.partial(function, **options)
 
 
@@ -85,6 +85,10 @@ def wants(config: Config) -> set[str]:
     if tau:
         asked.add("teacher")
     return asked
+
+
+def _guarded(kind: Kind, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return guarded(f"{kind} '{name}'", function, seconds=CALL_SECONDS)
 
 
 def _is_shipped(kind: Kind, name: str) -> bool:
@@ -161,7 +165,7 @@ def _catching(name: str, options: Options, facts: Options) -> Callable[[Rollout]
     merged = {**known, **options}
     _check_fit("filter", name, function, merged)
     if not _is_shipped("filter", name):
-        function = _as_bool(name, guarded(f"filter '{name}'", function))
+        function = _as_bool(name, _guarded("filter", name, function))
     return functools.partial(function, **merged)
 
 

@@ -87,9 +87,9 @@ def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_separate_table(argument: str) -> list[str]:
-    """--loss.kwargs={...} as two words, the only way that pydantic_config reads a table."""
+    """--loss.kwargs={...} as two words, as pydantic_config wants tables and what is in them."""
     flag, equals, written = argument.partition("=")
-    is_table = written[:1] in ("{", "[") or (written == "None" and flag.startswith("--filter."))
+    is_table = written[:1] in ("{", "[") or flag.startswith("--filter.")
     return [flag, written] if flag.startswith("--") and equals and is_table else [argument]
 
 

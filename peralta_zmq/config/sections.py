@@ -6,7 +6,6 @@ Leaf names are TRL's where TRL has one. Knows what combinations make sense; read
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -22,10 +21,8 @@ from pydantic import (
 
 from peralta_zmq.config.names import refuse_strange_settings
 from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection
-from peralta_zmq.config.section import Decay, Fraction, Port, Section, Text
+from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
-
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class RunSection(Section):

@@ -109,4 +109,4 @@ def _checked(
 
 def _name(advantage: AdvantageFunction) -> str:
     function = getattr(advantage, "func", advantage)
-    return f"advantage {function.__module__}.{function.__qualname__}"
+    return f"advantage '{function.__module__}.{function.__qualname__}'"
