@@ -16,7 +16,6 @@ PeraltaError
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
 
-
 from __future__ import annotations
 
 import traceback

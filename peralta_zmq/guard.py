@@ -42,7 +42,7 @@ def guarded(
             raise PartError(
                 f"{name} has not answered within {seconds:g} s; make it return sooner"
             ) from None
-        except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
+        except Exception as error:
             raise PartError(f"{name} raised {described(error)}; mend it") from error
 
     return call

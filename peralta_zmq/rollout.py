@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,17 +158,25 @@ class RolloutGroup:
         return len(set(self.rewards)) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """[prompt | c1 | .. | cK] in a row of tokens: a completion sees the prompt and itself only."""
+class Branch(NamedTuple):
+    """Tokens one after another; the first comes after a token of an earlier branch."""
 
-    num_prompt: int  # tokens, at least 1
-    lengths: tuple[int, ...]  # tokens of each completion
+    after: int  # place of that token in the segment; -1 = the branch begins a sequence
+    length: int  # tokens
+
+
+class Segment(NamedTuple):
+    """Sequences in a row, what they have in common once: [prompt | c1 | .. | cK] and finer.
+
+    A token sees its own sequence only: itself, and what it comes after.
+    """
+
+    branches: tuple[Branch, ...]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the row that it takes."""
-        return self.num_prompt + sum(self.lengths)
+        return sum(each.length for each in self.branches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,7 @@ class Trainer:
         problems = tasks.load(task, "eval", seed=config.run.seed, options=config.data_options)
         limit = config.eval.num_examples
         self._problems: Sequence[Problem] = problems if limit < 0 else problems[:limit]
-        self._judge = stack.enter_context(
-            Judge(task, deadline_seconds=config.task.reward_timeout)
-        )
+        self._judge = stack.enter_context(Judge(task, deadline_seconds=config.task.reward_timeout))
         self._model_folder = policy.model_folder(config.model.name)
         device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)

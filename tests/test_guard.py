@@ -23,7 +23,7 @@ def test_what_a_function_gives_comes_back() -> None:
 
 
 def test_a_function_that_hangs_is_named_in_time() -> None:
-    with pytest.raises(PartError, match="mine has not answered within 0.1 s"):
+    with pytest.raises(PartError, match=r"mine has not answered within 0\.1 s"):
         guarded("mine", forever, seconds=0.1)()
 
 

@@ -126,7 +126,10 @@ def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--loss.token-mask-low=9"], "loss.token_mask_low 9.0 is not below loss.token_mask_high 8"),
+        (
+            ["--loss.token-mask-low=9"],
+            "loss.token_mask_low 9.0 is not below loss.token_mask_high 8",
+        ),
         (["--loss.geo-mask-high=0.1"], "loss.geo_mask_low 0.1 is not below loss.geo_mask_high 0.1"),
         (
             ["--loss.sequence-mask-low=2", "--loss.sequence-mask-high=1"],
@@ -181,7 +184,8 @@ def test_the_entropy_bonus_flattens_what_the_policy_draws() -> None:
 
 def test_filters_get_their_options_and_the_facts_of_the_run() -> None:
     arguments = ["--filter.repetition.window=4", "--sampling.max-completion-length=20",
-                 "--filter.overlong.enforce", "--filter.gibberish.token-id-threshold=60"]  # fmt: skip
+                 "--filter.overlong.enforce",
+                 "--filter.gibberish.token-id-threshold=60"]  # fmt: skip
     found = {each.name: each for each in filters(config_of(*arguments))}
     assert {name: each.enforce for name, each in found.items()} == {
         "gibberish": False, "repetition": False, "overlong": True,

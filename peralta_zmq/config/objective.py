@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from peralta_zmq.config.section import Section, Text
 
 AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
+Table: TypeAlias = dict[str, Any]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -59,7 +60,7 @@ class LossSection(Section):
     """dppo: tokens whose probability has risen by more are left out, when A > 0"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: weight of a bonus for the mean entropy of the policy; 0 = none"""
-    kwargs: dict[str, Any] = {}
+    kwargs: Table = Field(default={})
     """options of a loss of your own, as a TOML table or as JSON"""
 
 
@@ -74,7 +75,7 @@ class AdvantageSection(Section):
     """group_zscore: 0 = standard deviation of a population, 1 = of a sample"""
     group_adv_norm: bool = False
     """token_whitening: compare within each group instead of over the whole step"""
-    kwargs: dict[str, Any] = {}
+    kwargs: Table = Field(default={})
     """options of an estimator of your own, as a TOML table or as JSON"""
 
 
@@ -112,7 +113,7 @@ class CustomFilter(Section):
 
     enforce: bool = False
     """take what is caught out of the loss; else only count it"""
-    kwargs: dict[str, Any] = {}
+    kwargs: Table = Field(default={})
     """its options"""
 
 
@@ -127,5 +128,5 @@ class FilterSection(Section):
     prob_threshold (0.99)"""
     overlong: OverlongFilter | None = None
     """cut off before the end; a table of enforce (false = only count)"""
-    custom: dict[str, CustomFilter] = {}
+    custom: dict[str, CustomFilter] = Field(default={})
     """filters of your own: a table of enforce and kwargs for each dotted name"""

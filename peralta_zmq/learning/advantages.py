@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 
 from peralta_zmq.errors import PartError
@@ -31,7 +31,7 @@ def advantages_of(
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
     if not over_the_step(advantage):
         return [_checked(advantage, *each) for each in zip(rewards, lengths, strict=True)]
-    found = iter(_checked(advantage, sum(rewards, []), sum(lengths, [])))
+    found = iter(_checked(advantage, [*chain(*rewards)], [*chain(*lengths)]))
     return [list(islice(found, len(group))) for group in rewards]
 
 

@@ -5,7 +5,7 @@ Knows groups and tensors; knows nothing of models or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
-from peralta_zmq.rollout import Rollout, RolloutGroup, Segment
+from peralta_zmq.learning.tree import Int64Array, Tree
+from peralta_zmq.rollout import Int32Array, Rollout, RolloutGroup, Segment
 
 Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
 Oversize = Literal["truncate", "drop"]
@@ -23,22 +24,18 @@ Oversize = Literal["truncate", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rollouts with one prompt, or a single one: the smallest unit that is packed."""
+    """Siblings, or a single rollout: the smallest unit that is packed."""
 
-    num_prompt: int  # tokens
+    token_ids: Int32Array  # [T], each token that siblings have in common once
+    segment: Segment
+    places: tuple[Int64Array, ...]  # of each rollout, where its tokens are
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # of each rollout
 
     @property
-    def segment(self) -> Segment:
-        """How it lies in a row."""
-        lengths = tuple(len(each.token_ids) - self.num_prompt for each in self.rollouts)
-        return Segment(self.num_prompt, lengths)
-
-    @property
     def num_tokens(self) -> int:
-        """Tokens of a row that it takes, its prompt once."""
-        return self.segment.num_tokens
+        """Tokens of a row that it takes."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Batch:
 
     token_ids: Tensor  # int64 [M]
     segments: tuple[Segment, ...]  # in the order of the row
-    scored: Tensor  # int64 [N], where in the row the generated tokens are
+    scored: Tensor  # int64 [N], where in the row the generated tokens are; siblings share some
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], the rollout's on each of its tokens
     mask: Tensor  # float32 [N], 1 where a token counts
@@ -79,9 +76,9 @@ def cut(
 ) -> Cut:
     """Groups with signal as pieces of at most `max_tokens` tokens.
 
-    Siblings share their prompt unless `share_prompts` is off or their prompts differ. A rollout
-    that is too long loses its end, or is dropped, as `oversize` says. `stays` tells of each
-    rollout of each group whether the filters leave it in; it counts in the baseline anyhow.
+    Siblings share what they begin with unless `share_prompts` is off. A rollout that is too long
+    loses its end, or is dropped, as `oversize` says. `stays` tells of each rollout of each group
+    whether the filters leave it in; it counts in the baseline anyhow.
     """
     pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
     signal = [number for number, group in enumerate(groups) if group.has_signal]
@@ -158,46 +155,34 @@ def _shortened(rollout: Rollout, length: int) -> Rollout:
     )
 
 
-def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> list[Piece]:
-    """Rollouts with one prompt together, as long as they fit into `max_tokens`."""
-    pieces = list[Piece]()
+def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> Iterator[Piece]:
+    """Rollouts together as long as they fit into `max_tokens`, each alone when none does."""
+    tree, members = Tree(), list[tuple[Rollout, float]]()
     for rollout, worth in kept:
-        prompt = _num_prompt(rollout)
-        last = pieces[-1] if pieces else None
-        if (
-            last is not None
-            and last.num_tokens + len(rollout.token_ids) - prompt <= max_tokens
-            and _same_prompt(last, rollout, prompt)
-        ):
-            rollouts, advantages = (*last.rollouts, rollout), (*last.advantages, worth)
-            pieces[-1] = Piece(prompt, rollouts, advantages)
-        else:
-            pieces.append(Piece(prompt, (rollout,), (worth,)))
-    return pieces
+        tokens = rollout.token_ids.tolist()
+        if members and tree.num_tokens + tree.num_new(tokens) > max_tokens:
+            yield _piece(tree, members)
+            tree, members = Tree(), []
+        tree.add(tokens)
+        members.append((rollout, worth))
+    if members:
+        yield _piece(tree, members)
 
 
-def _num_prompt(rollout: Rollout) -> int:
-    """Tokens before the first generated one; a row needs one to begin with."""
-    return max(1, int(rollout.loss_mask.argmax()))
-
-
-def _same_prompt(piece: Piece, rollout: Rollout, num_prompt: int) -> bool:
-    theirs = piece.rollouts[0].token_ids[: piece.num_prompt]
-    return np.array_equal(theirs, rollout.token_ids[:num_prompt])
+def _piece(tree: Tree, members: Sequence[tuple[Rollout, float]]) -> Piece:
+    rollouts, advantages = zip(*members, strict=True)
+    return Piece(tree.token_ids, tree.segment, tuple(tree.places), rollouts, advantages)
 
 
 def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.device | str) -> Batch:
-    tokens, masks = list[np.ndarray](), list[np.ndarray]()
-    for piece in pieces:
-        prompt = piece.num_prompt
-        tokens += [piece.rollouts[0].token_ids[:prompt]]
-        masks += [np.zeros(prompt, np.bool_)]
-        tokens += [rollout.token_ids[prompt:] for rollout in piece.rollouts]
-        masks += [rollout.loss_mask[prompt:] for rollout in piece.rollouts]
     rollouts = list(chain.from_iterable(piece.rollouts for piece in pieces))
     worth = list(chain.from_iterable(piece.advantages for piece in pieces))
     scored = [_scored(rollout) for rollout in rollouts]
     counts = [len(each) for each in scored]
+    starts = np.cumsum([0, *(piece.num_tokens for piece in pieces[:-1])])
+    places = [
+        start + each for start, piece in zip(starts, pieces, strict=True) for each in piece.places
+    ]
 
     def tensor(arrays: Iterable[np.ndarray], kind: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays)).astype(kind)).to(device)
@@ -205,9 +190,9 @@ def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.dev
     old = tensor((r.logprobs[at] for r, at in zip(rollouts, scored, strict=True)), np.float32)
     steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, scored, strict=True)])
     return Batch(
-        token_ids=tensor(tokens, np.int64),
+        token_ids=tensor((piece.token_ids for piece in pieces), np.int64),
         segments=tuple(piece.segment for piece in pieces),
-        scored=tensor([np.flatnonzero(np.concatenate(masks))], np.int64),
+        scored=tensor((p[at] for p, at in zip(places, scored, strict=True)), np.int64),
         old_logprobs=old,
         advantages=tensor([np.repeat(worth, counts)], np.float32),
         mask=torch.ones_like(old),

@@ -147,7 +147,7 @@ def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: 
 def _checked(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """What the loss gives; it may be a user's own, which promises nothing."""
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
-    given: object = loss(tokens)
+    given = cast("object", loss(tokens))
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
     value, own = cast("tuple[object, dict[str, object]]", given)

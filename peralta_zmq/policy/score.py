@@ -1,30 +1,36 @@
 """Logprobs of the tokens of a row of segments, with gradient: what the trainer learns from.
 
-A row holds each prompt once and its completions after it. Knows the model, its attention and its
-number format; knows nothing of losses. The token before the first one of a completion is the
-last of the prompt: tokens are shifted here and in `policy.token_logprobs`, and nowhere else.
+A row holds what siblings have in common once. Knows the model, its attention and its number
+format; knows nothing of losses. The token before the first one of a branch is the one that the
+branch comes after: tokens are shifted here and in `policy.token_logprobs`, and nowhere else.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.policy import DTYPES, Model, choose_dtype, entropies, selected_logprobs
-from peralta_zmq.rollout import Segment
+from peralta_zmq.rollout import Branch, Segment
+
+Int64Array: TypeAlias = NDArray[np.int64]
 
 OURS = "peralta_zmq_segments"  # the name of our attention among transformers'
+THEIRS = "sdpa"  # the attention in whose place it stands
 TOLERANCE = 1e-3  # of logprobs, packed against padded, in fp32
-NARROW = 512  # hidden size from which bfloat16 is faster on a CPU; see benchmarks/training.py
-TRIED = (Segment(5, (3, 1, 4)), Segment(2, (2, 6)))  # rows on which a model is tried
+NARROW = 128  # hidden size; the embedded model's 192 takes half the time in bfloat16 on a CPU
+TRIED = (  # a row on which a model is tried, with branches from branches
+    Segment((Branch(-1, 5), Branch(4, 3), Branch(5, 4))),
+    Segment((Branch(-1, 2), Branch(1, 6))),
+)
+TRIED_SCORED = (*range(5, 12), *range(14, 20))
 
 
 def training_dtype(model: Model, name: str = "auto") -> tuple[torch.dtype, str]:
@@ -83,8 +89,12 @@ class Scorer:
         temperature: Tensor | float = 1.0,  # one for all, or that of each scored token [N]
     ) -> Tensor:
         """log p of the scored tokens given what is before them, at the temperature, [N]."""
-        logits = self._logits(token_ids, segments, scored)
-        return selected_logprobs(logits, token_ids[scored], temperature=temperature)
+        if isinstance(temperature, Tensor):
+            logits = self._logits(token_ids, segments, scored)
+            return selected_logprobs(logits, token_ids[scored], temperature=temperature)
+        once, again = scored.unique(return_inverse=True)  # siblings share tokens
+        logits = self._logits(token_ids, segments, once)
+        return selected_logprobs(logits, token_ids[once], temperature=temperature)[again]
 
     def with_entropy(
         self,
@@ -106,7 +116,7 @@ class Scorer:
 
     def _packed(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
         layout = _Layout.of(segments, token_ids.device)
-        with _attention_over(self._model.config), self._autocast(token_ids.device):
+        with self._autocast(token_ids.device):
             out = self._model(
                 input_ids=token_ids[None],
                 position_ids=layout.positions[None],
@@ -118,16 +128,15 @@ class Scorer:
         return out.logits[0]
 
     def _padded(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
-        places, attention, cell = _unpacked(segments, token_ids.device)
-        row, column = cell[scored].unbind(1)
-        kept = int(attention.shape[1] - (column.min() - 1)) if len(scored) else 1
-        options = {"logits_to_keep": kept} if self._keeps else {}
+        places, attention, cells = _Padded.of(segments, token_ids.device)
+        row, column = cells[scored].unbind(1)
+        kept = places.shape[1] - int(column.min()) + 1
         with self._autocast(token_ids.device):
             out = self._model(
                 input_ids=token_ids[places] * attention, attention_mask=attention,
-                use_cache=False, **options,
+                use_cache=False, **({"logits_to_keep": kept} if self._keeps else {}),
             )  # fmt: skip
-        return out.logits[row, column - 1 - (attention.shape[1] - out.logits.shape[1])]
+        return out.logits[row, column - 1 - (places.shape[1] - out.logits.shape[1])]
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32)
@@ -140,12 +149,16 @@ class Scorer:
         kinds = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             return f"padded rows: the model has {', '.join(sorted(kinds))}"
-        scored = torch.from_numpy(np.flatnonzero(_Places.of(TRIED).owner > 0))
-        scored = scored.to(self._model.device)
+        if self._model.config._attn_implementation != THEIRS:
+            return (
+                f"padded rows: the model's attention is {self._model.config._attn_implementation}"
+            )
+        scored = torch.tensor(TRIED_SCORED, device=self._model.device)
         random, vocab = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)
         length = sum(each.num_tokens for each in TRIED)
         tokens = torch.randint(vocab, (length,), generator=random).to(self._model.device)
         chosen, self._dtype = self._dtype, torch.float32
+        self._model.config._attn_implementation = OURS
         try:
             packed, padded = (
                 selected_logprobs(way(tokens, TRIED, scored), tokens[scored])
@@ -159,34 +172,33 @@ class Scorer:
         return "" if apart < TOLERANCE else f"padded rows: packed ones differ by {apart:.2g}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where each token of a row is; arrays of [M]."""
+class _Segment:
+    """A segment as arrays; place t speaks about its token t."""
 
-    position: Any  # in its own sequence
-    previous: Any  # place in the row of the token before it; its own for the first of a prompt
-    owner: Any  # 0 on a prompt, k on its k-th completion
+    def __init__(self, segment: Segment) -> None:
+        length, self.num_branches = segment.num_tokens, len(segment.branches)
+        self.position = np.zeros(length, np.int64)  # in its own sequence
+        self.previous = np.zeros(length, np.int64)  # place of the token before; its own if none is
+        self.branch = np.zeros(length, np.int64)
+        self.sees = np.zeros((length, length), np.bool_)
+        start = 0
+        for number, (after, size) in enumerate(segment.branches):
+            end, depth = start + size, 0 if after < 0 else self.position[after] + 1
+            self.position[start:end] = np.arange(depth, depth + size)
+            self.previous[start:end] = np.arange(start - 1, end - 1)
+            self.previous[start] = start if after < 0 else after
+            self.branch[start:end] = number
+            self.sees[start:end, start:end] = np.tri(size, dtype=np.bool_)
+            if after >= 0:
+                self.sees[start:end, :start] = self.sees[after, :start]
+            start = end
 
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> _Places:
-        positions, previous, owners, start = list[Any](), list[Any](), list[Any](), 0
-        for segment in segments:
-            prompt = segment.num_prompt
-            lengths = (prompt, *segment.lengths)
-            first = np.cumsum([0, *lengths[:-1]])
-            for number, length in enumerate(lengths):
-                offset = np.arange(length)
-                before = start + first[number] + offset - 1
-                before[:1] = start + prompt - 1 if number else start
-                positions.append(offset + (prompt if number else 0))
-                previous.append(before)
-                owners.append(np.full(length, number))
-            start += segment.num_tokens
-        return cls(*(np.concatenate(each) for each in (positions, previous, owners)))
+    def path(self, branch: int) -> Int64Array:
+        """Places of the sequence that ends with the last token of a branch."""
+        return np.flatnonzero(self.sees[np.flatnonzero(self.branch == branch)[-1]])
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     """What a packed forward needs beside the tokens; every layer's attention gets it."""
 
     positions: Tensor  # int64 [M]
@@ -197,47 +209,44 @@ class _Layout:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> _Layout:
-        places = _Places.of(segments)
-        positions, previous, owner = (
-            torch.from_numpy(each).to(device)
-            for each in (places.position, places.previous, places.owner)
+        known = [_Segment(each) for each in segments]
+        sizes = [each.num_tokens for each in segments]
+        starts = np.cumsum([0, *sizes[:-1]])
+        previous = [each.previous + start for each, start in zip(known, starts, strict=True)]
+        return cls(
+            positions=torch.from_numpy(np.concatenate([each.position for each in known])).to(
+                device
+            ),
+            previous=torch.from_numpy(np.concatenate(previous)).to(device),
+            sizes=sizes,
+            masks=[torch.from_numpy(each.sees).to(device) for each in known],
+            no_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
         )
-        sizes = [segment.num_tokens for segment in segments]
-        masks = [_sees(each) for each in owner.split(sizes)]
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return cls(positions, previous, sizes, masks, no_mask)
 
 
-def _sees(owner: Tensor) -> Tensor:
-    """[T, T] of one segment: what came before, of the prompt or of the same completion."""
-    same = (owner == 0) | (owner[:, None] == owner)
-    return same.tril_()
+class _Padded(NamedTuple):
+    """Each branch with what it comes after, a row each, padded on the right."""
 
+    places: Tensor  # int64 [S, T], in the packed row
+    attention: Tensor  # int64 [S, T], 1 on real tokens
+    cells: Tensor  # int64 [M, 2], row and column of each token of the packed row
 
-def _unpacked(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Each completion after its prompt, a row each, padded on the right.
-
-    Returns places in the packed row [S, T], attention mask [S, T], and of each token of a
-    completion in the packed row where it is now [M, 2].
-    """
-    lengths = [each.num_prompt + length for each in segments for length in each.lengths]
-    shape = (len(lengths), max(lengths))
-    places, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    cell = np.zeros((sum(each.num_tokens for each in segments), 2), np.int64)
-    row, start = 0, 0
-    for segment in segments:
-        prompt, first = segment.num_prompt, start + segment.num_prompt
-        for length in segment.lengths:
-            total = prompt + length
-            places[row, :prompt] = np.arange(start, start + prompt)
-            places[row, prompt:total] = np.arange(first, first + length)
-            attention[row, :total] = 1
-            cell[first : first + length, 0] = row
-            cell[first : first + length, 1] = np.arange(prompt, total)
-            row, first = row + 1, first + length
-        start += segment.num_tokens
-    found = (torch.from_numpy(each).to(device) for each in (places, attention, cell))
-    return cast("tuple[Tensor, Tensor, Tensor]", tuple(found))
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> _Padded:
+        paths, cells = list[Int64Array](), list[Int64Array]()
+        start = 0
+        for segment in segments:
+            known = _Segment(segment)
+            cells.append(np.stack([len(paths) + known.branch, known.position], 1))
+            paths += [start + known.path(each) for each in range(known.num_branches)]
+            start += segment.num_tokens
+        longest = max(map(len, paths))
+        places, attention = (np.zeros((len(paths), longest), np.int64) for _ in range(2))
+        for row, path in enumerate(paths):
+            places[row, : len(path)] = path
+            attention[row, : len(path)] = 1
+        found = (places, attention, np.concatenate(cells))
+        return cls(*(torch.from_numpy(each).to(device) for each in found))
 
 
 def _attention(
@@ -245,35 +254,39 @@ def _attention(
     query: Tensor,  # [1, heads, M, D]
     key: Tensor,  # [1, H, M, D]
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     *,
-    scaling: float,
-    segments: _Layout,
-    softcap: float | None = None,
+    segments: _Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Segment by segment, so that no token is compared with another segment's."""
-    if softcap is not None:
+    """Segment by segment, so that no token is compared with another segment's.
+
+    Without segments (an engine over the same model) it is transformers' own.
+    """
+    if segments is None:
+        return AttentionInterface()[THEIRS](module, query, key, value, mask, **options)
+    if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
+    if query.device.type == "cpu":  # whose backward is three times slower in bfloat16
+        query, key, value = query.float(), key.float(), value.float()
+    with torch.autocast(query.device.type, enabled=query.device.type != "cpu"):
+        seen = _each_seen(query, key, value, segments, options["scaling"])
+    return seen.transpose(1, 2), None
+
+
+def _each_seen(
+    query: Tensor, key: Tensor, value: Tensor, segments: _Layout, scaling: float
+) -> Tensor:
     parts = zip(*(each.split(segments.sizes, 2) for each in (query, key, value)), strict=True)
-    shared = query.shape[1] != key.shape[1]
-    seen = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *each, attn_mask=sees, scale=scaling, enable_gqa=shared
-        )
-        for each, sees in zip(parts, segments.masks, strict=True)
-    ]
-    return torch.cat(seen, 2).transpose(1, 2), None
-
-
-@contextmanager
-def _attention_over(config: Any) -> Generator[None, None, None]:
-    theirs = config._attn_implementation  # an engine over the same model goes on with this one
-    config._attn_implementation = OURS
-    try:
-        yield
-    finally:
-        config._attn_implementation = theirs
+    return torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *each, attn_mask=sees, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            for each, sees in zip(parts, segments.masks, strict=True)
+        ],
+        2,
+    )
 
 
 def _checkpoint_layers(model: Model) -> None:
@@ -281,10 +294,11 @@ def _checkpoint_layers(model: Model) -> None:
 
     transformers does so in training mode only; the modules inside stay without dropout.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
 
 
 AttentionInterface.register(OURS, _attention)
+AttentionMaskInterface.register(OURS, AttentionMaskInterface()[THEIRS])

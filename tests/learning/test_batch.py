@@ -10,7 +10,7 @@ from fakes import group_of, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted
 from peralta_zmq.learning.batch import Batch, cut, first_fit_decreasing, make_batches
-from peralta_zmq.rollout import RolloutGroup, Segment
+from peralta_zmq.rollout import RolloutGroup
 
 
 def batches_of(
@@ -25,8 +25,17 @@ def batches_of(
     return make_batches(pieces, max_tokens=max_tokens, **options)
 
 
-def layouts(batches: list[Batch]) -> list[list[tuple[int, tuple[int, ...]]]]:
-    return [[(each.num_prompt, each.lengths) for each in batch.segments] for batch in batches]
+def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
+    return [[[*map(tuple, each.branches)] for each in batch.segments] for batch in batches]
+
+
+def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
+    """The group with these token ids in its rollouts."""
+    rollouts = [
+        replace(each, token_ids=np.array(row, np.int32))
+        for each, row in zip(group.rollouts, rows, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
 
 
 # What is packed.
@@ -34,7 +43,7 @@ def layouts(batches: list[Batch]) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def test_siblings_share_their_prompt() -> None:
     (batch,) = batches_of([siblings([1, 0, 0], lengths=[2, 4, 1])])
-    assert layouts([batch]) == [[(3, (2, 4, 1))]]
+    assert layouts([batch]) == [[[(-1, 5), (2, 4), (2, 1)]]]
     assert len(batch.token_ids) == 3 + 7
 
 
@@ -47,14 +56,26 @@ def test_every_token_keeps_its_id_and_logprob() -> None:
     assert batch.old_logprobs.tolist() == [*first.logprobs[3:], *second.logprobs[3:]]
 
 
-def test_rollouts_with_other_prompts_have_segments_of_their_own() -> None:
-    group = group_of([1, 0], lengths=[2, 4])  # random prompts
-    assert layouts(batches_of([group])) == [[(3, (4,)), (3, (2,))]]
+def test_what_siblings_begin_with_in_common_is_in_the_row_once() -> None:
+    group = with_tokens(
+        group_of([1, 0, 0, 1], lengths=[3, 3, 3, 2]),
+        [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21, 23], [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21],
+    )  # fmt: skip
+    (batch,) = batches_of([group])
+    assert layouts([batch]) == [[[(-1, 6), (4, 1)]]]
+    assert batch.token_ids.tolist() == [7, 8, 9, 20, 21, 22, 23]
+    assert batch.scored.tolist() == [3, 4, 5, 3, 4, 6, 3, 4, 5, 3, 4]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
-def test_prompts_are_not_shared_when_the_policy_cannot() -> None:
+def test_rollouts_with_other_prompts_begin_for_themselves() -> None:
+    group = with_tokens(group_of([1, 0], lengths=[1, 2]), [5, 6, 7, 9], [6, 6, 7, 9, 9])
+    assert layouts(batches_of([group])) == [[[(-1, 4), (-1, 5)]]]
+
+
+def test_rollouts_are_alone_when_the_policy_cannot_pack() -> None:
     group = siblings([1, 0], lengths=[2, 4])
-    assert layouts(batches_of([group], share_prompts=False)) == [[(3, (4,)), (3, (2,))]]
+    assert layouts(batches_of([group], share_prompts=False)) == [[[(-1, 7)], [(-1, 5)]]]
 
 
 def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
@@ -62,21 +83,21 @@ def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
     turns = np.array([0, 0, 0, 1, 0, 0, 1, 1], np.bool_)
     first = replace(group.rollouts[0], loss_mask=turns)
     (batch,) = batches_of([replace(group, rollouts=(first, group.rollouts[1]))])
-    assert layouts([batch]) == [[(3, (5, 2))]]
+    assert layouts([batch]) == [[[(-1, 8), (2, 2)]]]
     assert batch.scored.tolist() == [3, 6, 7, 8, 9]
     assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
 
 
 def test_a_first_token_that_was_generated_is_no_part_of_the_loss() -> None:
-    group = siblings([1, 0], lengths=[2, 2], num_prompt=0)
+    group = with_tokens(siblings([1, 0], lengths=[2, 2], num_prompt=0), [5, 6], [7, 8])
     (batch,) = batches_of([group])
     assert batch.scored.tolist() == [1, 3]
-    assert layouts([batch]) == [[(1, (1,)), (1, (1,))]]
 
 
 def test_groups_without_signal_are_left_out() -> None:
     groups = [siblings([1, 1]), siblings([1, 0]), siblings([0, 0])]
-    assert layouts(batches_of(groups)) == [[(3, (4, 4))]]
+    (batch,) = batches_of(groups)
+    assert (len(batch.segments), batch.num_sequences) == (1, 2)
 
 
 def test_step_without_any_signal_has_no_batches() -> None:
@@ -92,30 +113,33 @@ def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
 
 
 def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
-    assert first_fit_decreasing([5, 3, 3, 3], 12) == [[0, 1, 2], [3]]
-    assert first_fit_decreasing([5, 3, 3, 3], 12, padded=True) == [[0, 1], [2, 3]]
+    assert first_fit_decreasing([5, 3, 3], 12) == [[0, 1, 2]]
+    assert first_fit_decreasing([5, 3, 3], 12, padded=True) == [[0, 1], [2]]
+
+
+def sizes(batches: list[Batch]) -> list[list[int]]:
+    return [[each.num_tokens for each in batch.segments] for batch in batches]
 
 
 def test_several_groups_share_a_micro_batch_within_its_budget() -> None:
-    groups = [siblings([1, 0], lengths=[n, n]) for n in (1, 2, 3, 9)]  # 5, 7, 9, 21 tokens
-    found = layouts(batches_of(groups, max_tokens=21))
-    assert found == [[(3, (9, 9))], [(3, (3, 3)), (3, (2, 2)), (3, (1, 1))]]
+    groups = [siblings([1, 0], lengths=[n, n], seed=n) for n in (1, 2, 3, 9)]
+    assert sizes(batches_of(groups, max_tokens=21)) == [[21], [9, 7, 5]]
 
 
 def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() -> None:
-    group = siblings([1, 0, 1, 0], lengths=[4, 4, 4, 4])
-    assert layouts(batches_of([group], max_tokens=11)) == [[(3, (4, 4))], [(3, (4, 4))]]
+    group = siblings([1, 0, 1, 0], lengths=[4, 4, 4, 4], seed=3)
+    assert layouts(batches_of([group], max_tokens=11)) == [[[(-1, 7), (2, 4)]]] * 2
 
 
 @pytest.mark.parametrize(
     ("oversize", "lengths", "counts"),
-    [("truncate", [1, 7], (1, 0)), ("drop", [1], (0, 1))],
+    [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))],
 )
 def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
     oversize: Any, lengths: list[int], counts: tuple[int, int]
 ) -> None:
     found = cut([siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize)
-    assert [n for each in found.pieces for n in each.segment.lengths] == lengths
+    assert [len(places) for each in found.pieces for places in each.places] == lengths
     assert (found.num_truncated, found.num_dropped) == counts
 
 
@@ -124,7 +148,7 @@ def test_a_prompt_longer_than_the_budget_leaves_nothing_to_train() -> None:
     assert (found.pieces, found.num_truncated, found.num_dropped) == ((), 0, 2)
 
 
-def test_the_advantage_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
+def test_the_reward_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
     group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
     (piece,) = cut([group], group_mean, max_tokens=10, oversize="drop").pieces
     assert piece.advantages == (0.75, -0.25, -0.25)
@@ -170,9 +194,3 @@ def test_each_token_has_the_temperature_of_the_weights_that_sampled_it() -> None
 def test_a_constant_temperature_stays_a_number() -> None:
     (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
     assert batch.temperatures == 0.7
-
-
-def test_segments_cover_the_row() -> None:
-    (batch,) = batches_of([siblings([1, 0], lengths=[2, 3]), group_of([1, 0, 0])])
-    assert sum(each.num_tokens for each in batch.segments) == len(batch.token_ids)
-    assert Segment(3, (2, 3)) in batch.segments

@@ -102,9 +102,7 @@ def long_rollout() -> Rollout:
 
 
 PLAIN = group_of([1, 0])
-GROUP = dataclasses.replace(
-    PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), long_rollout())
-)
+GROUP = dataclasses.replace(PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), long_rollout()))
 
 
 def test_an_enforced_filter_takes_out_what_it_catches() -> None:

@@ -20,7 +20,7 @@ from peralta_zmq.learning.losses import grpo, reinforce
 from peralta_zmq.learning.step import Taken, take_step
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.policy.score import Scorer
-from peralta_zmq.rollout import Segment
+from peralta_zmq.rollout import Branch, Segment
 
 GROUPS = [
     siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
@@ -83,7 +83,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("max_tokens", [15, 20, 45])
+@pytest.mark.parametrize("max_tokens", [15, 20, 40])
 def test_no_split_into_micro_batches_changes_the_gradient(
     model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
@@ -182,7 +182,8 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
     parameter = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
     one = torch.ones(1, dtype=torch.float64)
     batch = Batch(
-        token_ids=torch.tensor([3, 4]), segments=(Segment(1, (1,)),), scored=torch.tensor([1]),
+        token_ids=torch.tensor([3, 4]),
+        segments=(Segment((Branch(-1, 2),)),), scored=torch.tensor([1]),
         old_logprobs=one * old, advantages=one / 2, mask=one,
         sequence=torch.tensor([0]), num_sequences=1,
     )  # fmt: skip

@@ -102,7 +102,9 @@ def test_rewards_that_always_fail_end_the_program(
             continue
         with pytest.raises(RewardError):
             asked.reward(PROBLEM, text)
-    with pytest.raises(TaskError, match="3 answers in a row got no reward, the last: .* raised") as e:
+    with pytest.raises(
+        TaskError, match=r"3 answers in a row got no reward, the last: .* raised"
+    ) as e:
         asked.reward(PROBLEM, "raise")
     assert not isinstance(e.value, RewardError)
 
@@ -165,5 +167,3 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-

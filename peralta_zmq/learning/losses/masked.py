@@ -58,8 +58,8 @@ def importance(
         ),
         "masked/sequence": _extreme(tokens, ratio, sequence_mask_low, sequence_mask_high),
     }
-    lost = torch.stack([*dropped.values(),
-                        *(each[tokens.sequence] for each in dropped_sequences.values())]).any(0)  # fmt: skip
+    whole = [each[tokens.sequence] for each in dropped_sequences.values()]
+    lost = torch.stack([*dropped.values(), *whole]).any(0)
     signal = adv_tau * tokens.advantages - kl_tau * log_ratio
     if teacher_tau:
         teacher = wanted(
