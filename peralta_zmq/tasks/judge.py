@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rewards(Protocol):
-    """The part of a task that judges; a module."""
-
-    __name__: str
+    """The part of a task that judges; a module, unless its reward is bounded."""
 
     def reward(self, problem: Problem, completion_text: str) -> Earned:
         """What an answer is worth."""
@@ -44,6 +42,7 @@ class Judge:
 
     def __init__(self, task: Rewards, *, deadline_seconds: float) -> None:
         self._task, self._deadline = task, deadline_seconds
+        self._name = str(getattr(task, "__name__", type(task).__qualname__))
         self._worker: _Worker | None = None
         self._in_a_row = 0
         self.num_failed = 0
@@ -82,13 +81,13 @@ class Judge:
         if getattr(self._task, "REWARD_IS_BOUNDED", False):
             outcome = _outcome(self._task, problem, text)
         else:
-            self._worker = self._worker or _Worker(self._task.__name__)
+            self._worker = self._worker or _Worker(self._name)
             outcome = self._worker.ask(problem, text, seconds=self._deadline)
             if not self._worker.alive:
                 self._worker = None
         if isinstance(outcome, str):
             raise RewardError(
-                f"the reward of {self._task.__name__} {outcome}, for an answer to {problem.id}; "
+                f"the reward of {self._name} {outcome}, for an answer to {problem.id}; "
                 "mend it (task.reward_timeout is its deadline)"
             )
         return outcome
