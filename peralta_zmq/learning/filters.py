@@ -57,10 +57,8 @@ def gibberish(
 ) -> bool:
     """A rare token (id above the threshold) that was drawn against all odds (Surogate).
 
-    logprob < -ln(vocab_size) - logprob_offset; never, when no id is above the threshold.
+    logprob < -ln(vocab_size) - logprob_offset; never, when the vocabulary has no such id.
     """
-    if vocab_size <= token_id_threshold:
-        return False
     unlikely = rollout.logprobs < -math.log(vocab_size) - logprob_offset
     rare = rollout.token_ids > token_id_threshold
     return bool((rollout.loss_mask & rare & unlikely).any())

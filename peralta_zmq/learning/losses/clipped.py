@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peralta_zmq.learning.losses.sums import is_present, ratio_of, sequence_mean, token_mean
+from peralta_zmq.learning.losses.sums import ratio_of, sequence_mean, token_mean
 from peralta_zmq.learning.tokens import Tokens
 
 GRPO_LOG_RATIO = 10.0
@@ -67,9 +67,9 @@ def gspo(
     ratio = ratio_of(sequence_mean(tokens, tokens.logprobs - tokens.old_logprobs))
     advantages = sequence_mean(tokens, tokens.advantages)
     per_sequence = _clipped(ratio, advantages, epsilon, epsilon_high, None)
-    present = is_present(tokens)
-    return (per_sequence * present).sum() / tokens.step_sequences, {
-        name: (outside * present).sum() / tokens.step_sequences
+    # a rollout without an unmasked token has ratio 1 and advantage 0 here: it adds nothing
+    return per_sequence.sum() / tokens.step_sequences, {
+        name: outside.sum() / tokens.step_sequences
         for name, outside in _outside(ratio, advantages, epsilon, epsilon_high).items()
     }
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.learning.losses.sums import (
-    is_present,
     ratio_of,
     sequence_mean,
     sequence_sum,
@@ -75,10 +74,7 @@ def importance(
     return loss, {
         "masked/mean": token_mean(tokens, lost.to(ratio.dtype)),
         **{name: token_mean(tokens, each.to(ratio.dtype)) for name, each in dropped.items()},
-        **{
-            name: (is_present(tokens) * each).sum() / tokens.step_sequences
-            for name, each in dropped_sequences.items()
-        },
+        **{name: (each).sum() / tokens.step_sequences for name, each in dropped_sequences.items()},
     }
 
 

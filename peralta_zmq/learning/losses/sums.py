@@ -37,11 +37,6 @@ def sequence_mean(tokens: Tokens, values: Tensor) -> Tensor:
     return sequence_sum(tokens, values) / sequence_lengths(tokens)
 
 
-def is_present(tokens: Tokens) -> Tensor:
-    """1 for each rollout that has an unmasked token, else 0, [num_sequences]."""
-    return (sequence_sum(tokens, torch.ones_like(tokens.logprobs)) > 0).to(tokens.logprobs.dtype)
-
-
 def wanted(logprobs: Tensor | None, *, loss: str, option: str, model: str) -> Tensor:
     """The logprobs of another model. Raises ConfigError when the run has no such model."""
     if logprobs is None:
