@@ -34,7 +34,6 @@ from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.serve import read_token
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
-from peralta_zmq.tasks.judge import Judge
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
@@ -105,7 +104,7 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
-        judge = stack.enter_context(Judge(task, deadline_seconds=config.task.reward_timeout))
+        judge = stack.enter_context(parts.judge_of(config, task))
         worker = Generator(config, name, boot, follower, line, version)
         worker.work(engine, tokenizer, problems, judge.reward)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import logging
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from peralta_zmq import durable, objective, policy
+from peralta_zmq import durable, objective, policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import Sampling, TemperatureSchedule
+from peralta_zmq.tasks.judge import Judge
 
 logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
@@ -50,6 +54,27 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
         num_iterations=train.num_iterations,
         oversize=train.oversize,
+    )
+
+
+def judge_of(config: Config, task: registry.Task) -> Judge:
+    """What tells how much an answer is worth: the task's reward, or the one that [task] names.
+
+    Raises ConfigError for options that it does not take.
+    """
+    chosen = config.task
+    function: Callable[..., Any] = task.reward
+    if chosen.reward is not None:
+        function = registry.resolve("reward", chosen.reward)
+    try:
+        inspect.signature(function).bind(None, None, **chosen.reward_kwargs)
+    except TypeError as error:
+        raise ConfigError(f"task.reward_kwargs do not fit the reward: {error}") from None
+    return Judge(
+        function,
+        deadline_seconds=chosen.reward_timeout,
+        options=chosen.reward_kwargs,
+        bounded=chosen.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
     )
 
 

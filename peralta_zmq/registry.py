@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from peralta_zmq.learning.tokens import Tokens
 
-Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter"]
+Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
@@ -51,6 +51,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.filters:repetition",
         "overlong": "peralta_zmq.learning.filters:overlong",
     },
+    "reward": {},  # each task has its own
 }
 
 
@@ -176,6 +177,8 @@ def _own(kind: Kind, name: str) -> str:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
+    if not TABLES[kind]:
+        raise ConfigError(f"unknown {kind} '{name}'; give a dotted name of your own")
     menu = ", ".join(sorted(TABLES[kind]))
     near = get_close_matches(name, TABLES[kind], n=1)
     hint = f"did you mean {near[0]}? Choose" if near else "choose"

@@ -37,7 +37,6 @@ from peralta_zmq.stores.publisher import Keep, Publisher, Report
 from peralta_zmq.stores.serve import Server, read_token
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
-from peralta_zmq.tasks.judge import Judge
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
@@ -184,7 +183,7 @@ class Trainer:
         problems = tasks.load(task, "eval", seed=config.run.seed, options=config.data_options)
         limit = config.eval.num_examples
         self._problems: Sequence[Problem] = problems if limit < 0 else problems[:limit]
-        self._judge = stack.enter_context(Judge(task, deadline_seconds=config.task.reward_timeout))
+        self._judge = stack.enter_context(parts.judge_of(config, task))
         self._model_folder = policy.model_folder(config.model.name)
         device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)

@@ -16,7 +16,6 @@ from fakes import group_of, rollout_with, tiny_model
 from peralta_zmq import parts, registry, tasks
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.rollout import Problem, Rollout
-from peralta_zmq.tasks.judge import Judge
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
 MODULES = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL)
@@ -52,9 +51,9 @@ def test_every_block_of_the_page_is_tested_here() -> None:
     assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS))
     assert [name for name, _ in MODULES] == [
         "my_lab/losses.py", "my_lab/advantages.py", "my_lab/whole_step.py", "my_lab/filters.py",
-        "my_lab/sums.py",
+        "my_lab/sums.py", "my_lab/rewards.py",
     ]  # fmt: skip
-    assert len(SETTINGS) == 5
+    assert len(SETTINGS) == 6
 
 
 def test_the_loss_trains_and_tells_what_it_masks(tmp_path: Path) -> None:
@@ -108,6 +107,15 @@ def test_the_reward_is_paid_by_a_process_of_its_own(tmp_path: Path) -> None:
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with Judge(task, deadline_seconds=config.task.reward_timeout) as judge:
+    with parts.judge_of(config, task) as judge:
         assert judge.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
         assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
+
+
+def test_the_reward_in_the_place_of_the_task_s_own_takes_its_options(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "terse")
+    task: Any = registry.resolve("task", config.task.name)
+    problem = Problem("1", "calculator", (), "2 + 3")
+    with parts.judge_of(config, task) as judge:
+        assert judge.reward(problem, "3 + 2") == 1.0
+        assert judge.reward(problem, "3 + 2        ") == 0.5

@@ -124,3 +124,8 @@ print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "False False\n"
+
+
+def test_there_is_no_menu_of_rewards() -> None:
+    with pytest.raises(ConfigError, match="unknown reward 'x'; give a dotted name of your own"):
+        resolve("reward", "x")

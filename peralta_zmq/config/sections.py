@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from peralta_zmq.config.names import refuse_strange_settings
-from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection
+from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
 from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
 
@@ -54,6 +54,10 @@ class TaskSection(Section):
 
     name: Text = "calculator"
     """a shipped task, or the dotted name of a module of your own"""
+    reward: Text | None = None
+    """a dotted name of your own (module:function) in the place of the task's reward"""
+    reward_kwargs: Table = Field(default={})
+    """options of the reward, as a TOML table or as JSON"""
     reward_timeout: PositiveFloat = 10.0
     """seconds that the reward of one answer may take; then its group is given up"""
 

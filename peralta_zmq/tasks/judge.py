@@ -1,24 +1,23 @@
-"""Rewards with a deadline: a task's `reward` in a process of its own, replaced when it hangs.
+"""Rewards with a deadline: a function in a process of its own, replaced when it hangs.
 
 A reward that raises, hangs, dies or gives no number is a RewardError and never a number: who asked
-counts it and gives the group up. A task whose module says `REWARD_IS_BOUNDED = True` is judged in
-this process. Knows processes and one function; knows nothing of models or groups.
+counts it and gives the group up. A bounded one is judged in this process. Knows processes and one
+function; knows nothing of models or groups.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
@@ -26,23 +25,22 @@ from peralta_zmq.rollout import MAX_REWARD, Problem
 START_SECONDS = 120.0  # to import the task
 MAX_IN_A_ROW = 20  # failures without a reward between them
 Earned = float | dict[str, float]
-logger = logging.getLogger(__name__)
-
-
-class Rewards(Protocol):
-    """The part of a task that judges; a module, unless its reward is bounded."""
-
-    def reward(self, problem: Problem, completion_text: str) -> Earned:
-        """What an answer is worth."""
-        ...
 
 
 class Judge:
-    """Asks a task what answers are worth; use with `with` or close it."""
+    """Asks a reward function what answers are worth; use with `with` or close it."""
 
-    def __init__(self, task: Rewards, *, deadline_seconds: float) -> None:
-        self._task, self._deadline = task, deadline_seconds
-        self._name = str(getattr(task, "__name__", type(task).__qualname__))
+    def __init__(
+        self,
+        function: Callable[..., Any],  # of a module, by its own name
+        *,
+        deadline_seconds: float,
+        options: Mapping[str, Any] | None = None,
+        bounded: bool = False,
+    ) -> None:
+        self._function, self._options = function, dict(options or {})
+        self._deadline, self._bounded = deadline_seconds, bounded
+        self._name = f"{function.__module__}:{function.__qualname__}"
         self._worker: _Worker | None = None
         self._in_a_row = 0
         self.num_failed = 0
@@ -78,16 +76,16 @@ class Judge:
         self.close()
 
     def _earned(self, problem: Problem, text: str) -> Earned:
-        if getattr(self._task, "REWARD_IS_BOUNDED", False):
-            outcome = _outcome(self._task, problem, text)
+        if self._bounded:
+            outcome = _outcome(self._function, problem, text, self._options)
         else:
-            self._worker = self._worker or _Worker(self._name)
+            self._worker = self._worker or _Worker(self._name, self._options)
             outcome = self._worker.ask(problem, text, seconds=self._deadline)
             if not self._worker.alive:
                 self._worker = None
         if isinstance(outcome, str):
             raise RewardError(
-                f"the reward of {self._name} {outcome}, for an answer to {problem.id}; "
+                f"the reward {self._name} {outcome}, for an answer to {problem.id}; "
                 "mend it (task.reward_timeout is its deadline)"
             )
         return outcome
@@ -96,20 +94,21 @@ class Judge:
 class _Worker:
     """One process that rewards, one answer at a time."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, module, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, name, str(theirs.fileno())],
                 stdin=subprocess.PIPE,  # its end tells the worker that we are gone
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
             )
         self.alive = True
+        self._ours.send(options)
         if (said := self._said(START_SECONDS)) != "ready":
             self.kill()
-            raise TaskError(f"a process for the reward of {module} does not start: {said}")
+            raise TaskError(f"a process for the reward {name} does not start: {said}")
 
     def ask(self, problem: Problem, text: str, *, seconds: float) -> Earned | str:
         """What the answer is worth, or what went wrong."""
@@ -141,10 +140,12 @@ class _Worker:
         return f"took longer than {seconds:g} s"
 
 
-def _outcome(task: Rewards, problem: Problem, text: str) -> Earned | str:
+def _outcome(
+    function: Callable[..., Any], problem: Problem, text: str, options: Mapping[str, Any]
+) -> Earned | str:
     """A sound reward, or half a sentence that says why there is none."""
     try:
-        earned: Any = task.reward(problem, text)
+        earned: Any = function(problem, text, **options)
     except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
         return f"raised {described(error)}"
     given = cast("Mapping[object, object]", earned) if isinstance(earned, Mapping) else {"": earned}
@@ -164,15 +165,16 @@ def _leave_with_parent() -> None:
     os._exit(0)
 
 
-def _serve(module: str, line: Connection) -> None:
+def _serve(name: str, line: Connection) -> None:
     """Answer until the parent is gone."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    task = cast(Rewards, importlib.import_module(module))
+    function: Callable[..., Any] = pkgutil.resolve_name(name)
+    options = line.recv()
     line.send("ready")
     with suppress(EOFError, OSError):
         while True:
             problem, text = line.recv()
-            line.send(_outcome(task, problem, text))
+            line.send(_outcome(function, problem, text, options))
 
 
 if __name__ == "__main__":

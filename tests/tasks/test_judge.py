@@ -35,6 +35,7 @@ def reward(problem, text):
     if text == "bad part": return {"right": 1, "short": None}
     return {"nan": math.nan, "inf": math.inf, "none": None, "word": "1", "true": True,
             "large": 2e6}.get(text, 0.25 * int(problem.answer))
+def paid(problem, text, *, bonus): return 1 + bonus
 """
 
 
@@ -49,7 +50,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 @pytest.fixture
 def asked(task: ModuleType) -> Iterator[Judge]:
-    with Judge(task, deadline_seconds=20) as opened:
+    with Judge(task.reward, deadline_seconds=20) as opened:
         yield opened
 
 
@@ -63,7 +64,7 @@ def test_rewards_come_from_a_process_of_their_own(asked: Judge) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("raise", r"my_task_that_fails raised ValueError: no such move \(.*\.py, line 6\)"),
+        ("raise", r"my_task_that_fails:reward raised ValueError: no such move \(.*\.py, line 6\)"),
         ("leave", "ended its process with code"),
         ("die", "ended its process with code 9"),
         ("nan", "gave nan, which is no number between"),
@@ -85,7 +86,7 @@ def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(
 
 
 def test_a_reward_that_hangs_is_ended_in_time_and_its_process_replaced(task: ModuleType) -> None:
-    with Judge(task, deadline_seconds=0.3) as asked:
+    with Judge(task.reward, deadline_seconds=0.3) as asked:
         with pytest.raises(RewardError, match=r"took longer than 0\.3 s"):
             asked.reward(PROBLEM, "hang")
         assert not is_alive(pid_of(task))
@@ -114,7 +115,7 @@ def test_a_hanging_reward_does_not_outlive_who_asked(task: ModuleType, tmp_path:
         "import my_task_that_fails as task\n"
         "from peralta_zmq.rollout import Problem\n"
         "from peralta_zmq.tasks.judge import Judge\n"
-        "Judge(task, deadline_seconds=60).reward(Problem('7', 'mine', (), '4'), 'hang')\n"
+        "Judge(task.reward, deadline_seconds=60).reward(Problem('7', 'mine', (), '4'), 'hang')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     asking = subprocess.Popen([sys.executable, "-c", script], env=environment)
@@ -129,24 +130,34 @@ def test_a_hanging_reward_does_not_outlive_who_asked(task: ModuleType, tmp_path:
 
 def test_a_bounded_reward_needs_no_process() -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
-    with Judge(calculator, deadline_seconds=1) as asked:
+    with Judge(calculator.reward, deadline_seconds=1, bounded=True) as asked:
         assert [asked.reward(problem, text) for text in ("3 + 2", "7")] == [1.0, 0.0]
         assert asked._worker is None
 
 
 def test_a_bounded_reward_that_fails_is_an_error_too() -> None:
     broken = Problem("1", "calculator", (), "two")
-    with Judge(calculator, deadline_seconds=1) as asked, pytest.raises(RewardError, match="two"):
+    with (
+        Judge(calculator.reward, deadline_seconds=1, bounded=True) as asked,
+        pytest.raises(RewardError, match="two"),
+    ):
         asked.reward(broken, "2")
 
 
-def test_a_task_that_cannot_start_is_named(task: ModuleType) -> None:
-    task.__name__ = "no_such_task_at_all"
+def test_a_reward_that_cannot_start_is_named(task: ModuleType) -> None:
+    task.reward.__module__ = "no_such_task_at_all"
     with (
-        Judge(task, deadline_seconds=1) as asked,
-        pytest.raises(TaskError, match="reward of no_such_task_at_all does not start: ended"),
+        Judge(task.reward, deadline_seconds=1) as asked,
+        pytest.raises(TaskError, match="reward no_such_task_at_all:reward does not start: ended"),
     ):
         asked.reward(PROBLEM, "anything")
+
+
+def test_options_reach_the_reward(task: ModuleType) -> None:
+    with Judge(task.paid, deadline_seconds=20, options={"bonus": 2}) as asked:
+        assert asked.reward(PROBLEM, "anything") == 3.0
+    with Judge(task.paid, deadline_seconds=20, options={"bonus": 5}, bounded=True) as asked:
+        assert asked.reward(PROBLEM, "anything") == 6.0
 
 
 def pid_of(task: ModuleType) -> int:
