@@ -39,6 +39,7 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
 EMBEDDED = Path(__file__).parent.parent / "base_model"
 COMPANIONS = (".json", ".txt", ".jinja")
+LOGITS_AT_ONCE = {"cpu": 1 << 21}  # that are widened, so that no new pages are taken
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -270,9 +271,7 @@ def selected_logprobs(
     temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
 ) -> torch.Tensor:
     """log softmax(logits / temperature) at `token_ids`, [...]; fp32, float64 from float64."""
-    scaled = _scaled(logits, temperature)
-    chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    return cast(torch.Tensor, _SelectedLogprobs.apply(logits, token_ids, temperature))
 
 
 def entropies(
@@ -281,11 +280,47 @@ def entropies(
     temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
 ) -> torch.Tensor:
     """-sum p log p of softmax(logits / temperature), in nats, [...]."""
-    logprobs = _scaled(logits, temperature).log_softmax(-1)
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.unsqueeze(-1)
+    logprobs = (logits.to(_wide(logits)) / temperature).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def _scaled(logits: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.unsqueeze(-1)
-    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+class _SelectedLogprobs(torch.autograd.Function):
+    """A few rows at a time both ways, so that the vocabulary is there in fp32 for those only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, temperature: torch.Tensor | float
+    ) -> torch.Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])
+        heat = torch.as_tensor(temperature, dtype=_wide(logits), device=logits.device)
+        heat = heat.expand(token_ids.shape).reshape(-1, 1)
+        ids = token_ids.reshape(-1, 1)
+        found = torch.empty_like(heat)
+        for part in _parts(rows):
+            scaled = rows[part].to(heat.dtype) / heat[part]
+            found[part] = scaled.gather(1, ids[part]) - scaled.logsumexp(1, keepdim=True)
+        ctx.save_for_backward(rows, ids, heat)
+        ctx.shape = logits.shape
+        return found.view(token_ids.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows, ids, heat = ctx.saved_tensors
+        pull = grads[0].reshape(-1, 1) / heat
+        found = torch.empty_like(rows)
+        for part in _parts(rows):
+            softmax = (rows[part].to(heat.dtype) / heat[part]).softmax(1)
+            found[part] = softmax.mul_(-pull[part]).scatter_add_(1, ids[part], pull[part])
+        return found.view(ctx.shape), None, None
+
+
+def _wide(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _parts(rows: torch.Tensor) -> list[slice]:
+    """A few megabytes of rows each: what is freed and taken again costs no new pages."""
+    size = max(1, LOGITS_AT_ONCE.get(rows.device.type, 1 << 26) // rows.shape[1])
+    return [slice(start, start + size) for start in range(0, len(rows), size)]

@@ -149,10 +149,9 @@ class Scorer:
         kinds = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             return f"padded rows: the model has {', '.join(sorted(kinds))}"
-        if self._model.config._attn_implementation != THEIRS:
-            return (
-                f"padded rows: the model's attention is {self._model.config._attn_implementation}"
-            )
+        theirs = self._model.config._attn_implementation
+        if theirs not in (THEIRS, OURS):
+            return f"padded rows: the model's attention is {theirs}"
         scored = torch.tensor(TRIED_SCORED, device=self._model.device)
         random, vocab = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)
         length = sum(each.num_tokens for each in TRIED)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import group_of, tiny_learner, tiny_model
+from fakes import group_of, siblings, tiny_learner, tiny_model
 
+from peralta_zmq.errors import TrainingError
+from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.tokens import Tokens
+from peralta_zmq.policy.score import Scorer
 from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
 from peralta_zmq.rollout import RolloutGroup
 
@@ -66,6 +72,90 @@ def test_gradient_that_is_not_finite_leaves_the_parameters() -> None:
     )
     assert identical(weights(model), before)
     assert row["skipped"] == 1
+
+
+def bad(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that is no number."""
+    return tokens.logprobs.sum() * math.nan, {}
+
+
+def test_skipped_steps_are_explained_and_the_third_in_a_row_ends_the_run() -> None:
+    model = tiny_model()
+    before, learner = weights(model), tiny_learner(model, loss=bad)
+    for step in (1, 2):
+        assert learner.learn(groups_of(step))["skipped"] == 1
+        assert learner.problem == "the loss is nan although every logprob of the policy is finite"
+    with pytest.raises(TrainingError, match=r"^steps 1 to 3 had no finite gradient \(the loss is"):
+        learner.learn(groups_of(3))
+    assert identical(weights(model), before)
+
+
+def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
+    turns = itertools.cycle([bad, bad, reinforce])
+    learner = tiny_learner(tiny_model(), loss=lambda tokens: next(turns)(tokens))
+    problems = []
+    for step in range(6):
+        learner.learn(groups_of(step))
+        problems.append(bool(learner.problem))
+    assert problems == [True, True, False] * 2
+
+
+# Mini-batches.
+
+FOUR = [siblings([1, 0], seed=seed) for seed in range(4)]
+
+
+def seen_by(learner_of: Any, **options: Any) -> list[Tokens]:
+    """What the loss was given in one step on four groups."""
+    seen = list[Tokens]()
+
+    def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(tokens)
+        return reinforce(tokens)
+
+    learner_of(loss=loss, **options).learn(FOUR)
+    return seen
+
+
+def test_each_mini_batch_is_an_update_on_its_share_of_the_groups() -> None:
+    model = tiny_model()
+    seen = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
+    assert [each.num_sequences for each in seen] == [4, 4]
+    assert [each.step_tokens for each in seen] == [16, 16]
+    updates = tiny_learner(updates_model := tiny_model())
+    for number in range(2):
+        updates.learn(FOUR[number::2])
+    assert identical(weights(model), weights(updates_model))
+
+
+def test_prox_is_the_policy_before_the_first_update_of_the_step() -> None:
+    model = tiny_model()
+    (whole,) = seen_by(functools.partial(tiny_learner, tiny_model()))
+    first, second = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
+    known = dict(zip(whole.old_logprobs.tolist(), whole.logprobs.tolist(), strict=True))
+    assert torch.equal(first.prox_logprobs, first.logprobs.detach())
+    assert not torch.equal(second.prox_logprobs, second.logprobs.detach())
+    for tokens in (first, second):
+        expected = [known[each] for each in tokens.old_logprobs.tolist()]
+        assert tokens.prox_logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_prox_is_the_policy_itself_when_a_step_is_one_update() -> None:
+    (tokens,) = seen_by(functools.partial(tiny_learner, tiny_model()))
+    assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
+    assert not tokens.prox_logprobs.requires_grad
+
+
+def test_frozen_models_score_the_same_tokens() -> None:
+    policy, frozen = tiny_model(), {name: tiny_model(seed=n) for n, name in enumerate("rt", 1)}
+    (tokens,) = seen_by(
+        functools.partial(tiny_learner, policy),
+        reference=Scorer(frozen["r"]), teacher=Scorer(frozen["t"]),
+    )  # fmt: skip
+    for name, given in (("r", tokens.ref_logprobs), ("t", tokens.teacher_logprobs)):
+        (own,) = seen_by(functools.partial(tiny_learner, frozen[name]))
+        assert torch.equal(given, own.logprobs)
+        assert not given.requires_grad
 
 
 @pytest.mark.parametrize("steps", [0, 2])

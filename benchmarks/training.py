@@ -1,0 +1,235 @@
+"""Training: our step against the original's way, seconds and memory, on the same groups.
+
+The Qwen3-0.6B shape with random weights; groups of 4 completions of 12, 18, 26 and 40 tokens
+after a prompt of 110. The original pads every rollout, computes in fp32 with gradient
+checkpointing, takes logits at every position, and its logprobs as TRL's selective_log_softmax
+does. Ours computes a prompt once. Nothing else is common to siblings here: random tokens differ.
+`--quick` takes a shape a tenth as large.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from peralta_zmq import policy
+from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.batch import Batch, Piece, cut, make_batches
+from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.optimizer import make_optimizer
+from peralta_zmq.learning.step import take_step
+from peralta_zmq.policy.score import Scorer
+from peralta_zmq.rollout import Rollout, RolloutGroup
+
+NUM_PROMPT, LENGTHS, NUM_GROUPS = 110, (12, 18, 26, 40), 4
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
+               "vocab_size": 32000}  # fmt: skip
+RATE = 2e-6
+
+
+def run(*, quick: bool) -> Iterator[Claim]:
+    """Measure; the claims' names are those of the architecture."""
+    policy.use_threads()
+    setting = Setting(QUICK_SHAPE if quick else SHAPE)
+    progress("warming up")
+    for work in (setting.original, setting.exact, setting.narrow):
+        work(1)
+    taken = interleaved(variants(setting), repeats=2 if quick else 3)
+    original = taken["original"]
+    yield per_group("exact_fp32_vs_original", taken["exact"], original)
+    yield per_group("bf16_vs_original", taken["narrow"], original)
+    yield per_group("bf16_4_groups_vs_original", taken["narrow_4"], original)
+    yield flop_share(setting, repeats=2 if quick else 3)
+    yield peak_memory("peak_memory_vs_original", setting, num_groups=1)
+    yield peak_memory("peak_memory_4_groups_vs_original", setting, num_groups=NUM_GROUPS)
+
+
+class Setting:
+    """One model and one optimizer; every way trains them, so that all ways hold the same state."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        self._model = cast(Any, policy.new_model(shape, seed=0).eval())
+        parameters = dict(self._model.named_parameters())
+        self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+        self._optimizer.param_groups[0]["lr"] = RATE
+        self._groups = [group(seed, shape["vocab_size"]) for seed in range(NUM_GROUPS)]
+        self._scorers = {
+            dtype: Scorer(self._model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+        }
+        assert all(each.packs for each in self._scorers.values())
+        embedding = self._model.get_input_embeddings().weight.numel()
+        self._num_body = sum(each.numel() for each in parameters.values()) - embedding
+        self._num_head = embedding
+
+    def pieces(self, num_groups: int) -> Sequence[Piece]:
+        """The groups as they are packed."""
+        return cut(self._groups[:num_groups], group_mean, max_tokens=1 << 16).pieces
+
+    def exact(self, num_groups: int) -> None:
+        """Our step in fp32, all groups in one micro-batch."""
+        self._ours(num_groups, torch.float32)
+
+    def narrow(self, num_groups: int) -> None:
+        """Our step in bf16 over fp32 masters."""
+        self._ours(num_groups, torch.bfloat16)
+
+    def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
+        batches: list[Batch] = make_batches(self.pieces(num_groups), max_tokens=1 << 16)
+        take_step(
+            self._optimizer, batches,
+            score=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
+        )  # fmt: skip
+
+    def original(self, num_groups: int) -> None:
+        """The original's step: one padded micro-batch of all rollouts."""
+        rollouts = [each for group in self._groups[:num_groups] for each in group.rollouts]
+        token_ids, attention, mask, advantages = padded(rollouts)
+        self._model.train()
+        self._model.activation_checkpointing_enable({"use_reentrant": False})
+        try:
+            logits = self._model(input_ids=token_ids, attention_mask=attention).logits[:, :-1]
+            logprobs = selective_log_softmax(logits / 1.0, token_ids[:, 1:])
+            counted = mask[:, 1:]
+            loss = -(advantages[:, None] * logprobs * counted).sum() / counted.sum()
+            loss.backward()
+        finally:
+            self._model.activation_checkpointing_disable()
+            self._model.eval()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def needed_flops(self, num_groups: int) -> float:
+        """Matrix products of forward and backward on each distinct token, attention left out."""
+        pieces = self.pieces(num_groups)
+        tokens = sum(piece.num_tokens for piece in pieces)
+        generated = num_groups * sum(LENGTHS)
+        return 6.0 * (tokens * self._num_body + generated * self._num_head)
+
+
+def group(seed: int, vocab_size: int) -> RolloutGroup:
+    """Four rollouts of random tokens; the first two are right."""
+    random = np.random.default_rng(seed)
+    prompt = random.integers(3, vocab_size, NUM_PROMPT)
+    rollouts = list[Rollout]()
+    for number, length in enumerate(LENGTHS):
+        mask = np.arange(NUM_PROMPT + length) >= NUM_PROMPT
+        rollouts.append(
+            Rollout(
+                token_ids=np.concatenate([prompt, random.integers(3, vocab_size, length)]).astype(
+                    np.int32
+                ),
+                loss_mask=mask,
+                logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
+                policy_steps=np.where(mask, 0, -1).astype(np.int32),
+                reward=float(number < 2),
+                finish_reason="stop",
+            )
+        )
+    return RolloutGroup("", "", b"", seed, "", "", 0, "", tuple(rollouts))
+
+
+def padded(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, attention mask and loss mask [B, T], and advantages [B]."""
+    longest = max(len(each.token_ids) for each in rollouts)
+    token_ids, attention, mask = (torch.zeros(len(rollouts), longest) for _ in range(3))
+    for row, rollout in enumerate(rollouts):
+        length = len(rollout.token_ids)
+        token_ids[row, :length] = torch.from_numpy(rollout.token_ids)
+        attention[row, :length] = 1
+        mask[row, :length] = torch.from_numpy(rollout.loss_mask)
+    worth = [rollout.reward - 0.5 for rollout in rollouts]
+    return token_ids.long(), attention.long(), mask, torch.tensor(worth)
+
+
+def selective_log_softmax(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """As TRL computes it in fp32: gather, and logsumexp row by row to spare memory."""
+    chosen = logits.gather(-1, token_ids[..., None]).squeeze(-1)
+    return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+
+
+def variants(setting: Setting) -> dict[str, Callable[[], float]]:
+    """Seconds for one group of each way."""
+    return {
+        "original": lambda: seconds(lambda: setting.original(1)),
+        "exact": lambda: seconds(lambda: setting.exact(1)),
+        "narrow": lambda: seconds(lambda: setting.narrow(1)),
+        "narrow_4": lambda: seconds(lambda: setting.narrow(NUM_GROUPS)) / NUM_GROUPS,
+    }
+
+
+def per_group(name: str, ours: Sequence[float], peer: Sequence[float]) -> Claim:
+    """Seconds per group; the ratio is the median of those of the same round."""
+    return Claim(
+        name, statistics.median(ours), "seconds/group", peer=statistics.median(peer),
+        ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+        n=len(ours), spread=spread(ours),
+    )  # fmt: skip
+
+
+def flop_share(setting: Setting, *, repeats: int) -> Claim:
+    """The whole step of 4 groups in bf16 against the machine's bf16 product in the same minute."""
+    needed = setting.needed_flops(NUM_GROUPS)
+    rates, bounds = list[float](), list[float]()
+    for _ in range(repeats):
+        bounds.append(product_rate(torch.bfloat16))
+        rates.append(needed / seconds(lambda: setting.narrow(NUM_GROUPS)))
+        progress(f"flop_share: {rates[-1] / 1e9:.4g} of {bounds[-1] / 1e9:.4g} GFLOP/s")
+    shares = [rate / bound for rate, bound in zip(rates, bounds, strict=True)]
+    return Claim(
+        "flop_share_bf16", statistics.median(rates), "FLOP/s", bound=statistics.median(bounds),
+        share=statistics.median(shares), n=repeats, spread=spread(rates),
+    )  # fmt: skip
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a large matrix product, the best of five."""
+    size = 2048
+    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))
+
+
+def peak_memory(name: str, setting: Setting, *, num_groups: int) -> Claim:
+    """Resident bytes at the highest moment of a step, weights and optimizer state included."""
+    peer = peak_of(lambda: setting.original(num_groups))
+    ours = peak_of(lambda: setting.narrow(num_groups))
+    progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
+    return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """The largest resident size that a thread sees every 5 ms while `work` goes on."""
+    seen, done = [resident()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+    return max(seen)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * 4096
