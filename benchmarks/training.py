@@ -9,8 +9,11 @@ does. Ours computes a prompt once. Nothing else is common to siblings here: rand
 
 from __future__ import annotations
 
+import json
+import resource
 import statistics
-import threading
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +47,9 @@ RATE = 2e-6
 def run(*, quick: bool) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
     policy.use_threads()
-    setting = Setting(QUICK_SHAPE if quick else SHAPE)
+    policy.keep_memory()
+    shape = QUICK_SHAPE if quick else SHAPE
+    setting = Setting(shape)
     progress("warming up")
     for work in (setting.original, setting.exact, setting.narrow):
         work(1)
@@ -54,8 +59,9 @@ def run(*, quick: bool) -> Iterator[Claim]:
     yield per_group("bf16_vs_original", taken["narrow"], original)
     yield per_group("bf16_4_groups_vs_original", taken["narrow_4"], original)
     yield flop_share(setting, repeats=2 if quick else 3)
-    yield peak_memory("peak_memory_vs_original", setting, num_groups=1)
-    yield peak_memory("peak_memory_4_groups_vs_original", setting, num_groups=NUM_GROUPS)
+    del setting
+    yield peak_memory("peak_memory_vs_original", shape, num_groups=1)
+    yield peak_memory("peak_memory_4_groups_vs_original", shape, num_groups=NUM_GROUPS)
 
 
 class Setting:
@@ -203,33 +209,36 @@ def product_rate(dtype: torch.dtype) -> float:
     return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))
 
 
-def peak_memory(name: str, setting: Setting, *, num_groups: int) -> Claim:
-    """Resident bytes at the highest moment of a step, weights and optimizer state included."""
-    peer = peak_of(lambda: setting.original(num_groups))
-    ours = peak_of(lambda: setting.narrow(num_groups))
+def peak_memory(name: str, shape: dict[str, Any], *, num_groups: int) -> Claim:
+    """Most bytes in memory during two steps, each way in a process of its own.
+
+    Weights, gradients and optimizer state, which both have, are included.
+    """
+    ours, peer = (peak_of(shape, way, num_groups) for way in ("narrow", "original"))
     progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
     return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
 
 
-def peak_of(work: Callable[[], None]) -> int:
-    """The largest resident size that a thread sees every 5 ms while `work` goes on."""
-    seen, done = [resident()], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            seen.append(resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        work()
-    finally:
-        done.set()
-        watcher.join()
-    return max(seen)
+def peak_of(shape: dict[str, Any], way: str, num_groups: int) -> int:
+    """Bytes that a new process had at most."""
+    asked = json.dumps([shape, way, num_groups])
+    command = [sys.executable, "-m", "benchmarks.training", asked]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
+    return int(done.stdout)
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
+def measure_peak(shape: dict[str, Any], way: str, num_groups: int) -> None:
+    """Take two steps, for the second of which there is optimizer state, and print the peak."""
+    policy.use_threads()
+    if way != "original":
+        policy.keep_memory()
+    setting = Setting(shape)
+    for _ in range(2):
+        getattr(setting, way)(num_groups)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sys.stdout.write(str(peak * (1 if sys.platform == "darwin" else 1024)))
+
+
+if __name__ == "__main__":
+    measure_peak(*json.loads(sys.argv[1]))

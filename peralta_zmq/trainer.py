@@ -58,6 +58,7 @@ def run(config: Config) -> None:
     written when a setting, a file, the port or a folder is at fault.
     """
     policy.use_threads(config.train.num_workers)
+    policy.keep_memory()
     with ExitStack() as stack:
         trainer = Trainer(config, stack)
         trainer.recover()

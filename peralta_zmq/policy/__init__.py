@@ -6,6 +6,7 @@ Tokens are shifted in `token_logprobs` and in `policy.score`, and nowhere else.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes large tensors in huge pages
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 EMBEDDED = Path(__file__).parent.parent / "base_model"
 COMPANIONS = (".json", ".txt", ".jinja")
 LOGITS_AT_ONCE = {"cpu": 1 << 21}  # that are widened, so that no new pages are taken
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,6 +65,19 @@ def use_threads(num_workers: int = 1) -> int:
     threads = max(1, available_cores() // max(1, num_workers))
     torch.set_num_threads(threads)
     return threads
+
+
+def keep_memory() -> None:
+    """Let this process keep what a step frees for the next one, where glibc gives memory.
+
+    Otherwise every step takes gigabytes of new pages from the system, which costs as much time
+    as a fifth of its computation. Blocks above 32 MiB go back all the same.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def available_cores() -> int:

@@ -26,6 +26,7 @@ OURS = "peralta_zmq_segments"  # the name of our attention among transformers'
 THEIRS = "sdpa"  # the attention in whose place it stands
 TOLERANCE = 1e-3  # of logprobs, packed against padded, in fp32
 NARROW = 128  # hidden size; the embedded model's 192 takes half the time in bfloat16 on a CPU
+PLAIN = range(128, 513)  # tokens of a segment whose attention on a CPU is faster written out
 TRIED = (  # a row on which a model is tried, with branches from branches
     Segment((Branch(-1, 5), Branch(4, 3), Branch(5, 4))),
     Segment((Branch(-1, 2), Branch(1, 6))),
@@ -266,26 +267,44 @@ def _attention(
         return AttentionInterface()[THEIRS](module, query, key, value, mask, **options)
     if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
-    if query.device.type == "cpu":  # whose backward is three times slower in bfloat16
-        query, key, value = query.float(), key.float(), value.float()
-    with torch.autocast(query.device.type, enabled=query.device.type != "cpu"):
-        seen = _each_seen(query, key, value, segments, options["scaling"])
-    return seen.transpose(1, 2), None
-
-
-def _each_seen(
-    query: Tensor, key: Tensor, value: Tensor, segments: _Layout, scaling: float
-) -> Tensor:
     parts = zip(*(each.split(segments.sizes, 2) for each in (query, key, value)), strict=True)
-    return torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(
-                *each, attn_mask=sees, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-            )
-            for each, sees in zip(parts, segments.masks, strict=True)
-        ],
-        2,
+    seen = [
+        _seen(*each, sees, scaling=options["scaling"])
+        for each, sees in zip(parts, segments.masks, strict=True)
+    ]
+    return torch.cat(seen, 2).transpose(1, 2), None
+
+
+def _seen(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, *, scaling: float) -> Tensor:
+    """Attention of one segment; torch's own is slow in bfloat16 backwards on a CPU."""
+    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=sees, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    if len(sees) in PLAIN:
+        return _seen_plainly(query, key, value, sees, scaling=scaling)
+    with torch.autocast("cpu", enabled=False):
+        return _seen(query.float(), key.float(), value.float(), sees, scaling=scaling)
+
+
+def _seen_plainly(
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, H, T, D]
+    value: Tensor,
+    sees: Tensor,  # [T, T]
+    *,
+    scaling: float,
+) -> Tensor:
+    """The same written out, with bfloat16 products; query heads that share keys stand in line."""
+    _, heads, length, width = query.shape
+    lined = (query * scaling).reshape(key.shape[1], -1, width)
+    bias = torch.zeros(length, length).masked_fill_(~sees, float("-inf"))
+    scores = torch.bmm(lined, key[0].transpose(1, 2)).view(
+        -1, heads // key.shape[1], length, length
     )
+    shares = (scores + bias).softmax(-1).view(len(lined), -1, length)
+    return torch.bmm(shares, value[0]).view(1, heads, length, width)
 
 
 def _checkpoint_layers(model: Model) -> None:
