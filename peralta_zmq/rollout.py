@@ -39,6 +39,15 @@ class Problem:
     task: str
     messages: tuple[Message, ...]
     answer: str
+    input_token_ids: tuple[int, ...] = ()
+    """The prompt as it is, in the place of the messages, when there are any."""
+
+    @property
+    def question(self) -> str:
+        """What is asked, for a person."""
+        if self.messages:
+            return self.messages[-1].content
+        return " ".join(map(str, self.input_token_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,5 +22,5 @@ def evaluate(
     answers: dict[str, Answer] = {}
     for problem, (said,) in ask(engine, tokenizer, problems, num_generations=1, sampling=sampling):
         earned = rollout_of(said, reward(problem, said.text)).reward
-        answers[problem.id] = Answer(problem.messages[-1].content, said.text, earned)
+        answers[problem.id] = Answer(problem.question, said.text, earned)
     return [answers[problem.id] for problem in problems]

@@ -125,6 +125,12 @@ def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
     assert "41" not in tokenizer.decode(said.prompt_ids)
 
 
+def test_a_prompt_of_tokens_is_asked_as_it_is(tokenizer: Any) -> None:
+    tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
+    ((_, (said,)),) = ask(Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling())
+    assert said.prompt_ids.tolist() == [7, 0, 9]
+
+
 # Evaluation.
 
 
