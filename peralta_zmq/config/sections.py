@@ -6,13 +6,11 @@ Leaf names are TRL's where TRL has one. Knows what combinations make sense; read
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,25 +18,19 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
 
-from peralta_zmq.config.names import refuse_strange_settings
+from peralta_zmq.config.environments import (
+    CurriculumSection,
+    DataSection,
+    EnvSection,
+    EvalSection,
+    VerifierSection,
+    check_curriculum,
+    check_environments,
+)
+from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
+from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
-
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
-Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
-
-
-class Section(BaseConfig):
-    """Settings are read once and never change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunSection(Section):
@@ -70,21 +62,6 @@ class TaskSection(Section):
 
     name: Text = "calculator"
     """a shipped task, or the dotted name of a module of your own"""
-
-
-class DataSection(Section):
-    """The problems; None = what the task itself says."""
-
-    train: Text | None = None
-    """problems to train on: a shipped set (math_1k) or a path to CSV or JSONL"""
-    eval: Text | None = None
-    """held-out problems: a shipped set (math_250) or a path to CSV or JSONL"""
-    prompt_column: Text | None = None
-    """column that holds the question"""
-    answer_column: Text | None = None
-    """column that holds the answer; the model never sees it"""
-    system_prompt: str | None = None
-    """system message before every question"""
 
 
 class SamplingSection(Section):
@@ -145,6 +122,8 @@ class TrainSection(Section):
 
     batch_size: PositiveInt = 128
     """rollouts per optimizer step, a multiple of sampling.num_generations"""
+    token_batch_size: PositiveInt | None = None
+    """tokens per optimizer step, of prompts and completions, in the place of batch_size"""
     max_steps: PositiveInt = 80
     """optimizer steps of the whole run"""
     learning_rate: PositiveFloat = 2e-4
@@ -191,15 +170,6 @@ class AdvantageSection(Section):
     """group_zscore: added to the standard deviation"""
     ddof: Annotated[int, Field(ge=0, le=1)] = 0
     """group_zscore: 0 = standard deviation of a population, 1 = of a sample"""
-
-
-class EvalSection(Section):
-    """Held-out accuracy before and after."""
-
-    num_examples: Annotated[int, Field(ge=-1)] = -1
-    """held-out problems to answer; -1 = all"""
-    eval_base_model: bool = True
-    """also measure the model before training"""
 
 
 class WireSection(Section):
@@ -281,6 +251,8 @@ class Config(Section):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     data: DataSection = DataSection()
+    env: tuple[EnvSection, ...] = ()
+    curriculum: CurriculumSection = CurriculumSection()
     sampling: SamplingSection = SamplingSection()
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = GeneratorSection()
@@ -288,6 +260,7 @@ class Config(Section):
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
     eval: EvalSection = EvalSection()
+    verifier: VerifierSection = VerifierSection()
     wire: WireSection = WireSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -316,6 +289,16 @@ class Config(Section):
         return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
+    def environments(self) -> tuple[EnvSection, ...]:
+        """What is trained on: [[env]], or the one that [task] and [data] describe."""
+        return self.env or (EnvSection(task=self.task.name, **self.data.model_dump()),)
+
+    @property
+    def eval_environments(self) -> tuple[EnvSection, ...]:
+        """What is evaluated."""
+        return self.eval.env or self.environments
+
+    @property
     def data_options(self) -> dict[str, str]:
         """What [data] says, as keywords for the task's `problems`; defaults left to the task."""
         return self.data.model_dump(exclude_none=True)
@@ -329,7 +312,10 @@ class Config(Section):
     @classmethod
     def _refuse_strange_settings(cls, settings: object) -> object:
         if isinstance(settings, Mapping):
-            refuse_strange_settings(cast("Mapping[str, object]", settings), known_fields())
+            settings = cast("Mapping[str, object]", settings)
+            known = known_fields()
+            refuse_strange_rows(settings, known, leaves=list(EnvSection.model_fields))
+            refuse_strange_settings(settings, known)
         return cast(object, settings)
 
     @model_validator(mode="after")
@@ -339,6 +325,7 @@ class Config(Section):
         _check_temperature(self.sampling)
         _check_ranges(self)
         _check_security(self)
+        _check_environments(self)
         return self
 
 
@@ -399,8 +386,11 @@ def _check_temperature(sampling: SamplingSection) -> None:
 
 def _check_ranges(config: Config) -> None:
     train, generator = config.train, config.generator
-    if config.eval.num_examples == 0:
-        raise ConfigError("eval.num_examples 0 measures nothing; use -1 for all, or 1 or more")
+    if config.eval.num_examples == 0 or config.eval.num_examples < -1:
+        raise ConfigError(
+            f"eval.num_examples {config.eval.num_examples} measures nothing; "
+            "use -1 for all, or 1 or more"
+        )
     if train.warmup_steps > train.max_steps:
         raise ConfigError(
             f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
@@ -411,6 +401,16 @@ def _check_ranges(config: Config) -> None:
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and the count is the same for all generators"
         )
+
+
+def _check_environments(config: Config) -> None:
+    if config.env and (config.task, config.data) != (TaskSection(), DataSection()):
+        raise ConfigError(
+            "[[env]] and the settings of [task] or [data] exclude each other; "
+            "move them into an [[env]]"
+        )
+    check_environments(config.environments, config.eval.env)
+    check_curriculum(config.curriculum, num_environments=len(config.environments))
 
 
 def _check_security(config: Config) -> None:
