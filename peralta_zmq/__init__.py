@@ -22,7 +22,7 @@ Layers, each importing only from above:
     words       rollout errors durable failpoints
     leaves      config registry wire policy tasks learning curriculum stores recovery observe
     engines     ways to sample
-    parts       from the settings to what more than one loop needs
-    loops       generator trainer (and base, which teaches the embedded model)
+    parts       from the settings to what more than one loop needs (and environments: what is asked)
+    loops       generator trainer verifier (and base, which teaches the embedded model)
     outside     operate and the doors in bin/
 """

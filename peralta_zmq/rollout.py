@@ -150,6 +150,8 @@ class RolloutGroup:
     wid: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
     rollouts: tuple[Rollout, ...]
     floor: int = 0  # the sender will send nothing below this sequence any more
+    draw: int = -1  # the number of the draw that gave the problem; -1 = unknown
+    evaluates: int = -1  # the step whose evaluation asked for it; -1 = it is to be trained
 
     @property
     def sender(self) -> str:
@@ -160,6 +162,11 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         """Rewards of the siblings, in order."""
         return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def mean_reward(self) -> float:
+        """Of the siblings; exact for rewards of 0 and 1."""
+        return math.fsum(self.rewards) / len(self.rollouts)
 
     @property
     def has_signal(self) -> bool:

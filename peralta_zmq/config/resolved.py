@@ -72,7 +72,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
 
 def toml_text(config: Config) -> str:
     """The whole config as TOML; None is written as "None", which is read as None."""
-    tables = [("[[env]]", each) for each in config.env]
+    tables: list[tuple[str, Section]] = [("[[env]]", each) for each in config.env]
     for name, section in _sections(config):
         tables.append((f"[{name}]", section))
         tables += [("[[eval.env]]", each) for each in config.eval.env if name == "eval"]

@@ -404,7 +404,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_environments(config: Config) -> None:
-    if config.env and (config.task, config.data) != (TaskSection(), DataSection()):
+    if config.env and (config.task.name, config.data) != (TaskSection().name, DataSection()):
         raise ConfigError(
             "[[env]] and the settings of [task] or [data] exclude each other; "
             "move them into an [[env]]"

@@ -16,7 +16,14 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.operate.history import History, Key, read_history
 
-SETTLED = ("trained", "set_aside", "stale", "abandoned")  # fates that the journal knows
+SETTLED = (
+    "trained",
+    "set_aside",
+    "stale",
+    "abandoned",
+    "filtered",
+    "evaluated",
+)  # fates that the journal knows
 MAX_SHOWN = 5  # violations in one line
 
 
