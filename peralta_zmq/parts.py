@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from peralta_zmq import durable, policy, registry
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
-from peralta_zmq.rollout import Sampling, TemperatureSchedule
+from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
 
 IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
@@ -61,6 +62,22 @@ def sampling_of(config: Config, *, seed: int) -> Sampling:
         stop=() if chosen.stop is None else (chosen.stop,),
         seed=seed,
     )
+
+
+def eval_sampling_of(config: Config, *, seed: int) -> Sampling:
+    """How held-out examples are answered: greedily, or as in training when more than once."""
+    if config.eval.rollouts_per_example > 1:
+        return sampling_of(config, seed=seed)
+    length = config.sampling.max_completion_length
+    return Sampling(temperature=0.0, max_completion_length=length)
+
+
+def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
+    """Whether the groups are enough for an optimizer step."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if config.train.token_batch_size is None:
+        return len(rollouts) >= config.train.batch_size
+    return sum(len(each.token_ids) for each in rollouts) >= config.train.token_batch_size
 
 
 def temperatures_of(config: Config) -> TemperatureSchedule | None:

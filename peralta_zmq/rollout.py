@@ -41,6 +41,7 @@ class Problem:
     answer: str
     input_token_ids: tuple[int, ...] = ()
     """The prompt as it is, in the place of the messages, when there are any."""
+    draw: int = -1  # the number of the draw that gave it; -1 = it was not drawn
 
     @property
     def question(self) -> str:

@@ -38,6 +38,23 @@ def test_a_schedule_ends_with_the_run() -> None:
     assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
 
 
+def test_one_answer_to_an_example_is_greedy_and_more_are_drawn_as_in_training() -> None:
+    warm = "--sampling.temperature=0.7"
+    assert parts.eval_sampling_of(config_of(warm), seed=3) == Sampling(temperature=0.0)
+    several = config_of(warm, "--eval.rollouts-per-example=4")
+    assert parts.eval_sampling_of(several, seed=3) == Sampling(temperature=0.7, seed=3)
+
+
+def test_a_step_is_full_by_rollouts_or_by_tokens() -> None:
+    groups = [group_of([1, 0, 0, 1], lengths=[4, 1, 1, 4]) for _ in range(2)]  # 22 tokens each
+    assert parts.is_full(config_of(), groups)
+    assert not parts.is_full(config_of(), groups[:1])
+    by_tokens = config_of("--train.token-batch-size=44")
+    assert parts.is_full(by_tokens, groups)
+    assert not parts.is_full(config_of("--train.token-batch-size=45"), groups)
+    assert not parts.is_full(by_tokens, groups[:1])
+
+
 def sharp_model() -> Any:
     """A random model to whose logprobs the temperature makes a difference."""
     model = tiny_model(seed=3, tie_word_embeddings=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 Pool: TypeAlias = Literal["normal", "easy", "hard"]
 RESTING: tuple[Pool, ...] = ("easy", "hard")
@@ -27,7 +27,6 @@ class Pools:
         *,
         easy_threshold: float | None = None,
         hard_threshold: float | None = None,
-        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
         self._positions: dict[str, list[int]] = {}
@@ -35,10 +34,6 @@ class Pools:
             self._positions.setdefault(each, []).append(position)
         self._resting: dict[str, Pool] = {}
         self._bits = bytearray(-(-len(ids) // 8))  # bit p % 8 of byte p // 8
-        for pool in RESTING:
-            for each in (saved or {}).get(pool, ()):
-                if each in self._positions:
-                    self._put(each, pool)
 
     @property
     def active(self) -> bool:
@@ -81,6 +76,13 @@ class Pools:
             wanted = round(fraction * len(there))
             chosen += random.Random(f"return {pool} {seed}").sample(there, wanted)
         return self._bring_back(chosen)
+
+    def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
+        """Put back what `saved` gave; problems that have gone since are left out."""
+        for pool in RESTING:
+            for each in saved.get(pool, ()):
+                if each in self._positions:
+                    self._put(each, pool)
 
     def saved(self) -> dict[str, list[str]]:
         """As JSON, for a checkpoint."""

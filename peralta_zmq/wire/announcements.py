@@ -35,7 +35,7 @@ class Announcement:
     seen: dict[str, int] = field(default_factory=dict[str, int])
     """By sender: the highest sequence that came. Above `recv`, something between is lost."""
     taken: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: all its groups up to this sequence are in steps that have begun, or dropped."""
+    """By sender, less 1: how many of its groups are in steps that have begun, or dropped."""
     waiting: bool = False  # for groups; else in a step, an evaluation, a start
     done: bool = False  # the run is complete
     in_step: int = 0  # groups that the newest step took; 0 = none was taken yet

@@ -76,9 +76,12 @@ def test_what_was_saved_is_restored_and_what_has_gone_is_left_out() -> None:
     made.judge("a", 1.0)
     made.judge("b", 0.0)
     saved = json.loads(json.dumps(made.saved()))
-    assert pools(saved=saved).saved() == made.saved() == {"easy": ["a"], "hard": ["b"]}
-    assert pools(saved=saved).resting == made.resting
-    assert Pools(["b"], easy_threshold=1, saved=saved).saved() == {"easy": [], "hard": ["b"]}
+    again, other = pools(), Pools(["b"], easy_threshold=1)
+    again.restore(saved)
+    other.restore(saved)
+    assert again.saved() == made.saved() == {"easy": ["a"], "hard": ["b"]}
+    assert again.resting == made.resting
+    assert other.saved() == {"easy": [], "hard": ["b"]}
 
 
 @pytest.mark.parametrize(
