@@ -7,6 +7,7 @@ Index t of every per-token array speaks about token t.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -149,7 +150,7 @@ class RolloutGroup:
     task: str
     policy_step: int  # the oldest weights used in the group
     wid: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
-    rollouts: tuple[Rollout, ...]
+    rollouts: Sequence[Rollout]
     floor: int = 0  # the sender will send nothing below this sequence any more
     draw: int = -1  # the number of the draw that gave the problem; -1 = unknown
     evaluates: int = -1  # the step whose evaluation asked for it; -1 = it is to be trained

@@ -72,6 +72,7 @@ class History:
     summary: Row
     journal: Sequence[Record]
     logs: Logs
+    rolled_back: frozenset[Key] = frozenset()  # settled in steps that a roll-back has set aside
 
 
 def read_history(
@@ -93,6 +94,11 @@ def read_history(
         summary=json.loads(summary.read_bytes()) if summary.exists() else {},
         journal=list(read_journal(folder / "journal")),
         logs=read_logs(logs or sorted(folder.glob("logs/generator-*.log"))),
+        rolled_back=frozenset(
+            record.key
+            for aside in folder.glob("rolled_back_to_*/journal")
+            for record in read_journal(aside)
+        ),
     )
 
 

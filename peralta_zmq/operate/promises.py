@@ -16,6 +16,7 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.operate.history import History, Key, read_history
 
+<<<<<<< HEAD
 SETTLED = (
     "trained",
     "set_aside",
@@ -24,6 +25,9 @@ SETTLED = (
     "filtered",
     "evaluated",
 )  # fates that the journal knows
+=======
+SETTLED = ("trained", "set_aside", "stale", "abandoned", "invalid")  # fates that the journal knows
+>>>>>>> main
 MAX_SHOWN = 5  # violations in one line
 
 
@@ -105,7 +109,7 @@ def lost_groups(history: History) -> Check:
     broken += [
         f"{_shown(key)} of step {step} has no fate"
         for key, step in logs.made.items()
-        if key not in fates and key not in logs.lost
+        if key not in fates and key not in logs.lost | history.rolled_back
         and lived.get(key[0], -1) > step + history.max_off_policy_steps
     ]  # fmt: skip
     text = f"lost 0: {len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
@@ -162,9 +166,9 @@ def accounts(history: History) -> Check:
     if not len(known) <= stated["made"] <= len(made):
         between = f"{len(known)} to {len(made)}"
         broken.append(f"made is {stated['made']} in the summary, {between} in the records")
-    if stated["lost"] > len(history.logs.lost):
-        said_lost = len(history.logs.lost)
-        broken.append(f"lost is {stated['lost']} in the summary, {said_lost} in the logs")
+    gone = history.logs.lost | (history.rolled_back - fates.keys())
+    if stated["lost"] > len(gone):
+        broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
     unheard = len(made) - len(known)
     text = f"made {len(known)} + {unheard} that died with their generators or came after the end"
     return Check("P6", text, tuple(broken))

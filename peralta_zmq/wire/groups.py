@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from struct import error as StructError
 from struct import pack, unpack
-from typing import Any, cast
+from typing import Any, NamedTuple, cast, overload
 
 import msgpack
 import numpy as np
@@ -191,16 +191,53 @@ def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], 
 # Decoding.
 
 
+class InvalidGroupError(WireError):
+    """A whole message whose rollouts break a rule; `group` is it without them."""
+
+    def __init__(self, reason: str, group: RolloutGroup) -> None:
+        super().__init__(reason)
+        self.group = group
+
+
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, StructError)
+
+
 def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
-    """The group in a frame. Raises WireError with the rule that it breaks."""
+    """The group in a frame.
+
+    Raises WireError with the rule that it breaks: InvalidGroupError once it is known whose it is.
+    """
     fields = strict.unpack(frame)
     try:
-        return _group_of(fields, frame, vocab_size)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError, StructError) as error:
-        raise WireError(f"malformed group: {type(error).__name__}: {error}") from None
+        envelope, floor, columns = _opened(fields, frame)
+    except MALFORMED as error:
+        raise WireError(_malformed(error)) from None
+    try:
+        siblings = _siblings_of(envelope.step, vocab_size, *columns)
+    except MALFORMED as error:
+        raise InvalidGroupError(_malformed(error), RolloutGroup(*envelope, (), floor)) from None
+    return RolloutGroup(*envelope, siblings, floor)
 
 
-def _group_of(fields: dict[str, Any], frame: bytes, vocab_size: int) -> RolloutGroup:
+def _malformed(error: Exception) -> str:
+    return f"malformed group: {type(error).__name__}: {error}"
+
+
+class _Envelope(NamedTuple):
+    """Whose group it is, from what; the first fields of RolloutGroup."""
+
+    run: str
+    gen: str
+    boot: bytes
+    sequence: int
+    problem: str
+    task: str
+    step: int
+    wid: str
+
+
+def _opened(fields: dict[str, Any], frame: bytes) -> tuple[_Envelope, int, list[Any]]:
+    """The envelope, the floor, and the columns that hold the rollouts."""
     if fields["v"] != VERSION:
         raise ValueError(f"version {fields['v']!a:.20} is not {VERSION}")
     _, run, gen, boot, sequence, floor, step, wid, problem, task, *columns, crc32 = FIELDS.of(
@@ -214,6 +251,7 @@ def _group_of(fields: dict[str, Any], frame: bytes, vocab_size: int) -> RolloutG
         raise ValueError("floor above the sequence, or a negative one")
     if not 0 <= step <= MAX_STEP:
         raise ValueError("policy step out of bounds")
+<<<<<<< HEAD
     draw, evaluates = (strict.typed(fields.get(name, -1), int, name) for name in SINCE)
     if not (-1 <= draw <= MAX_DRAW and -1 <= evaluates <= MAX_STEP):
         raise ValueError("draw or evaluation out of bounds")
@@ -221,45 +259,109 @@ def _group_of(fields: dict[str, Any], frame: bytes, vocab_size: int) -> RolloutG
         run, gen, boot, sequence, problem, task, step, wid,
         _rollouts_of(step, vocab_size, *columns), floor, draw, evaluates,
     )  # fmt: skip
+=======
+    return _Envelope(run, gen, boot, sequence, problem, task, step, wid), floor, columns
+>>>>>>> main
 
 
-def _rollouts_of(
-    step: int, vocab_size: int, turns_: bytes, spans_: bytes, prompt: bytes, tokens_: bytes,
-    logprobs_: bytes, versions_: bytes, rewards_: bytes, parts: str, values: bytes, finish: bytes,
-) -> tuple[Rollout, ...]:  # fmt: skip
+def _siblings_of(
+    step: int, vocab_size: int, turns_: bytes, spans_: bytes, prompt: bytes, tokens: bytes,
+    logprobs: bytes, versions: bytes, rewards_: bytes, parts: str, values: bytes, finish: bytes,
+) -> Siblings:  # fmt: skip
     turns, spans = unpack(f"<{len(turns_) >> 1}H", turns_), unpack(f"<{len(spans_) >> 2}I", spans_)
-    _check_lengths(turns, spans, prompt, tokens_, logprobs_)
-    versions = _expanded(versions_, step, len(logprobs_))
+    _check_lengths(turns, spans, prompt, tokens, logprobs)
+    _check_tokens(prompt + tokens, vocab_size)
+    _check_logprobs(logprobs)
+    rewards = unpack(f"<{len(turns)}d", rewards_)
+    _check_values(rewards)
+    if len(finish) != len(rewards) or max(finish) >= len(FINISH_REASONS):
+        raise ValueError("unknown finish reason, or one too many")
+    named = _named(parts, values, len(rewards)) if parts or values else []
+    runs = _runs_of(versions, step, len(logprobs))
+    return Siblings(_Sound(turns, spans, prompt, tokens, logprobs, runs, rewards, named, finish))
+
+
+class _Sound(NamedTuple):
+    """The checked columns of a group."""
+
+    turns: tuple[int, ...]
+    spans: tuple[int, ...]
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
+    runs: tuple[tuple[int, int], ...]  # policy step and number of tokens
+    rewards: tuple[float, ...]
+    named: list[dict[str, float]]  # empty when rewards have no parts
+    finish: bytes
+
+
+class Siblings(Sequence[Rollout]):
+    """The rollouts of a received group, cut from its checked columns when one is first looked at:
+    the socket is emptied in half the time, and a group that is dropped is never cut.
+    """
+
+    __slots__ = ("_cut", "_sound")
+
+    def __init__(self, sound: _Sound) -> None:
+        self._sound = sound
+        self._cut: tuple[Rollout, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sound.turns)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Rollout, ...]: ...
+    def __getitem__(self, index: int | slice) -> Rollout | tuple[Rollout, ...]:
+        if self._cut is None:
+            self._cut = tuple(_cut(self._sound))
+        return self._cut[index]
+
+
+def _cut(sound: _Sound) -> Iterator[Rollout]:
+    tokens, masks, logprobs, steps, cuts = _joined(sound)
+    named = sound.named or [{} for _ in sound.turns]
+    for start, end, reward, reason, parts in zip(
+        cuts[:-1], cuts[1:], sound.rewards, sound.finish, named, strict=True
+    ):
+        yield Rollout(
+            tokens[start:end], masks[start:end], logprobs[start:end], steps[start:end],
+            reward, FINISH_REASONS[reason], parts,
+        )  # fmt: skip
+
+
+def _joined(
+    sound: _Sound,
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32], list[int]]:
+    """The arrays of all rollouts one after the other, and where one ends and the next begins."""
+    versions = b"".join([pack("<i", step) * count for step, count in sound.runs])
     tokens: list[bytes] = []
     masks: list[bytes] = []
     logprobs: list[bytes] = []
     steps: list[bytes] = []
     cuts = [0]
-    pairs = zip(spans[::2], spans[1::2], strict=True)
+    pairs = zip(sound.spans[::2], sound.spans[1::2], strict=True)
     at = taken = end = 0
-    for count in turns:
-        start, begun = end, at
+    for count in sound.turns:
+        start = end
         for context, generated in islice(pairs, count):
             upto = at + 4 * generated
             masks += (bytes(context), b"\1" * generated)
-            logprobs += (bytes(4 * context), logprobs_[at:upto])
+            logprobs += (bytes(4 * context), sound.logprobs[at:upto])
             steps += (NO_STEP * context, versions[at:upto])
             at, end = upto, end + context + generated
-        if at == begun:
-            raise ValueError("a rollout without prompt or completion")
-        upto = taken + 4 * (end - start) - len(prompt)
-        if upto < taken:
-            raise ValueError("a prompt that is longer than a rollout")
-        tokens += (prompt, tokens_[taken:upto])
+        upto = taken + 4 * (end - start) - len(sound.prompt)
+        tokens += (sound.prompt, sound.tokens[taken:upto])
         taken = upto
         cuts.append(end)
-    columns = (
-        _tokens_of(b"".join(tokens), vocab_size),
+    return (
+        np.frombuffer(b"".join(tokens), INT).astype(np.int32, copy=False),
         np.frombuffer(b"".join(masks), np.bool_),
-        _logprobs_of(b"".join(logprobs)),
+        np.frombuffer(b"".join(logprobs), FLOAT).astype(np.float32, copy=False),
         np.frombuffer(b"".join(steps), INT).astype(np.int32, copy=False),
+        cuts,
     )
-    return tuple(_cut(columns, cuts, rewards_, finish, parts, values))
 
 
 def _check_lengths(
@@ -275,59 +377,46 @@ def _check_lengths(
         raise ValueError("tokens and spans of unequal length")
     if len(logprobs) != 4 * sum(spans[1::2]):
         raise ValueError("logprobs and spans of unequal length")
+    at = 0
+    for count in turns:
+        end = at + 2 * count
+        if not any(spans[at + 1 : end : 2]):
+            raise ValueError("a rollout without prompt or completion")
+        if 4 * sum(spans[at:end]) < len(prompt):
+            raise ValueError("a prompt that is longer than a rollout")
+        at = end
 
 
-def _expanded(versions: bytes, step: int, size: int) -> bytes:
-    """The policy step of each generated token, as bytes."""
+def _runs_of(versions: bytes, step: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Policy steps and the number of generated tokens that each has."""
     if len(versions) > 8 * MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} changes of the policy step")
-    pairs = unpack(f"<{len(versions) >> 2}I", versions)
-    if 4 * sum(pairs[1::2]) != size:
+    runs = unpack(f"<{len(versions) >> 2}I", versions)
+    if 4 * sum(runs[1::2]) != size:
         raise ValueError("policy steps and spans of unequal length")
-    runs = zip(pairs[::2], pairs[1::2], strict=True)
-    return b"".join([pack("<i", step + above) * count for above, count in runs])
+    steps = [step + above for above in runs[::2]]
+    if max(steps) > MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    return tuple(zip(steps, runs[1::2], strict=True))
 
 
-def _tokens_of(content: bytes, vocab_size: int) -> NDArray[np.int32]:
+def _check_tokens(content: bytes, vocab_size: int) -> None:
     tokens = np.frombuffer(content, "<u4")  # unsigned, so that a negative one is a large one
-    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax costs a tenth of max
+    if tokens[tokens.argmax()] >= vocab_size:  # argmax costs a tenth of max
         raise ValueError("token outside the vocabulary")
-    return tokens.view(INT).astype(np.int32, copy=False)
 
 
-def _logprobs_of(content: bytes) -> NDArray[np.float32]:
+def _check_logprobs(content: bytes) -> None:
     logprobs = np.frombuffer(content, FLOAT)
-    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    highest, lowest = logprobs[logprobs.argmax()], logprobs[logprobs.argmin()]
     if not (highest < math.inf and lowest > -math.inf):  # a NaN is both
         raise ValueError("logprob is not finite")
     if highest > LOGPROB_SLACK:
         raise ValueError("logprob above zero")
-    return logprobs.astype(np.float32, copy=False)
-
-
-def _cut(
-    columns: tuple[NDArray[Any], ...], cuts: Sequence[int],
-    rewards_: bytes, finish: bytes, parts: str, values: bytes,
-) -> Iterator[Rollout]:  # fmt: skip
-    tokens, masks, logprobs, steps = columns
-    rewards = unpack(f"<{len(cuts) - 1}d", rewards_)
-    _check_values(rewards)
-    named = _named(parts, values, len(rewards))
-    if len(finish) != len(rewards) or max(finish) >= len(FINISH_REASONS):
-        raise ValueError("unknown finish reason, or one too many")
-    for start, end, reward, reason, each in zip(
-        cuts[:-1], cuts[1:], rewards, finish, named, strict=True
-    ):
-        yield Rollout(
-            tokens[start:end], masks[start:end], logprobs[start:end], steps[start:end],
-            reward, FINISH_REASONS[reason], each,
-        )  # fmt: skip
 
 
 def _named(parts: str, values: bytes, count: int) -> list[dict[str, float]]:
     """The named parts of each rollout's reward."""
-    if not parts and not values:
-        return [{} for _ in range(count)]
     *names, rest = parts.split("\0")
     numbers = iter(unpack(f"<{count * len(names)}d", values))
     if rest:

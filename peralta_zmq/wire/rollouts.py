@@ -12,7 +12,7 @@ from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire import strict
 from peralta_zmq.wire.gate import Gate, Turnstile
-from peralta_zmq.wire.groups import decode_group
+from peralta_zmq.wire.groups import InvalidGroupError, decode_group
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, ready
 
@@ -80,7 +80,10 @@ class RolloutReceiver:
         self.address = bind(self._socket, address)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
-        """The next valid group with its frame, or None after `timeout` seconds or a bad one."""
+        """The next group with its frame, or None after `timeout` seconds or a bad message.
+
+        A group without rollouts is one that was refused: it is known whose it was.
+        """
         message = self._next()
         if message is None and ready(self._socket, zmq.POLLIN, timeout):
             message = self._next()
@@ -117,10 +120,17 @@ class RolloutReceiver:
     def _group_of(self, frame: bytes, count: int, owner: str | None) -> tuple[RolloutGroup, bytes]:
         if count > 1:
             raise WireError(f"{count} frames instead of one")
-        group = decode_group(frame, vocab_size=self._vocab_size)
+        try:
+            group = decode_group(frame, vocab_size=self._vocab_size)
+        except InvalidGroupError as error:
+            group, invalid = error.group, error
+        else:
+            invalid = None
         strict.check_claim(group.generator_id, owner)
         if group.run_id != self._run_id:
             raise WireError(f"group of another run, {group.run_id}")
+        if invalid is not None:
+            self._refuse(invalid)
         return group, frame
 
     def _refuse(self, error: WireError) -> None:

@@ -58,3 +58,4 @@ def test_a_roll_back_trains_other_steps_under_numbers_that_still_rise(field: Fie
     aside = field.run / "rolled_back_to_000004"
     assert sorted(each.name for each in (aside / "checkpoints").iterdir())[0] == "step_000006"
     assert "already" in trained_to(field, 11, "--checkpoint.resume-step", "4")
+    assert field.broken() == {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ def test_stale_group_is_counted() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0]), step=10)
     assert admission.ledger.outcomes == {"stale": 1}
+
+
+def test_refused_group_is_settled_so_that_its_sender_may_forget_it() -> None:
+    admission = Admission(8)
+    refused = replace(group_of([1, 0]), rollouts=())
+    assert admission.admit(refused, step=1) == "invalid"
+    assert admission.ledger.settled(refused.sender) == 0
+    assert admission.ledger.outcomes == {"invalid": 1}
 
 
 def test_group_that_comes_twice_is_dropped_and_counted() -> None:

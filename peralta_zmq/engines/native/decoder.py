@@ -52,12 +52,13 @@ class Decoder:
 
         `length` is the number of tokens that the longest row then holds.
         """
-        masks: Any = self._masks(positions, length)
+        self.cache.widen(length)
+        masks: Any = self._masks(positions)
         with self._our_attention():
             out = self._model.model(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=Window(self.cache, first, positions, length),
+                past_key_values=Window(self.cache, first, positions),
                 attention_mask=masks["full_attention"] if self._one_mask else masks,
                 use_cache=True,
             )
@@ -70,9 +71,9 @@ class Decoder:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
-    def _masks(self, positions: Tensor, length: int) -> dict[str, Tensor]:
-        places = self._places[:length]
-        unseen = places > positions[..., None]  # [n, S, T]
+    def _masks(self, positions: Tensor) -> dict[str, Tensor]:
+        places = self._places[: self.cache.width]
+        unseen = places > positions[..., None]  # [n, S, W]
         masks = {"full_attention": self._mask(unseen)}
         if self._window is not None:
             gone = places <= positions[..., None] - self._window
@@ -151,9 +152,9 @@ def _attention_of_one(
     *,
     scaling: float,
 ) -> Tensor:
-    """For one new token a row: a CPU multiplies the long side first twice as fast."""
-    scores = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))  # [n * H, T, G]
-    scores = scores.unflatten(0, key.shape[:2]).transpose(2, 3).float() * scaling + mask
+    """For one new token a row, two products of what lies dense: half the time of a CPU's SDPA."""
+    scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # [n * H, G, T]
+    scores = scores.unflatten(0, key.shape[:2]).float() * scaling + mask
     shares = torch.softmax(scores, -1).to(query.dtype)
     return torch.bmm(shares.flatten(0, 1), value.flatten(0, 1)).view(query.shape)
 

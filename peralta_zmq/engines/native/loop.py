@@ -86,6 +86,7 @@ class Loop:
         )  # fmt: skip
         taken = logprobs.cpu().numpy()
         if not np.isfinite(taken).all():
+            self._decoder.cache.clear()
             raise EngineError(
                 f"the weights of step {step} give logits that are not finite in "
                 f"{int((~np.isfinite(taken)).sum())} of {len(rows)} completions; they are given up"
