@@ -74,10 +74,10 @@ def eval_sampling_of(config: Config, *, seed: int) -> Sampling:
 
 def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
     """Whether the groups are enough for an optimizer step."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     if config.train.token_batch_size is None:
-        return len(rollouts) >= config.train.batch_size
-    return sum(len(each.token_ids) for each in rollouts) >= config.train.token_batch_size
+        return sum(len(group.rollouts) for group in groups) >= config.train.batch_size
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    return tokens >= config.train.token_batch_size
 
 
 def temperatures_of(config: Config) -> TemperatureSchedule | None:

@@ -168,7 +168,7 @@ class RolloutGroup:
     @property
     def mean_reward(self) -> float:
         """Of the siblings; exact for rewards of 0 and 1."""
-        return math.fsum(self.rewards) / len(self.rollouts)
+        return math.fsum(self.rewards) / max(1, len(self.rollouts))
 
     @property
     def has_signal(self) -> bool:

@@ -12,15 +12,12 @@ from typing import Any, Literal, TypeAlias
 
 from peralta_zmq.rollout import RolloutGroup
 
-<<<<<<< HEAD
 Verdict: TypeAlias = Literal[
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "duplicate"
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "duplicate"
 ]
-OUTCOMES = ("trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "lost")
-=======
-Verdict: TypeAlias = Literal["trained", "set_aside", "stale", "abandoned", "invalid", "duplicate"]
-OUTCOMES = ("trained", "set_aside", "stale", "abandoned", "invalid", "lost")
->>>>>>> main
+OUTCOMES = (
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "lost",
+)  # fmt: skip
 ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
 MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
@@ -131,13 +128,10 @@ class Admission:
         return "duplicate"
 
     def _judge(self, group: RolloutGroup, step: int) -> Verdict:
-<<<<<<< HEAD
-        if group.evaluates >= 0:
-            return "evaluated"
-=======
         if not group.rollouts:
             return "invalid"  # what it held was refused
->>>>>>> main
+        if group.evaluates >= 0:
+            return "evaluated"
         if group.policy_step >= step or group.wid in self.abandoned:
             return "abandoned"
         if staleness(group, step=step) > self.max_off_policy_steps:

@@ -43,7 +43,7 @@ MAX_TOKENS = 1 << 20  # of one group; a shared prompt could make a small message
 MAX_COUNT = 1 << 12  # of rollouts, of spans, of changes of the policy step
 MAX_STEP = 2**31 - 1
 MAX_DRAW = 2**53
-SINCE = ("draw", "evaluates")  # fields that older generators do not send
+SINCE = {"draw": MAX_DRAW, "evaluates": MAX_STEP}  # bounds; older generators do not send them
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 NO_STEP = pack("<i", -1)
@@ -216,7 +216,8 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         siblings = _siblings_of(envelope.step, vocab_size, *columns)
     except MALFORMED as error:
         raise InvalidGroupError(_malformed(error), RolloutGroup(*envelope, (), floor)) from None
-    return RolloutGroup(*envelope, siblings, floor)
+    since = (fields.get(name, -1) for name in SINCE)
+    return RolloutGroup(*envelope, siblings, floor, *since)
 
 
 def _malformed(error: Exception) -> str:
@@ -251,17 +252,10 @@ def _opened(fields: dict[str, Any], frame: bytes) -> tuple[_Envelope, int, list[
         raise ValueError("floor above the sequence, or a negative one")
     if not 0 <= step <= MAX_STEP:
         raise ValueError("policy step out of bounds")
-<<<<<<< HEAD
-    draw, evaluates = (strict.typed(fields.get(name, -1), int, name) for name in SINCE)
-    if not (-1 <= draw <= MAX_DRAW and -1 <= evaluates <= MAX_STEP):
-        raise ValueError("draw or evaluation out of bounds")
-    return RolloutGroup(
-        run, gen, boot, sequence, problem, task, step, wid,
-        _rollouts_of(step, vocab_size, *columns), floor, draw, evaluates,
-    )  # fmt: skip
-=======
+    for name, bound in SINCE.items():
+        if not -1 <= strict.typed(fields.get(name, -1), int, name) <= bound:
+            raise ValueError("draw or evaluation out of bounds")
     return _Envelope(run, gen, boot, sequence, problem, task, step, wid), floor, columns
->>>>>>> main
 
 
 def _siblings_of(
