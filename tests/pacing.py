@@ -30,8 +30,8 @@ How many optimizer steps old a group is when it is admitted to a step, queue tim
 `train.max_async_level` 1 and `train.max_off_policy_steps` 4. One of the generators is slowed on
 purpose: it samples one completion at a time (`engine.slots` 1), the others eight. Bounds: a mean of
 at most 1, less than 2% of the groups dropped. Four generators and a trainer on two cores miss the
-first a little: there a group takes longer than a step. In the last row the generator that has the newest
-weights is killed in the middle of the run; the longest wait of the trainer for a step's groups
+first a little: there a group takes longer than a step. In the last row the generator that has
+the newest weights is killed in the middle of the run; the longest wait of the trainer for a step's groups
 after that is what its death costs.
 
 Made by `PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 8
