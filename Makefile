@@ -52,8 +52,9 @@ lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 
-data: setup  ## Rewrite the three data files from their seed
+data: setup  ## Rewrite the shipped data files from their seeds
 	@$(BIN)/python -m peralta_zmq.tasks.calculator_rows
+	@$(BIN)/python -m peralta_zmq.tasks.generated
 
 base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
 	@$(BIN)/python -m peralta_zmq.base
@@ -68,7 +69,7 @@ fresh:
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	@$(MAKE) --no-print-directory torch
-	@$(PIP) --editable '.[plot,dev]'
+	@$(PIP) --editable '.[plot,math,dev]'
 	@touch $@
 
 # CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.

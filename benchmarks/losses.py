@@ -157,9 +157,9 @@ class Run:
         problems = list(calculator.problems("eval", self._config.run.seed))
         answers = evaluate(
             self._engine, self._tokenizer, problems, calculator.reward,
-            max_completion_length=self._config.sampling.max_completion_length,
+            sampling=parts.eval_sampling_of(self._config, seed=self._config.run.seed),
         )  # fmt: skip
-        return fmean(each.reward for each in answers)
+        return fmean(each.reward for _, said in answers for each in said)
 
     def _serve(self) -> None:
         """Hand the engine the weights in its own number format."""

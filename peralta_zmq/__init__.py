@@ -24,7 +24,8 @@ Layers, each importing only from above:
                 guard
     engines     ways to sample
     objective   from the settings to the loss, the advantages and the filters
+    environments from the settings to what is asked, and who judges
     parts       from the settings to what more than one loop needs
-    loops       generator trainer (and base, which teaches the embedded model)
+    loops       generator trainer verifier (and base, which teaches the embedded model)
     outside     operate and the doors in bin/
 """

@@ -7,19 +7,23 @@ restart needs: the weights tell it how far the run is.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from peralta_zmq import parts, policy, registry, tasks, wire
+from peralta_zmq import parts, policy, registry, wire
 from peralta_zmq.config import Config
-from peralta_zmq.curriculum.order import walk
+from peralta_zmq.curriculum.evaluation import examples_for
+from peralta_zmq.curriculum.order import Draws, walk
+from peralta_zmq.curriculum.pools import is_resting
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import EngineError, RewardError, WireError
+from peralta_zmq.environments import Environments, check_tokens, open_environments
+from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
     Completion,
@@ -38,7 +42,7 @@ from peralta_zmq.stores.version import Version
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
 SILENT_SECONDS = 30.0  # and so long for one that is not heard
-Reward = Callable[[Problem, str], "float | dict[str, float]"]
+MAX_FAILURES = 16  # groups in a row that could not be scored, before we stop
 logger = logging.getLogger(__name__)
 
 
@@ -81,11 +85,9 @@ def run(config: Config) -> None:
     """
     threads = policy.use_threads(config.generator.num_workers)
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
-    task = registry.resolve("task", config.task.name)
-    problems = tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
     address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
-    with ExitStack() as stack:
+    with closing(open_environments(config, "train")) as environments, ExitStack() as stack:
         listener = wire.Listener(wire.next_port(address), keys=keys)
         stack.enter_context(closing(listener))
         follower = stack.enter_context(closing(open_follower(config, name)))
@@ -104,9 +106,9 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
-        judge = stack.enter_context(parts.judge_of(config, task))
         worker = Generator(config, name, boot, follower, line, version)
-        worker.work(engine, tokenizer, problems, judge.reward)
+        check_tokens(environments.problems, len(tokenizer))
+        worker.work(engine, tokenizer, environments)
 
 
 class NewRunError(Exception):
@@ -143,7 +145,10 @@ class Generator:
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._silence_said = time.monotonic()
         self._reload_seconds = 0.0  # of the latest change of weights
-        self._pace = Pace(config.groups_per_step, config.train.max_async_level)
+        self._factor = config.curriculum.oversampling_factor
+        per_step = math.ceil(config.groups_per_step * self._factor)
+        self._pace = Pace(per_step, config.train.max_async_level)
+        self._failures = 0  # groups in a row that could not be scored
 
     def _begin(self, version: Version, boot: bytes) -> None:
         """Nothing made so far belongs to this run."""
@@ -152,21 +157,27 @@ class Generator:
         self._serve(version)
         self._sequence = 0  # of the next group
         self._under_way = 0  # groups in the engine
-        in_time = (config.train.max_async_level + 2) * config.groups_per_step
+        self._todo: Iterator[tuple[int, int]] | None = None  # draws and positions, once begun
+        self._evaluated = -1  # the newest evaluation that we have done our part of
+        factor = config.curriculum.oversampling_factor
+        in_time = math.ceil((config.train.max_async_level + 2) * config.groups_per_step * factor)
         self._outbox = wire.Outbox(sender_of(self._name, boot), limit=max(64, in_time))
 
     def work(
         self,
         engine: registry.Engine,
         tokenizer: policy.Tokenizer,
-        problems: Sequence[Problem],
-        reward: Reward,
+        environments: Environments,
     ) -> None:
         """The story: one stream of problems through the engine; score and send what comes out."""
-        todo = self._problems_from(engine.step, problems)
+        self._train_set = environments.digest
+        draws = Draws(
+            list(environments.sizes.values()),
+            seed=self._config.run.seed, ratios=self._config.curriculum.env_ratios,
+        )  # fmt: skip
         while not self._done:
             answers = ask(
-                engine, tokenizer, self._turns(engine, todo),
+                engine, tokenizer, self._turns(engine, draws, environments.problems),
                 num_generations=self._config.sampling.num_generations,
                 sampling=self._sampling(engine.step),
                 between_steps=lambda: self._refresh(engine),
@@ -174,10 +185,12 @@ class Generator:
             try:
                 for problem, completions in answers:
                     self._under_way -= 1
-                    group = self._group_of(problem, completions, reward)
-                    if group is not None and not self._send_new(group, engine):
-                        self._done = True
+                    self._score_and_send(problem, completions, environments, engine)
+                    if self._done:
                         break
+                self._under_way = 0  # an evaluation may have cancelled some
+                if not self._done:
+                    self._evaluate(engine, tokenizer)
             except NewRunError:
                 logger.info("another run: %s; what was made for the last one is given up",
                             self._version.run_id)  # fmt: skip
@@ -198,26 +211,89 @@ class Generator:
             with suppress(NewRunError):
                 self._refresh(engine)
 
-    def _problems_from(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
-        generator = self._config.generator
-        start = step * self._config.groups_per_step // generator.count
-        return walk(
-            problems, seed=self._config.run.seed,
-            index=generator.index, count=generator.count, start=start,
+    def _evaluate(self, engine: registry.Engine, tokenizer: policy.Tokenizer) -> None:
+        """Answer our share of the held-out examples with the weights that we have."""
+        heard, config = self._line.listener.latest, self._config
+        if heard is None or heard.evaluate <= self._evaluated:
+            return
+        self._evaluated = step = heard.evaluate
+        try:
+            held_out = open_environments(config, "eval", limit=config.eval.num_examples)
+        except TaskError as error:
+            logger.warning("no part in the evaluation of step %d: %s", step, error)
+            return
+        answers = ask(
+            engine, tokenizer, self._examples(step, held_out.problems),
+            num_generations=config.eval.rollouts_per_example,
+            sampling=parts.eval_sampling_of(config, seed=self._seed(f"evaluation {step}")),
         )  # fmt: skip
+        with closing(held_out):
+            for problem, completions in answers:
+                self._score_and_send(problem, completions, held_out, engine, evaluates=step)
+                if self._done:
+                    break
+
+    def _examples(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
+        """Examples without an answer, as far as we hear, as long as the evaluation goes on."""
+        generator = self._config.generator
+
+        def answered(place: int) -> bool:
+            heard = self._hear()
+            self._done = self._done or (heard is not None and heard.done)
+            over = heard is not None and heard.evaluate != step
+            return self._done or over or (heard is not None and is_resting(heard.answered, place))
+
+        todo = examples_for(
+            len(problems), index=generator.index, count=generator.count, answered=answered
+        )
+        return (problems[place] for place in todo)
+
+    def _next_problem(self, step: int, draws: Draws, problems: Sequence[Problem]) -> Problem:
+        """The problem of our next draw; after a start the first that nobody has made, as far as
+        the trainer says, else about as many as were trained.
+        """
+        if self._todo is None:
+            generator, heard = self._config.generator, self._line.listener.latest
+            known = heard is not None and heard.run_id == self._version.run_id
+            start = heard.next_draw if heard and known else step * self._config.groups_per_step
+            self._todo = walk(
+                draws, index=generator.index, count=generator.count, start=start,
+                resting=self._rests,
+            )  # fmt: skip
+        draw, position = next(self._todo)
+        return replace(problems[position], draw=draw)
+
+    def _rests(self, position: int) -> bool:
+        heard = self._line.listener.latest
+        return (
+            heard is not None
+            and heard.train_set == self._train_set
+            and is_resting(heard.resting, position)
+        )
 
     def _sampling(self, step: int) -> Sampling:
-        who = f"{self._config.run.seed}/{self._outbox.sender}/{step}"  # never the same draws again
-        return parts.sampling_of(self._config, seed=zlib.crc32(who.encode()))
+        return parts.sampling_of(self._config, seed=self._seed(str(step)))
 
-    def _turns(self, engine: registry.Engine, todo: Iterator[Problem]) -> Iterator[Problem | None]:
-        """The next problem whenever it is our turn, None when not; ends when the run is done."""
+    def _seed(self, what: str) -> int:
+        who = f"{self._config.run.seed}/{self._outbox.sender}/{what}"  # never the same draws again
+        return zlib.crc32(who.encode())
+
+    def _turns(
+        self, engine: registry.Engine, draws: Draws, problems: Sequence[Problem]
+    ) -> Iterator[Problem | None]:
+        """The next problem whenever it is our turn, None when not; ends when the run is done, or
+        when there is something to evaluate.
+        """
         while not self._done:
             if self._is_our_turn(engine):
                 self._under_way += 1
                 self._pace.count()
-                yield next(todo)
+                yield self._next_problem(engine.step, draws, problems)
                 continue
+            if self._has_to_evaluate(engine):
+                if self._config.eval.cancel_inflight_rollouts_on_eval:
+                    engine.cancel()
+                return
             if not self._under_way:  # else the engine has work
                 started = time.monotonic()
                 self._hear(timeout=0.02)
@@ -231,7 +307,10 @@ class Generator:
         self._done = heard is not None and heard.done
         for frame in self._outbox.lost_on_the_way(heard):
             self._done = self._done or not self._send(frame, engine)
-        return not (self._done or self._draining) and self._pace.allows(
+        if heard and heard.in_step and self._config.train.token_batch_size:
+            self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
+        ready = not (self._done or self._draining or self._has_to_evaluate(engine))
+        return ready and self._pace.allows(
             step=engine.step,
             begun=heard.begun if heard else engine.step,
             under_way=self._sequence + self._under_way - self._taken(heard),
@@ -241,8 +320,16 @@ class Generator:
             and not self._outbox.window + self._under_way,
         )
 
+    def _has_to_evaluate(self, engine: registry.Engine) -> bool:
+        heard = self._line.listener.latest
+        return (
+            heard is not None
+            and heard.run_id == self._version.run_id
+            and self._evaluated < heard.evaluate <= engine.step
+        )
+
     def _taken(self, heard: wire.Announcement | None) -> int:
-        """How many of our groups are in steps that have begun."""
+        """How many of our groups are in steps that have begun, or dropped."""
         return heard.taken.get(self._outbox.sender, -1) + 1 if heard else 0
 
     def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
@@ -303,16 +390,41 @@ class Generator:
         self._version = version
         self._ids[version.step] = version.run_id, version.wid
 
-    def _group_of(
-        self, problem: Problem, completions: Sequence[Completion], reward: Reward
-    ) -> RolloutGroup | None:
-        """The scored siblings; None, counted, when one of them cannot be scored."""
+    def _score_and_send(
+        self,
+        problem: Problem,
+        completions: Sequence[Completion],
+        environments: Environments,
+        engine: registry.Engine,
+        *,
+        evaluates: int = -1,
+    ) -> None:
+        """One group on its way; one that cannot be scored is given up, counted and never worth 0.
+
+        Raises TaskError when many in a row cannot be scored.
+        """
         try:
-            rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
+            group = self._group_of(problem, completions, environments, evaluates)
         except RewardError as error:
+            self._failures += 1
+            if self._failures == MAX_FAILURES:
+                raise
             self._unjudged += 1
             logger.warning("gave up a group: %s", error)
-            return None
+            return
+        self._failures = 0
+        self._done = not self._send_new(group, engine) or self._done
+
+    def _group_of(
+        self,
+        problem: Problem,
+        completions: Sequence[Completion],
+        environments: Environments,
+        evaluates: int,
+    ) -> RolloutGroup:
+        rollouts = tuple(
+            rollout_of(each, environments.reward(problem, each.text)) for each in completions
+        )
         oldest = min(int(each.policy_steps.min()) for each in completions)
         run_id, wid = self._ids[oldest]
         sequence, self._sequence = self._sequence, self._sequence + 1
@@ -327,6 +439,8 @@ class Generator:
             wid=wid,
             rollouts=rollouts,
             floor=self._outbox.floor,
+            draw=problem.draw,
+            evaluates=evaluates,
         )
 
     def _send_new(self, group: RolloutGroup, engine: registry.Engine) -> bool:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from peralta_zmq import durable, objective, policy, registry
+from peralta_zmq import durable, objective, policy
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.policy.score import Scorer, training_dtype
-from peralta_zmq.rollout import Sampling, TemperatureSchedule
-from peralta_zmq.tasks.judge import Judge
+from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
 
 logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
@@ -54,27 +51,6 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
         num_iterations=train.num_iterations,
         oversize=train.oversize,
-    )
-
-
-def judge_of(config: Config, task: registry.Task) -> Judge:
-    """What tells how much an answer is worth: the task's reward, or the one that [task] names.
-
-    Raises ConfigError for options that it does not take.
-    """
-    chosen = config.task
-    function: Callable[..., Any] = task.reward
-    if chosen.reward is not None:
-        function = registry.resolve("reward", chosen.reward)
-    try:
-        inspect.signature(function).bind(None, None, **chosen.reward_kwargs)
-    except TypeError as error:
-        raise ConfigError(f"task.reward_kwargs do not fit the reward: {error}") from None
-    return Judge(
-        function,
-        deadline_seconds=chosen.reward_timeout,
-        options=chosen.reward_kwargs,
-        bounded=chosen.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
     )
 
 
@@ -116,6 +92,22 @@ def sampling_of(config: Config, *, seed: int) -> Sampling:
         stop=() if chosen.stop is None else (chosen.stop,),
         seed=seed,
     )
+
+
+def eval_sampling_of(config: Config, *, seed: int) -> Sampling:
+    """How held-out examples are answered: greedily, or as in training when more than once."""
+    if config.eval.rollouts_per_example > 1:
+        return sampling_of(config, seed=seed)
+    length = config.sampling.max_completion_length
+    return Sampling(temperature=0.0, max_completion_length=length)
+
+
+def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
+    """Whether the groups are enough for an optimizer step."""
+    if config.train.token_batch_size is None:
+        return sum(len(group.rollouts) for group in groups) >= config.train.batch_size
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    return tokens >= config.train.token_batch_size
 
 
 def temperatures_of(config: Config) -> TemperatureSchedule | None:

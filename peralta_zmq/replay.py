@@ -79,7 +79,7 @@ def replay(
     _start(learner, folder, min(there), first)
     while last is None or learner.step < last:
         groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
-        if sum(len(group.rollouts) for group in groups) < config.train.batch_size:
+        if not parts.is_full(config, groups):
             return
         metrics = learner.learn(groups)
         if first is None or learner.step >= first:

@@ -40,6 +40,16 @@ class Problem:
     task: str
     messages: tuple[Message, ...]
     answer: str
+    input_token_ids: tuple[int, ...] = ()
+    """The prompt as it is, in the place of the messages, when there are any."""
+    draw: int = -1  # the number of the draw that gave it; -1 = it was not drawn
+
+    @property
+    def question(self) -> str:
+        """What is asked, for a person."""
+        if self.messages:
+            return self.messages[-1].content
+        return " ".join(map(str, self.input_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,8 @@ class RolloutGroup:
     wid: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
     rollouts: Sequence[Rollout]
     floor: int = 0  # the sender will send nothing below this sequence any more
+    draw: int = -1  # the number of the draw that gave the problem; -1 = unknown
+    evaluates: int = -1  # the step whose evaluation asked for it; -1 = it is to be trained
 
     @property
     def sender(self) -> str:
@@ -152,6 +164,11 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         """Rewards of the siblings, in order."""
         return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def mean_reward(self) -> float:
+        """Of the siblings; exact for rewards of 0 and 1."""
+        return math.fsum(self.rewards) / max(1, len(self.rollouts))
 
     @property
     def has_signal(self) -> bool:

@@ -17,21 +17,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import IO, Any
 
 import torch
 
-from peralta_zmq import parts, policy, registry, tasks, wire
+from peralta_zmq import parts, policy, registry, wire
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
+from peralta_zmq.curriculum.evaluation import Evaluation, figures
+from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.engines.evaluate import evaluate
+from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
 from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, Journal
-from peralta_zmq.rollout import Problem, RolloutGroup
+from peralta_zmq.rollout import Answer, Problem, RolloutGroup
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.publisher import Keep, Publisher, Report
 from peralta_zmq.stores.serve import Server, read_token
@@ -80,12 +84,18 @@ class Trainer:
         self._begun = 0  # optimizer steps begun
         self._published: Report | None = None
         on_policy = config.train.max_async_level == 0
-        self._admission = Admission(0 if on_policy else config.train.max_off_policy_steps)
+        self._admission = Admission(
+            0 if on_policy else config.train.max_off_policy_steps,
+            online_difficulty_filtering=config.curriculum.online_difficulty_filtering,
+        )
         self._pending: list[RolloutGroup] = []  # admitted, not yet trained
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._reports: dict[str, wire.Counters] = {}  # by sender, the latest
         self._wanted = False  # a keyframe, by a generator that cannot follow
-        self._taken: dict[str, int] = {}  # sender -> what of it is in steps that have begun
+        self._taken: dict[str, int] = {}  # sender -> what of it is in begun steps or dropped
+        self._in_step = 0  # groups that the newest step took
+        self._next_draw = 0  # after the highest draw of a group that came
+        self._evaluation: Evaluation | None = None  # by the generators, under way
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
@@ -118,6 +128,7 @@ class Trainer:
             self._books.note(f"run complete: {step} steps; delete {self._folder} to start anew")
         elif self._books.resuming:
             self._books.note(f"resumed: step={step} checkpoint={start} replayed={step - start}")
+        self._return_some_problems()
         if self.unfinished:
             event = "resume" if self._books.resuming else "start"
             self._books.event(event, step=step, checkpoint=start, replayed=step - start)
@@ -127,6 +138,8 @@ class Trainer:
             self._wait_for_version(LAST_VERSION_SECONDS)
         else:
             self._tell(newest)
+        if self._books.resuming and not self._config.eval.skip_eval_on_resume:
+            self._begin_evaluation()
 
     def evaluate_base(self) -> None:
         """Greedy accuracy of the untrained model, once per run."""
@@ -156,6 +169,8 @@ class Trainer:
         }
         self._record(groups, row, step_time=time.monotonic() - started)
         failpoint("trainer.recorded")
+        if self._learner.step % self._config.eval.interval == 0:
+            self._begin_evaluation()
         if self._learner.step % self._config.checkpoint.interval == 0:
             self._save()
 
@@ -169,6 +184,7 @@ class Trainer:
             step = self._learner.step
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
+        self._leave_evaluation()
         self._announce(done=True)
         self._evaluate()
         newest = self._store.newest()
@@ -179,17 +195,22 @@ class Trainer:
 
     def _open_model(self, stack: ExitStack) -> None:
         config = self._config
-        task = registry.resolve("task", config.task.name)
-        tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
-        problems = tasks.load(task, "eval", seed=config.run.seed, options=config.data_options)
-        limit = config.eval.num_examples
-        self._problems: Sequence[Problem] = problems if limit < 0 else problems[:limit]
-        self._judge = stack.enter_context(parts.judge_of(config, task))
+        max_steps, train = config.train.max_steps, open_environments(config, "train")
+        self._held_out = open_environments(config, "eval", limit=config.eval.num_examples)
+        stack.enter_context(closing(self._held_out))
+        self._pools, self._train_set = _pools_of(config, train), train.digest
+        if len(self._held_out.problems) > MAX_POSITIONS and config.eval.interval < max_steps:
+            raise ConfigError(
+                f"eval.num_examples {config.eval.num_examples} means "
+                f"{len(self._held_out.problems)} held-out problems; generators take "
+                f"{MAX_POSITIONS} at most"
+            )
         self._model_folder = policy.model_folder(config.model.name)
         device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
+        check_tokens([*train.problems, *self._held_out.problems], len(self._tokenizer))
         self._learner = parts.learner_of(config, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
@@ -286,7 +307,7 @@ class Trainer:
     # One step.
 
     def _collect(self) -> tuple[list[RolloutGroup], int]:
-        """Admitted groups of at least `batch_size` rollouts, and how many were already queued.
+        """Admitted groups enough for a step, and how many were already queued.
 
         What came is made durable whenever nothing more is waiting, all at once.
         """
@@ -313,13 +334,13 @@ class Trainer:
             self._take_in(*received, step=step)
         self._commit()
         groups, self._pending = self._pending, []
-        self._taken, self._begun = dict(self._durable), step
+        self._taken, self._begun, self._in_step = dict(self._durable), step, len(groups)
         self._announce()
         return groups, depth
 
     @property
     def _has_batch(self) -> bool:
-        return _num_rollouts(self._pending) >= self._config.train.batch_size
+        return parts.is_full(self._config, self._pending)
 
     def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
         failpoint("trainer.received")
@@ -328,14 +349,37 @@ class Trainer:
         if verdict in ADMITTED:
             self._journal.append(step, frame)
             self._pending.append(group)
+            self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
         elif verdict != "duplicate":
-            note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
-            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
-            note["floor"] = group.floor
-            self._journal.append(step, json.dumps(note).encode(), DROPPED)
+            self._drop(group, verdict, step=step)
         if self._journal.num_waiting >= COMMIT_GROUPS:
             self._commit()
         self._announce(waiting=not self._has_batch)
+
+    def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
+        """Note what became of a group that is in no step."""
+        note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
+        if verdict == "evaluated":
+            self._take_answers(group)
+        elif verdict != "filtered":
+            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
+        self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+        told = {"problem": group.problem_id, "reward": group.mean_reward, "draw": group.draw}
+        self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
+        written = json.dumps({**note, "floor": group.floor, **told}).encode()
+        self._journal.append(step, written, DROPPED)
+
+    def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
+        """What a group says of its problem, also when it is heard again from the journal."""
+        self._next_draw = max(self._next_draw, draw + 1)
+        if outcome in (*ADMITTED, "filtered"):
+            returned = self._pools.judge(problem_id, mean_reward)
+            if returned:
+                self._books.event("pool_refilled", problems=returned)
+                self._books.note(
+                    f"no problem is left between curriculum.hard_threshold and easy_threshold; "
+                    f"all {returned} are drawn again"
+                )
 
     def _hear(self) -> None:
         """Take in what generators report of themselves: who reports is alive."""
@@ -428,6 +472,8 @@ class Trainer:
             ) from None
         self._progress = saved.progress
         self._admission.ledger = Ledger(saved.progress["ledger"])
+        self._pools.restore(saved.progress.get("pools", {}))
+        self._next_draw = saved.progress.get("next_draw", 0)
         self._taken = self._settled()
         self._admission.duplicates = saved.progress["duplicates"]
         self._saved_step = saved.step
@@ -454,10 +500,16 @@ class Trainer:
         groups: list[RolloutGroup] = []
         for kind, content in self._journal.read(step):
             if kind == DROPPED:
-                fresh = self._admission.ledger.settle(**json.loads(content))
+                note = json.loads(content)
+                told = (note.pop("problem", ""), note.pop("reward", 0.0), note.pop("draw", -1))
+                fresh = self._admission.ledger.settle(**note)
+                self._learn_of(*told, note["outcome"])
             else:
-                groups.append(wire.decode_group(content, vocab_size=self._vocab_size))
-                fresh = self._admission.admit(groups[-1], step=step) in ADMITTED
+                group = wire.decode_group(content, vocab_size=self._vocab_size)
+                groups.append(group)
+                verdict = self._admission.admit(group, step=step)
+                fresh = verdict in ADMITTED
+                self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
             if not fresh:
                 raise JournalError(
                     f"the checkpoint of step {self._saved_step} and the journal of step {step} in "
@@ -540,6 +592,12 @@ class Trainer:
                 taken={sender: self._taken.get(sender, -1) for sender in live},
                 waiting=waiting,
                 done=done,
+                in_step=self._in_step,
+                next_draw=self._next_draw,
+                train_set=self._train_set,
+                resting=self._pools.resting,
+                evaluate=self._evaluation.step if self._evaluation else -1,
+                answered=self._evaluation.answered if self._evaluation else b"",
             )
             self._announcer.announce(self._said)
 
@@ -560,8 +618,10 @@ class Trainer:
             "dropped/stale": dropped["stale"],
             "dropped/abandoned": dropped["abandoned"],
             "dropped/lost": dropped["lost"],
+            "dropped/filtered": dropped["filtered"],
             "dropped/duplicate": self._admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
+            **self._pool_sizes(),
             "generators": len(self._live()),
             **self._fares(),
             "step_time": step_time,
@@ -604,7 +664,12 @@ class Trainer:
         """What a checkpoint says beside the tensors, as of the step just taken."""
         ledger = self._admission.ledger
         assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
-        return {"ledger": ledger.saved(), "duplicates": self._admission.duplicates}
+        return {
+            "ledger": ledger.saved(),
+            "duplicates": self._admission.duplicates,
+            "pools": self._pools.saved(),
+            "next_draw": self._next_draw,
+        }
 
     def _accounting(self) -> dict[str, int]:
         """What became of every group that we heard of; `made` is the sum of what follows it."""
@@ -626,15 +691,78 @@ class Trainer:
     # What a person sees.
 
     def _evaluate(self) -> None:
-        """Greedy accuracy on the held-out problems, once for each step."""
-        step = self._learner.step
+        """Accuracy on the held-out problems, once for each step, by the trainer itself."""
+        step, config = self._learner.step, self._config
         if not self._books.has_evaluation(step):
-            length = self._config.sampling.max_completion_length
             answers = evaluate(
-                self._engine, self._tokenizer, self._problems, self._judge.reward,
-                max_completion_length=length,
+                self._engine, self._tokenizer, self._held_out.problems, self._held_out.reward,
+                sampling=parts.eval_sampling_of(config, seed=config.run.seed),
+                num_generations=config.eval.rollouts_per_example,
             )  # fmt: skip
-            self._books.evaluation(step, answers)
+            self._record_evaluation(step, answers, [step])
+
+    def _begin_evaluation(self) -> None:
+        """Let the generators answer the held-out problems while training goes on.
+
+        The untrained and the final model are the trainer's own to evaluate.
+        """
+        step = self._learner.step
+        if 0 < step < self._config.train.max_steps and not self._books.has_evaluation(step):
+            self._leave_evaluation()
+            size = self._config.eval.rollouts_per_example
+            self._evaluation = Evaluation(step, self._held_out.problems, rollouts_per_example=size)
+
+    def _take_answers(self, group: RolloutGroup) -> None:
+        """What a generator says to one held-out problem; the last one ends the evaluation."""
+        under_way = self._evaluation
+        if under_way is None or group.evaluates != under_way.step:
+            return
+        if not under_way.expects(group.problem_id, len(group.rollouts)):
+            return
+        answers = [
+            (policy.text_of(self._tokenizer, each.token_ids[each.loss_mask]), each.reward)
+            for each in group.rollouts
+        ]
+        under_way.take(group.problem_id, answers, policy_step=group.policy_step)
+        if under_way.complete:
+            self._evaluation = None
+            self._record_evaluation(under_way.step, under_way.answers(), under_way.policy_steps)
+
+    def _leave_evaluation(self) -> None:
+        """Give up an evaluation that is not complete, and say so."""
+        if (left := self._evaluation) is not None:
+            self._evaluation = None
+            self._books.note(
+                f"evaluation of step {left.step} given up: {left.num_answered} of "
+                f"{len(self._held_out.problems)} examples were answered in time"
+            )
+
+    def _record_evaluation(
+        self, step: int, answers: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]
+    ) -> None:
+        rewards: dict[str, list[list[float]]] = {}
+        for problem, said in answers:
+            rewards.setdefault(problem.task, []).append([each.reward for each in said])
+        self._books.evaluation(
+            step, [said[0] for _, said in answers],
+            accuracy=fmean(each.reward for _, said in answers for each in said),
+            figures=figures(rewards), policy_steps=(min(policy_steps), max(policy_steps)),
+        )  # fmt: skip
+
+    def _return_some_problems(self) -> None:
+        """At a start, shares of the easy and hard problems are drawn again."""
+        chosen = self._config.curriculum
+        returned = self._pools.return_some(
+            easy_fraction=chosen.easy_fraction, hard_fraction=chosen.hard_fraction,
+            seed=self._config.run.seed + self._learner.step,
+        )  # fmt: skip
+        if returned:
+            self._books.event("pool_returned", problems=returned)
+
+    def _pool_sizes(self) -> dict[str, float]:
+        if not self._pools.active:
+            return {}
+        return {f"curriculum/{pool}": count for pool, count in self._pools.sizes().items()}
 
     def _sample_of(self, group: RolloutGroup) -> dict[str, object]:
         return {
@@ -712,5 +840,16 @@ def _remove_new(folder: Path) -> None:
         folder.rmdir()
 
 
-def _num_rollouts(groups: Sequence[RolloutGroup]) -> int:
-    return sum(len(group.rollouts) for group in groups)
+def _pools_of(config: Config, train: Environments) -> Pools:
+    """Raises ConfigError when there are more problems than an announcement can name."""
+    chosen = config.curriculum
+    pools = Pools(
+        [each.id for each in train.problems],
+        easy_threshold=chosen.easy_threshold, hard_threshold=chosen.hard_threshold,
+    )  # fmt: skip
+    if pools.active and len(train.problems) > MAX_POSITIONS:
+        raise ConfigError(
+            f"curriculum.easy_threshold and hard_threshold work with {MAX_POSITIONS} problems at "
+            f"most, and there are {len(train.problems)}; leave them out"
+        )
+    return pools

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import group_of, rollout_with, tiny_model
 
-from peralta_zmq import parts, registry, tasks
+from peralta_zmq import environments, parts, registry, tasks
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.rollout import Problem, Rollout
 
@@ -107,7 +107,7 @@ def test_the_reward_is_paid_by_a_process_of_its_own(tmp_path: Path) -> None:
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with parts.judge_of(config, task) as judge:
+    with environments.judge_of(config, task) as judge:
         assert judge.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
         assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
 
@@ -116,6 +116,6 @@ def test_the_reward_in_the_place_of_the_task_s_own_takes_its_options(tmp_path: P
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with parts.judge_of(config, task) as judge:
+    with environments.judge_of(config, task) as judge:
         assert judge.reward(problem, "3 + 2") == 1.0
         assert judge.reward(problem, "3 + 2        ") == 0.5

@@ -19,7 +19,8 @@ from fakes import group_of, tiny_model
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import EngineError, RewardError
+from peralta_zmq.environments import Environments
+from peralta_zmq.errors import EngineError
 from peralta_zmq.generator import (
     Generator,
     Line,
@@ -33,6 +34,7 @@ from peralta_zmq.rollout import Completion, Problem
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.tasks.judge import Judge
 
 
 class Clock:
@@ -358,11 +360,14 @@ def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_
 
     def fails(problem: Problem, text: str) -> float:
         if text == "wrong":
-            raise RewardError("the reward of mine raised ValueError")
+            raise ValueError("no such move")
         return 1.0
 
-    assert worker._group_of(problem, said, fails) is None
-    assert (worker._unjudged, worker._sequence) == (1, 0)
-    assert "the reward of mine raised ValueError" in caplog.text
-    made = worker._group_of(problem, said, lambda problem, text: float(text == "right"))
-    assert made is not None and (made.sequence, made.rewards) == (0, [1.0, 0.0])
+    engine, sound = Spy(), lambda problem, text: float(text == "right")
+    for reward, made, given_up in ((fails, 0, 1), (sound, 1, 1)):
+        mine = Environments(
+            {"mine": 1}, (problem,), {"mine": Judge(reward, deadline_seconds=9, bounded=True)}
+        )
+        worker._score_and_send(problem, said, mine, engine)
+        assert (worker._sequence, worker._unjudged) == (made, given_up)
+    assert "raised ValueError: no such move" in caplog.text

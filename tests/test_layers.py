@@ -15,15 +15,16 @@ PACKAGE = "peralta_zmq"
 WORDS = {"rollout", "errors", "durable", "failpoints"}
 LEAVES = {"config", "registry", "wire", "policy", "tasks", "learning", "curriculum", "stores",
           "recovery", "observe", "guard"}  # fmt: skip
-LOOPS = {"trainer", "generator", "base"}
+LOOPS = {"trainer", "generator", "verifier", "base"}
 BELOW = WORDS | LEAVES | {"engines"}
 MAY_IMPORT = {
     **dict.fromkeys(WORDS, WORDS),
     **dict.fromkeys(LEAVES, WORDS),
     "engines": WORDS | {"policy"},
     "objective": BELOW,
+    "environments": BELOW,
     "parts": BELOW | {"objective"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts"}),
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments"}),
     "replay": BELOW | {"parts"},
     "operate": WORDS | {"config", "observe", "wire"},
 }

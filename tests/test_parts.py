@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import group_of, tiny_model
 
-from peralta_zmq import parts, policy, registry
+from peralta_zmq import environments, parts, policy, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
@@ -44,6 +44,23 @@ def test_a_schedule_ends_with_the_run() -> None:
     sampling = parts.sampling_of(config_of(*SCHEDULED), seed=0)
     assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
     assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
+
+
+def test_one_answer_to_an_example_is_greedy_and_more_are_drawn_as_in_training() -> None:
+    warm = "--sampling.temperature=0.7"
+    assert parts.eval_sampling_of(config_of(warm), seed=3) == Sampling(temperature=0.0)
+    several = config_of(warm, "--eval.rollouts-per-example=4")
+    assert parts.eval_sampling_of(several, seed=3) == Sampling(temperature=0.7, seed=3)
+
+
+def test_a_step_is_full_by_rollouts_or_by_tokens() -> None:
+    groups = [group_of([1, 0, 0, 1], lengths=[4, 1, 1, 4]) for _ in range(2)]  # 22 tokens each
+    assert parts.is_full(config_of(), groups)
+    assert not parts.is_full(config_of(), groups[:1])
+    by_tokens = config_of("--train.token-batch-size=44")
+    assert parts.is_full(by_tokens, groups)
+    assert not parts.is_full(config_of("--train.token-batch-size=45"), groups)
+    assert not parts.is_full(by_tokens, groups[:1])
 
 
 def sharp_model() -> Any:
@@ -88,7 +105,7 @@ def test_options_that_the_reward_does_not_take_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"task\.reward_kwargs do not fit the reward: got an unex"
     ):
-        parts.judge_of(config, registry.resolve("task", "calculator"))
+        environments.judge_of(config, registry.resolve("task", "calculator"))
 
 
 def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> None:
@@ -96,6 +113,6 @@ def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> Non
     named = config_of("--task.reward=peralta_zmq.tasks.calculator:reward")
     problem = Problem("1", "calculator", (), "2 + 3")
     for config, is_here in ((config_of(), True), (named, False)):
-        with parts.judge_of(config, task) as judge:
+        with environments.judge_of(config, task) as judge:
             assert judge.reward(problem, "5") == 1.0
             assert (judge._worker is None) == is_here

@@ -1,6 +1,6 @@
 """Every knob, read by both programs from the same files, and how a door starts.
 
-    sections   the knobs: default, bounds and one line of meaning each
+    sections   the knobs: default, bounds and one line of meaning each; environments are apart
     names      foreign and misspelt names, answered with the right one
     help       the text of --help
     load       command line and TOML to a Config; errors become one line

@@ -11,6 +11,8 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from peralta_zmq.config.environments import EnvSection
+from peralta_zmq.config.section import default_text, rows_of
 from peralta_zmq.config.sections import sections
 
 USAGE = """\
@@ -27,15 +29,20 @@ def help_text(program: str) -> str:
     width = max(80, shutil.get_terminal_size().columns)
     parts = [USAGE.format(program=program)]
     for name, section in sections().items():
-        knobs = [_knob(name, leaf, field, width) for leaf, field in section.model_fields.items()]
+        knobs = [_knob(f"--{name}.{leaf}".replace("_", "-"), field, width)
+                 for leaf, field in section.model_fields.items() if not rows_of(field)]  # fmt: skip
         parts.append("\n".join([f"[{name}] {section.__doc__}", *knobs]))
+    rows = [_knob(leaf, field, width) for leaf, field in EnvSection.model_fields.items()]
+    parts.append("\n".join([f"[[env]], [[eval.env]] {EnvSection.__doc__} In files only.", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
-def _knob(section: str, leaf: str, field: FieldInfo, width: int) -> str:
-    flag = f"  --{section}.{leaf.replace('_', '-')} {field.default}"
+def _knob(flag: str, field: FieldInfo, width: int) -> str:
+    flag = f"  {flag} {default_text(field)}"
     meaning = textwrap.wrap(f"{field.description}{_choices(field)}", width - FLAG_WIDTH)
-    return f"{flag:<{FLAG_WIDTH}}" + f"\n{'':<{FLAG_WIDTH}}".join(meaning)
+    indent = f"\n{'':<{FLAG_WIDTH}}"
+    first = f"{flag:<{FLAG_WIDTH}}" if len(flag) < FLAG_WIDTH else flag + indent
+    return first + indent.join(meaning)
 
 
 def _choices(field: FieldInfo) -> str:

@@ -5,7 +5,7 @@ Knows how others call things; knows no defaults and no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeAlias, cast
 
@@ -16,6 +16,7 @@ Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> leaf -> type
 SECTIONS = {
     "adv": "advantage",
     "broadcast": "weights",
+    "buffer": "curriculum",
     "ckpt": "checkpoint",
     "dataset": "data",
     "env": "task",
@@ -50,6 +51,9 @@ FOREIGN = {
     "data.train": "dataset_name dataset_path train_data train_dataset train_file train_path",
     "engine.max_model_len": "context_length max_context max_seq_len model_max_length",
     "engine.slots": "max_num_seqs num_slots prompt_batch_size prompts_per_batch prompts_per_step",
+    "curriculum.online_difficulty_filtering": "dynamic_sampling filter_groups",
+    "eval.interval": "eval_every eval_freq eval_interval eval_steps test_freq",
+    "eval.rollouts_per_example": "eval_num_samples n_eval_rollouts",
     "eval.num_examples": "eval_examples num_eval_examples num_eval_samples",
     "eval.eval_base_model": "eval_base eval_before_train eval_on_start val_before_train",
     "generator.count": "num_shards world_size",
@@ -73,7 +77,7 @@ FOREIGN = {
     "sampling.max_completion_length": "completion_length max_completion_len max_gen_len "
     "max_length max_new_tokens max_output_tokens max_response_length max_tokens seq_len",
     "sampling.num_generations": "g_size group_size k n n_samples n_samples_per_prompt "
-    "num_completions num_return_sequences num_rollouts num_samples rollouts_per_example "
+    "num_completions num_return_sequences num_rollouts num_samples "
     "rollouts_per_prompt rollouts_per_problem samples_per_prompt",
     "sampling.min_p": "minp",
     "sampling.min_tokens": "min_completion_length min_length min_new_tokens",
@@ -102,6 +106,7 @@ FOREIGN = {
     "train.max_tokens_per_microbatch": "max_tokens_per_batch max_tokens_per_mb "
     "micro_batch_tokens token_budget",
     "train.num_workers": "workers threads num_threads",
+    "train.token_batch_size": "batch_tokens tokens_per_batch tokens_per_step",
     "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
     "train.weight_decay": "wd",
     "weights.dir": "broadcast_dir weight_dir weights_dir weights_path",
@@ -119,6 +124,8 @@ RIGHT_NAMES = {foreign: right for right, names in FOREIGN.items() for foreign in
 def refuse_strange_settings(settings: Mapping[str, object], known: Known) -> None:
     """Raise ConfigError for the first setting that has no place, or is no setting at all."""
     for section, content in settings.items():
+        if section == "env" and isinstance(content, (list, tuple)):
+            continue  # [[env]]; [env] would be what others call [task]
         if section not in known:
             raise ConfigError(_unknown_section(section, content, known))
         if isinstance(content, Mapping):
@@ -128,6 +135,23 @@ def refuse_strange_settings(settings: Mapping[str, object], known: Known) -> Non
                 f"'{section}' is a section, not a setting ({section} = {shown(content)}); "
                 f"its settings: {', '.join(known[section])}"
             )
+
+
+def refuse_strange_rows(
+    settings: Mapping[str, object], known: Known, *, leaves: Sequence[str]
+) -> None:
+    """The same for the tables of [[env]] and [[eval.env]], which may hold `leaves`."""
+    held_out = settings.get("eval")
+    tables = {"env": settings.get("env")}
+    if isinstance(held_out, Mapping):
+        tables["eval.env"] = cast("Mapping[str, object]", held_out).get("env")
+    for option, rows in tables.items():
+        for row in cast("list[object]", rows) if isinstance(rows, list) else []:
+            for leaf in cast("Mapping[str, object]", row) if isinstance(row, Mapping) else ():
+                if leaf not in leaves:
+                    near = get_close_matches(leaf, leaves, n=1)
+                    hint = f"did you mean {near[0]}?" if near else right_name("", leaf, known)
+                    raise ConfigError(f"unknown setting {leaf} in [[{option}]]; {hint}")
 
 
 def _refuse_strange_leaves(section: str, content: Mapping[str, object], known: Known) -> None:

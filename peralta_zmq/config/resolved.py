@@ -13,18 +13,26 @@ from typing import cast
 from peralta_zmq import durable
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.names import shown
-from peralta_zmq.config.sections import Config, Section
+from peralta_zmq.config.section import Section, rows_of
+from peralta_zmq.config.sections import Config
 from peralta_zmq.errors import ConfigError
 
 RESOLVED = "config.toml"
 WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=1 make run)"
 
 # What only says where and how long, not what is learned: free to change when a run goes on.
-FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "security", "weights", "wire"}
+FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "security", "verifier", "weights",
+                 "wire"}  # fmt: skip
 FREE_SETTINGS = {
-    "model.device", "run.dir", "run.num_local_generators", "task.reward_timeout",
+    "curriculum.easy_fraction",
+    "curriculum.hard_fraction",
+    "curriculum.oversampling_factor",
+    "model.device",
+    "run.dir",
+    "run.num_local_generators",
+    "task.reward_timeout",
     "train.num_workers",
-}  # fmt: skip
+}
 GROWING_SETTINGS = {"train.max_steps"}
 
 
@@ -65,11 +73,17 @@ def earlier_config(config: Config, folder: Path) -> Config:
 
 def toml_text(config: Config) -> str:
     """The whole config as TOML; None is written as "None", which is read as None."""
-    sections = (
-        "\n".join([f"[{name}]", *(f"{leaf} = {_toml(setting)}" for leaf, setting in section)])
-        for name, section in _sections(config)
-    )
-    return "\n\n".join(sections) + "\n"
+    tables: list[tuple[str, Section]] = [("[[env]]", each) for each in config.env]
+    for name, section in _sections(config):
+        tables.append((f"[{name}]", section))
+        tables += [("[[eval.env]]", each) for each in config.eval.env if name == "eval"]
+    return "\n\n".join("\n".join([head, *_lines(table)]) for head, table in tables) + "\n"
+
+
+def _lines(table: Section) -> Iterator[str]:
+    for leaf, setting in table:
+        if not rows_of(type(table).model_fields[leaf]):
+            yield f"{leaf} = {_toml(setting)}"
 
 
 def _read(folder: Path) -> Config:
@@ -85,11 +99,13 @@ def _read(folder: Path) -> Config:
 
 def _sections(config: Config) -> Iterator[tuple[str, Section]]:
     for name, section in config:
-        assert isinstance(section, Section)
-        yield name, section
+        if name != "env":
+            assert isinstance(section, Section)
+            yield name, section
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
+    yield "env", tuple(each.model_copy(update={"address": None}) for each in config.env)
     for name, section in _sections(config):
         for leaf, setting in section:
             yield f"{name}.{leaf}", setting
@@ -115,5 +131,7 @@ def _toml(setting: object) -> str:
         return str(setting).lower()
     if isinstance(setting, (int, float)):
         return repr(setting)
+    if isinstance(setting, tuple):
+        return f"[{', '.join(map(_toml, cast('tuple[object, ...]', setting)))}]"
     # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
     return json.dumps(str(setting), ensure_ascii=False).replace("\x7f", "\\u007F")

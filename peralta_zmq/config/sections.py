@@ -19,7 +19,16 @@ from pydantic import (
     model_validator,
 )
 
-from peralta_zmq.config.names import refuse_strange_settings
+from peralta_zmq.config.environments import (
+    CurriculumSection,
+    DataSection,
+    EnvSection,
+    EvalSection,
+    VerifierSection,
+    check_curriculum,
+    check_environments,
+)
+from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
 from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
 from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
@@ -60,21 +69,6 @@ class TaskSection(Section):
     """options of the reward, as a TOML table or as JSON"""
     reward_timeout: PositiveFloat = 10.0
     """seconds that the reward of one answer may take; then its group is given up"""
-
-
-class DataSection(Section):
-    """The problems; None = what the task itself says."""
-
-    train: Text | None = None
-    """problems to train on: a shipped set (math_1k) or a path to CSV or JSONL"""
-    eval: Text | None = None
-    """held-out problems: a shipped set (math_250) or a path to CSV or JSONL"""
-    prompt_column: Text | None = None
-    """column that holds the question"""
-    answer_column: Text | None = None
-    """column that holds the answer; the model never sees it"""
-    system_prompt: str | None = None
-    """system message before every question"""
 
 
 class SamplingSection(Section):
@@ -135,6 +129,8 @@ class TrainSection(Section):
 
     batch_size: PositiveInt = 128
     """rollouts per optimizer step, a multiple of sampling.num_generations"""
+    token_batch_size: PositiveInt | None = None
+    """tokens per optimizer step, of prompts and completions, in the place of batch_size"""
     max_steps: PositiveInt = 80
     """optimizer steps of the whole run"""
     learning_rate: PositiveFloat = 2e-4
@@ -167,15 +163,6 @@ class TrainSection(Section):
     """groups sampled by weights older than this many steps are dropped"""
     num_workers: PositiveInt = 1
     """processes that share the cores of the trainer's machine"""
-
-
-class EvalSection(Section):
-    """Held-out accuracy before and after."""
-
-    num_examples: Annotated[int, Field(ge=-1)] = -1
-    """held-out problems to answer; -1 = all"""
-    eval_base_model: bool = True
-    """also measure the model before training"""
 
 
 class WireSection(Section):
@@ -257,6 +244,8 @@ class Config(Section):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     data: DataSection = DataSection()
+    env: tuple[EnvSection, ...] = ()
+    curriculum: CurriculumSection = CurriculumSection()
     sampling: SamplingSection = SamplingSection()
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = GeneratorSection()
@@ -265,6 +254,7 @@ class Config(Section):
     advantage: AdvantageSection = AdvantageSection()
     filter: FilterSection = FilterSection()
     eval: EvalSection = EvalSection()
+    verifier: VerifierSection = VerifierSection()
     wire: WireSection = WireSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -293,6 +283,16 @@ class Config(Section):
         return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
+    def environments(self) -> tuple[EnvSection, ...]:
+        """What is trained on: [[env]], or the one that [task] and [data] describe."""
+        return self.env or (EnvSection(task=self.task.name, **self.data.model_dump()),)
+
+    @property
+    def eval_environments(self) -> tuple[EnvSection, ...]:
+        """What is evaluated."""
+        return self.eval.env or self.environments
+
+    @property
     def data_options(self) -> dict[str, str]:
         """What [data] says, as keywords for the task's `problems`; defaults left to the task."""
         return self.data.model_dump(exclude_none=True)
@@ -306,7 +306,10 @@ class Config(Section):
     @classmethod
     def _refuse_strange_settings(cls, settings: object) -> object:
         if isinstance(settings, Mapping):
-            refuse_strange_settings(cast("Mapping[str, object]", settings), known_fields())
+            settings = cast("Mapping[str, object]", settings)
+            known = known_fields()
+            refuse_strange_rows(settings, known, leaves=list(EnvSection.model_fields))
+            refuse_strange_settings(settings, known)
         return cast(object, settings)
 
     @model_validator(mode="after")
@@ -316,6 +319,7 @@ class Config(Section):
         _check_temperature(self.sampling)
         _check_ranges(self)
         _check_security(self)
+        _check_environments(self)
         return self
 
 
@@ -376,8 +380,11 @@ def _check_temperature(sampling: SamplingSection) -> None:
 
 def _check_ranges(config: Config) -> None:
     train, generator = config.train, config.generator
-    if config.eval.num_examples == 0:
-        raise ConfigError("eval.num_examples 0 measures nothing; use -1 for all, or 1 or more")
+    if config.eval.num_examples == 0 or config.eval.num_examples < -1:
+        raise ConfigError(
+            f"eval.num_examples {config.eval.num_examples} measures nothing; "
+            "use -1 for all, or 1 or more"
+        )
     if train.warmup_steps > train.max_steps:
         raise ConfigError(
             f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
@@ -388,6 +395,16 @@ def _check_ranges(config: Config) -> None:
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
             "indices start at 0, and the count is the same for all generators"
         )
+
+
+def _check_environments(config: Config) -> None:
+    if config.env and (config.task.name, config.data) != (TaskSection().name, DataSection()):
+        raise ConfigError(
+            "[[env]] and the settings of [task] or [data] exclude each other; "
+            "move them into an [[env]]"
+        )
+    check_environments(config.environments, config.eval.env)
+    check_curriculum(config.curriculum, num_environments=len(config.environments))
 
 
 def _check_security(config: Config) -> None:

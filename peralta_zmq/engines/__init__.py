@@ -51,7 +51,8 @@ def ask(
                 continue
             number = next(numbers)
             under_way[number] = problem, []
-            prompt_ids = np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32)
+            tokens = problem.input_token_ids or policy.chat_prompt(tokenizer, problem.messages)
+            prompt_ids = np.array(tokens, np.int32)
             for sibling in range(num_generations):
                 yield Request(number * num_generations + sibling, prompt_ids)
 

@@ -1,4 +1,4 @@
-"""Greedy answers to held-out problems. Knows engines and a reward function; keeps no state."""
+"""Answers to held-out problems. Knows engines and a reward function; keeps no state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from peralta_zmq import policy
 from peralta_zmq.engines import Generates, ask
-from peralta_zmq.errors import RewardError, TaskError
+from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Answer, Problem, Sampling, rollout_of
 
 logger = logging.getLogger(__name__)
@@ -19,21 +19,28 @@ def evaluate(
     problems: Sequence[Problem],
     reward: Callable[[Problem, str], float | dict[str, float]],
     *,
-    max_completion_length: int,
-) -> list[Answer]:
-    """One greedy answer to each problem, in their order; without those whose reward fails.
+    sampling: Sampling,
+    num_generations: int = 1,
+) -> list[tuple[Problem, list[Answer]]]:
+    """`num_generations` answers to each problem, in the order of the problems.
 
-    Raises TaskError when that is all of them.
+    A problem whose reward fails is left out and logged; raises TaskError when all are.
     """
-    sampling = Sampling(temperature=0.0, max_completion_length=max_completion_length)
-    answers: dict[str, Answer] = {}
-    for problem, (said,) in ask(engine, tokenizer, problems, num_generations=1, sampling=sampling):
+    places = {id(problem): place for place, problem in enumerate(problems)}
+    answers: dict[int, list[Answer]] = {}
+    failure: TaskError | None = None
+    asked = ask(engine, tokenizer, problems, num_generations=num_generations, sampling=sampling)
+    for problem, completions in asked:
         try:
-            earned = rollout_of(said, reward(problem, said.text)).reward
-        except RewardError as error:
-            logger.warning("left an answer out of the evaluation: %s", error)
-            continue
-        answers[problem.id] = Answer(problem.messages[-1].content, said.text, earned)
-    if not answers:
-        raise TaskError("no held-out answer could be rewarded; the log says why")
-    return [answers[problem.id] for problem in problems if problem.id in answers]
+            answers[places[id(problem)]] = [
+                Answer(
+                    problem.question, each.text, rollout_of(each, reward(problem, each.text)).reward
+                )
+                for each in completions
+            ]
+        except TaskError as error:
+            failure = error
+            logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
+    if failure is not None and not answers:
+        raise failure
+    return [(problems[place], answers[place]) for place in sorted(answers)]

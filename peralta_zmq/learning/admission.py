@@ -12,8 +12,12 @@ from typing import Any, Literal, TypeAlias
 
 from peralta_zmq.rollout import RolloutGroup
 
-Verdict: TypeAlias = Literal["trained", "set_aside", "stale", "abandoned", "invalid", "duplicate"]
-OUTCOMES = ("trained", "set_aside", "stale", "abandoned", "invalid", "lost")
+Verdict: TypeAlias = Literal[
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "duplicate"
+]
+OUTCOMES = (
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "lost",
+)  # fmt: skip
 ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
 MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
@@ -108,6 +112,8 @@ class Admission:
     """Decides which groups may be trained."""
 
     max_off_policy_steps: int
+    online_difficulty_filtering: bool = False
+    """Drop groups whose mean reward is exactly 0 or 1."""
     ledger: Ledger = field(default_factory=Ledger)
     abandoned: set[str] = field(default_factory=set[str])
     """Ids of weights that a roll-back has left behind; what they sampled is not trained."""
@@ -124,8 +130,12 @@ class Admission:
     def _judge(self, group: RolloutGroup, step: int) -> Verdict:
         if not group.rollouts:
             return "invalid"  # what it held was refused
+        if group.evaluates >= 0:
+            return "evaluated"
         if group.policy_step >= step or group.wid in self.abandoned:
             return "abandoned"
         if staleness(group, step=step) > self.max_off_policy_steps:
             return "stale"
+        if self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0):
+            return "filtered"
         return "trained" if group.has_signal else "set_aside"

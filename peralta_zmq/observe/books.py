@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Any, cast
 
@@ -93,12 +92,27 @@ class Books:
         """Whether the held-out problems were answered at this step."""
         return any(row.get("step") == step for row in read_rows(self._folder / EVALUATIONS))
 
-    def evaluation(self, step: int, answers: Sequence[Answer]) -> None:
-        """Write the held-out accuracy and a few answers."""
-        accuracy = fmean(answer.reward for answer in answers)
+    def evaluation(
+        self,
+        step: int,
+        answers: Sequence[Answer],
+        *,
+        accuracy: float,
+        figures: Mapping[str, float],
+        policy_steps: Sequence[int],
+    ) -> None:
+        """Write the held-out accuracy (mean reward of all answers), a few answers, and figures.
+
+        `policy_steps` are those of the oldest and the newest weights that answered.
+        """
         shown = [asdict(answer) for answer in answers[:CLOSING_SAMPLES]]
-        self._evaluations.append({"step": step, "accuracy": accuracy, "answers": shown})
-        self.note(f"held-out accuracy at step {step}: {accuracy:.3f}")
+        row = {"step": step, "accuracy": accuracy, "answers": shown}
+        self._evaluations.append(
+            row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
+        )
+        several = figures if len(figures) > 2 else {}  # avg@1 and pass@1 say nothing new
+        more = "".join(f"  {name} {value:.3f}" for name, value in several.items())
+        self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{more}")
 
     def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
         """Summary, plot and last words, all from the run's files."""

@@ -97,7 +97,7 @@ def closing_text(
     after: Sequence[Answer],
     weights_folder: Path,
 ) -> str:
-    """The last words of a run; `before` and `after` answer the same problems in the same order."""
+    """The last words of a run; of the answers, those to the same problems are shown."""
     named = [("plot", folder / PLOT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
@@ -120,7 +120,10 @@ def closing_text(
 
 def _sample_lines(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
     lines = [_columns("problem", "base answer", "trained answer", "reward")]
-    for base, trained in zip(before, after, strict=True):
+    said = {answer.problem: answer for answer in before}
+    for trained in after:
+        if (base := said.get(trained.problem)) is None:
+            continue  # other examples were evaluated
         reward = f"{base.reward:g} -> {trained.reward:g}"
         lines.append(_columns(base.problem, base.answer, trained.answer, reward))
     return lines

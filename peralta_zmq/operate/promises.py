@@ -16,7 +16,8 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.operate.history import History, Key, read_history
 
-SETTLED = ("trained", "set_aside", "stale", "abandoned", "invalid")  # fates that the journal knows
+# Fates that the journal knows.
+SETTLED = ("trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid")
 MAX_SHOWN = 5  # violations in one line
 
 

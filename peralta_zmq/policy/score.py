@@ -269,8 +269,8 @@ def _attention(
         raise ValueError("the model caps its attention scores")
     parts = zip(*(each.split(segments.sizes, 2) for each in (query, key, value)), strict=True)
     seen = [
-        _seen(*each, sees, scaling=options["scaling"])
-        for each, sees in zip(parts, segments.masks, strict=True)
+        _seen(some, keys, values, sees, scaling=options["scaling"])
+        for (some, keys, values), sees in zip(parts, segments.masks, strict=True)
     ]
     return torch.cat(seen, 2).transpose(1, 2), None
 

@@ -29,7 +29,7 @@ SILENT_SECONDS = 60.0  # a client that neither asks nor takes for so long is dro
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def read_token(file: str | None) -> str | None:
+def read_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
     """The password in a file. Raises ConfigError when others may read it, or it is short."""
     if file is None:
         return None
@@ -37,13 +37,12 @@ def read_token(file: str | None) -> str | None:
     try:
         mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"weights.token_file {path} cannot be read ({error})") from None
+        raise ConfigError(f"{option} {path} cannot be read ({error})") from None
     if mode & 0o077:
-        raise ConfigError(f"weights.token_file {path} may be read by others; chmod 600 {path}")
+        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}")
     if len(token) < 16 or not token.isascii():
         raise ConfigError(
-            f"weights.token_file {path} holds a weak password; "
-            f"make one: openssl rand -hex 32 > {path}"
+            f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
         )
     return token
 

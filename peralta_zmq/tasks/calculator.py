@@ -5,20 +5,16 @@ Knows which columns ask and answer, and what an answer is worth; knows nothing o
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Iterator
 from typing import Literal
 
 from peralta_zmq.errors import TaskError
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.rollout import Problem
 from peralta_zmq.tasks.arithmetic import evaluate
-from peralta_zmq.tasks.rows import DataRow, read_rows
+from peralta_zmq.tasks.problems import problems_from
 
 NAME = "calculator"
 REWARD_IS_BOUNDED = True  # evaluate() refuses what would take long: no process of its own
-
-log = logging.getLogger(__name__)
 
 
 def problems(
@@ -36,22 +32,14 @@ def problems(
     A row without a prompt or with a target that is not arithmetic is left out and logged with
     its number. Raises TaskError when the file cannot be read or no row is left.
     """
-    source = train if split == "train" else eval
-    made: list[Problem] = []
-    refused: list[str] = []
-    for row in read_rows(source, columns=(prompt_column, answer_column)):
-        try:
-            made.append(_problem_of(row, prompt_column, answer_column, system_prompt))
-        except ValueError as reason:
-            value = row.columns[answer_column]
-            refused.append(f"row={row.number} {answer_column}={value!r:.80} reason='{reason}'")
-    if not made:
-        raise TaskError(
-            f"none of the {len(refused)} rows of '{source}' can be used, the first is "
-            f"{refused[0]}; name the right columns or mend the file"
-        )
-    _report(source, refused, num_kept=len(made))
-    return iter(made)
+    return problems_from(
+        train if split == "train" else eval,
+        task=NAME,
+        prompt_column=prompt_column,
+        answer_column=answer_column,
+        system_prompt=system_prompt,
+        check=evaluate,
+    )
 
 
 def reward(problem: Problem, completion_text: str) -> float:
@@ -70,29 +58,3 @@ def reward(problem: Problem, completion_text: str) -> float:
         return float(evaluate(completion_text) == target)
     except ValueError:
         return 0.0
-
-
-def _problem_of(
-    row: DataRow, prompt_column: str, answer_column: str, system_prompt: str
-) -> Problem:
-    """Raises ValueError with the reason when a row asks nothing or its target has no value."""
-    prompt, answer = row.columns[prompt_column], row.columns[answer_column]
-    if not prompt.strip():
-        raise ValueError(f"{prompt_column} is empty")
-    evaluate(answer)
-    system = (Message("system", system_prompt),) if system_prompt else ()
-    return Problem(
-        id=hashlib.sha256(f"{NAME}\n{prompt}".encode()).hexdigest()[:16],
-        task=NAME,
-        messages=(*system, Message("user", prompt)),
-        answer=answer,
-    )
-
-
-def _report(source: str, refused: list[str], *, num_kept: int) -> None:
-    for line in refused:
-        log.warning("event=row_refused source='%s' %s", source, line)
-    if refused:
-        log.warning(
-            "event=rows_refused source='%s' refused=%d kept=%d", source, len(refused), num_kept
-        )

@@ -16,7 +16,12 @@ from typing import NamedTuple, cast
 
 from peralta_zmq.errors import TaskError
 
-SHIPPED = ("math_1k", "math_250", "math_10k")
+SHIPPED = (
+    *("math_1k", "math_250", "math_10k"),
+    *("countdown_1k", "countdown_100", "reverse_text_1k", "reverse_text_100"),
+    *("math_answers_500", "math_answers_100"),
+)
+TOKENS = "input_token_ids"  # a column that may stand in for the prompt
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
@@ -35,16 +40,20 @@ class _Broken(Exception):
         self.number = number
 
 
-def read_rows(source: str, *, columns: Sequence[str]) -> list[DataRow]:
+def read_rows(
+    source: str, *, columns: Sequence[str], prompt_column: str | None = None
+) -> list[DataRow]:
     """The named columns of every row, in file order; other columns are ignored.
 
-    `source` is a shipped set's name or a path. Raises TaskError for a file that is missing,
-    empty or not UTF-8, a column that is missing, and a row that cannot be read.
+    `source` is a shipped set's name or a path. `prompt_column` is one more, in whose place a row
+    may carry `input_token_ids`: a list in JSONL, numbers between spaces in CSV. A list comes as
+    such a text. Raises TaskError for a file that is missing, empty or not UTF-8, a column that is
+    missing, and a row that cannot be read.
     """
     path = _path_of(source)
     parse = _jsonl_rows if path.suffix.lower() in JSONL_SUFFIXES else _csv_rows
     try:
-        rows = list(parse(_text_of(path), columns))
+        rows = list(parse(_text_of(path), columns, prompt_column))
     except _Broken as broken:
         raise TaskError(f"'{source}' line {broken.number}: {broken}") from None
     if not rows:
@@ -91,9 +100,10 @@ def _text_of(path: Path) -> str:
         raise _Broken(number, f"{error.reason}; save the file as UTF-8") from None
 
 
-def _csv_rows(text: str, columns: Sequence[str]) -> Iterator[DataRow]:
+def _csv_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
     records = _csv_records(text)
     header_number, header = next(records, (1, list[str]()))
+    columns = _wanted(header, columns, prompt_column)
     _check_columns(header, columns, number=header_number)
     for number, fields in records:
         if len(fields) != len(header):
@@ -119,14 +129,23 @@ def _csv_records(text: str) -> Iterator[tuple[int, list[str]]]:
         raise _Broken(number, f"{error}; check the quotes of this row") from None
 
 
-def _jsonl_rows(text: str, columns: Sequence[str]) -> Iterator[DataRow]:
+def _jsonl_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
     # Only "\n" ends a line here: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             row = _json_object(line, number=number)
-            _check_columns(list(row), columns, number=number)
-            texts = {name: _json_text(row[name], name, number=number) for name in columns}
+            wanted = _wanted(list(row), columns, prompt_column)
+            _check_columns(list(row), wanted, number=number)
+            texts = {name: _json_text(row[name], name, number=number) for name in wanted}
             yield DataRow(number, texts)
+
+
+def _wanted(there: list[str], columns: Sequence[str], prompt_column: str | None) -> list[str]:
+    """The columns to take: of prompt and tokens those that are there, the prompt if none is."""
+    if prompt_column is None:
+        return list(columns)
+    either = [name for name in (prompt_column, TOKENS) if name in there] or [prompt_column]
+    return [*either, *columns]
 
 
 def _json_object(line: str, *, number: int) -> dict[str, object]:
@@ -144,7 +163,9 @@ def _json_object(line: str, *, number: int) -> dict[str, object]:
 
 
 def _json_text(value: object, name: str, *, number: int) -> str:
-    """A text or number; half of a surrogate pair, which JSON can spell, is no text."""
+    """A text or number, or tokens; half of a surrogate pair, which JSON can spell, is no text."""
+    if name == TOKENS and isinstance(value, list):
+        return " ".join(map(str, cast("list[object]", value)))
     if not isinstance(value, str):
         raise _Broken(number, f"column '{name}' is {value!r:.40}; it must be text or a number")
     try:

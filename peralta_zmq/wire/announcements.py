@@ -14,6 +14,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import strict
 
 MAX_SENDERS = 1 << 14  # in one announcement
+MAX_BITS = 1 << 19  # of problems that rest or are answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,26 @@ class Announcement:
     seen: dict[str, int] = field(default_factory=dict[str, int])
     """By sender: the highest sequence that came. Above `recv`, something between is lost."""
     taken: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: all its groups up to this sequence are in steps that have begun, or dropped."""
+    """By sender, less 1: how many of its groups are in steps that have begun, or dropped."""
     waiting: bool = False  # for groups; else in a step, an evaluation, a start
     done: bool = False  # the run is complete
+    in_step: int = 0  # groups that the newest step took; 0 = none was taken yet
+    next_draw: int = 0  # all groups that came are of draws below this
+    train_set: bytes = b""  # 8 bytes that tell one set of problems to train on from another
+    resting: bytes = b""
+    """A bit for each position of the train set that is not to be drawn now (bit p % 8 of byte
+    p // 8); empty = all are drawn."""
+    evaluate: int = -1  # the step whose weights the generators shall evaluate; -1 = none
+    answered: bytes = b""
+    """A bit for each held-out example that needs no further answer in this evaluation."""
 
 
 SAID = {
     "run_id": str, "boot": bytes, "step": int, "begun": int, "version": int, "wid": str,
     "min_step": int,
     "recv": dict, "durable": dict, "seen": dict, "taken": dict, "waiting": bool, "done": bool,
+    "in_step": int, "next_draw": int, "train_set": bytes, "resting": bytes, "evaluate": int,
+    "answered": bytes,
 }  # fmt: skip
 BY_SENDER = ("recv", "durable", "seen", "taken")
 
@@ -70,6 +82,8 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
         for name, kind in SAID.items()
         if name in fields
     }
+    if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("resting", "answered")):
+        raise ValueError(f"more than {MAX_BITS} bits")
     for name in BY_SENDER:
         for sender, sequence in known.get(name, {}).items():
             strict.typed(sender, str, name)

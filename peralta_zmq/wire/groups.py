@@ -4,6 +4,7 @@ What siblings share is sent once, and what is known of context tokens (logprob 0
 is not sent at all. Knows the rules of a sound group; knows nothing of sockets.
 
     v run gen boot seq floor step wid problem task    who made it, when, from what
+    draw evaluates    which draw, and for which evaluation; -1 or missing = none
     turns     u2 [K]          spans of each rollout
     spans     u4 [S, 2]       context tokens, then generated tokens
     prompt    i4 [P]          the first tokens of every rollout; empty when they differ
@@ -41,6 +42,8 @@ LOGPROB_SLACK = 1e-3  # rounding may lift log(1) a little above 0
 MAX_TOKENS = 1 << 20  # of one group; a shared prompt could make a small message large
 MAX_COUNT = 1 << 12  # of rollouts, of spans, of changes of the policy step
 MAX_STEP = 2**31 - 1
+MAX_DRAW = 2**53
+SINCE = {"draw": MAX_DRAW, "evaluates": MAX_STEP}  # bounds; older generators do not send them
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 NO_STEP = pack("<i", -1)
@@ -106,6 +109,8 @@ def _frame_of(group: RolloutGroup) -> bytes:
         "parts": "".join([f"{name}\0" for name in parts]),
         "values": _values(rollouts, parts) if parts else b"",
         "finish": bytes([FINISH_REASONS.index(each.finish_reason) for each in rollouts]),
+        "draw": group.draw,
+        "evaluates": group.evaluates,
         "crc32": bytes(4),
     }
     frame = cast(bytes, msgpack.packb(fields))[:-4]
@@ -211,7 +216,8 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         siblings = _siblings_of(envelope.step, vocab_size, *columns)
     except MALFORMED as error:
         raise InvalidGroupError(_malformed(error), RolloutGroup(*envelope, (), floor)) from None
-    return RolloutGroup(*envelope, siblings, floor)
+    since = (fields.get(name, -1) for name in SINCE)
+    return RolloutGroup(*envelope, siblings, floor, *since)
 
 
 def _malformed(error: Exception) -> str:
@@ -246,6 +252,9 @@ def _opened(fields: dict[str, Any], frame: bytes) -> tuple[_Envelope, int, list[
         raise ValueError("floor above the sequence, or a negative one")
     if not 0 <= step <= MAX_STEP:
         raise ValueError("policy step out of bounds")
+    for name, bound in SINCE.items():
+        if not -1 <= strict.typed(fields.get(name, -1), int, name) <= bound:
+            raise ValueError("draw or evaluation out of bounds")
     return _Envelope(run, gen, boot, sequence, problem, task, step, wid), floor, columns
 
 

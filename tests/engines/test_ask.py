@@ -9,7 +9,7 @@ import pytest
 from peralta_zmq import policy
 from peralta_zmq.engines import ask
 from peralta_zmq.engines.evaluate import evaluate
-from peralta_zmq.errors import RewardError, TaskError
+from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
 PROBLEMS = [
@@ -126,6 +126,12 @@ def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
     assert "41" not in tokenizer.decode(said.prompt_ids)
 
 
+def test_a_prompt_of_tokens_is_asked_as_it_is(tokenizer: Any) -> None:
+    tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
+    ((_, (said,)),) = ask(Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling())
+    assert said.prompt_ids.tolist() == [7, 0, 9]
+
+
 # Evaluation.
 
 
@@ -134,39 +140,34 @@ def paid(problem: Problem, text: str) -> float:
 
 
 def test_evaluation_answers_each_problem_in_its_order(tokenizer: Any) -> None:
-    answers = evaluate(Parrot(order=[2, 0, 1]), tokenizer, PROBLEMS, paid, max_completion_length=7)
-    assert [(each.problem, each.reward) for each in answers] == [
-        ("1 plus 2", 0.25), ("2 plus 2", 0.5), ("3 plus 2", 0.75),
+    engine = Parrot(order=[2, 5, 0, 3, 1, 4])
+    found = evaluate(engine, tokenizer, PROBLEMS, paid, sampling=Sampling(), num_generations=2)
+    assert [problem.id for problem, _ in found] == ["1", "2", "3"]
+    assert [[(each.problem, each.reward) for each in said] for _, said in found] == [
+        [("1 plus 2", 0.25)] * 2, [("2 plus 2", 0.5)] * 2, [("3 plus 2", 0.75)] * 2,
     ]  # fmt: skip
-
-
-def test_evaluation_is_greedy_within_its_length(tokenizer: Any) -> None:
-    engine = Parrot()
-    evaluate(engine, tokenizer, PROBLEMS, paid, max_completion_length=7)
-    assert engine.samplings == [Sampling(temperature=0.0, max_completion_length=7)]
 
 
 def test_evaluation_adds_up_the_parts_of_a_reward(tokenizer: Any) -> None:
     parts = {"right": 1.0, "short": 0.5}
-    answers = evaluate(
-        Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, max_completion_length=7
+    found = evaluate(
+        Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, sampling=Sampling()
     )
-    assert [each.reward for each in answers] == [1.5] * 3
+    assert [each.reward for _, said in found for each in said] == [1.5] * 3
 
 
-def test_evaluation_leaves_out_an_answer_whose_reward_fails(tokenizer: Any) -> None:
-    def fails(problem: Problem, text: str) -> float:
-        if problem is PROBLEMS[1]:
-            raise RewardError("it hangs")
+def test_an_example_whose_reward_fails_is_left_out_and_no_zero(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(problem: Problem, text: str) -> float:
+        if problem.id == "2" or broken:
+            raise TaskError("no idea")
         return 1.0
 
-    answers = evaluate(Parrot(), tokenizer, PROBLEMS, fails, max_completion_length=7)
-    assert [(each.problem, each.reward) for each in answers] == [("1 plus 2", 1), ("3 plus 2", 1)]
-
-
-def test_evaluation_without_any_reward_is_an_error(tokenizer: Any) -> None:
-    def fails(problem: Problem, text: str) -> float:
-        raise RewardError("it hangs")
-
-    with pytest.raises(TaskError, match="no held-out answer could be rewarded"):
-        evaluate(Parrot(), tokenizer, PROBLEMS, fails, max_completion_length=7)
+    broken = False
+    found = evaluate(Parrot(), tokenizer, PROBLEMS, failing, sampling=Sampling())
+    assert [problem.id for problem, _ in found] == ["1", "3"]
+    assert "not evaluated: problem=2 reason=no idea" in caplog.text
+    broken = True
+    with pytest.raises(TaskError, match="no idea"):
+        evaluate(Parrot(), tokenizer, PROBLEMS, failing, sampling=Sampling())

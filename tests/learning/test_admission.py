@@ -159,3 +159,29 @@ def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
         ledger.settle(sender, ledger.seen(sender) + 1, "trained")
     assert ledger.senders == ["a", "c"]
     assert ledger.total == 4 == ledger.outcomes["trained"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0, 0, 0], "filtered"),
+        ([1, 1, 1], "filtered"),
+        ([0.5, 0.5], "set_aside"),
+        ([2, 0], "filtered"),  # its mean is 1
+        ([0, 1], "trained"),
+    ],
+)
+def test_groups_that_are_all_right_or_all_wrong_are_filtered_when_asked(
+    rewards: list[float], verdict: str
+) -> None:
+    assert (
+        Admission(8, online_difficulty_filtering=True).admit(group_of(rewards), step=1) == verdict
+    )
+    assert Admission(8).admit(group_of(rewards), step=1) != "filtered"
+
+
+def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
+    admission = Admission(0)
+    asked = group_of([1, 0], evaluates=3)
+    assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
+    assert admission.ledger.outcomes == {"evaluated": 1}

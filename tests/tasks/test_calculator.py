@@ -140,3 +140,10 @@ def test_a_file_without_one_good_row_is_refused_with_the_first_and_the_count(
 def test_a_bad_file_is_refused_when_problems_are_asked_for_and_not_later() -> None:
     with pytest.raises(TaskError, match="no data set or file 'nothing'"):
         calculator.problems("train", 0, train="nothing")
+
+
+def test_a_row_of_tokens_is_asked_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("python_expression,input_token_ids\n1 + 1,5 0 17\n2,\n3,5 -1\n4,x\n")
+    (problem,) = calculator.problems("train", 0, train=str(path), system_prompt="be brief")
+    assert (problem.input_token_ids, problem.messages, problem.answer) == ((5, 0, 17), (), "1 + 1")

@@ -149,3 +149,18 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_line_and_the_reason(
 def test_every_error_is_one_line(write: Write, case: str) -> None:
     name, content, _ = REFUSED[case]
     assert not re.search(r"[\r\n]", error_of(write(name, content)))
+
+
+def test_tokens_may_stand_in_for_the_prompt(write: Write) -> None:
+    path = write("x.jsonl", '{"input_token_ids": [5, 0, 17], "a": "1"}\n{"q": "one", "a": "2"}')
+    rows = read_rows(path, columns=("a",), prompt_column="q")
+    assert [row.columns for row in rows] == [
+        {"input_token_ids": "5 0 17", "a": "1"},
+        {"q": "one", "a": "2"},
+    ]
+
+
+def test_a_row_with_neither_prompt_nor_tokens_is_refused(write: Write) -> None:
+    path = write("x.csv", "a,b\n1,2\n")
+    with pytest.raises(TaskError, match=r"line 1: no column 'q'; the columns are 'a', 'b'"):
+        read_rows(path, columns=("a",), prompt_column="q")

@@ -25,6 +25,7 @@ from peralta_zmq.wire import strict
 
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
+LATER = ("draw", "evaluates")  # fields that older generators do not send
 
 
 def decoded(frame: bytes) -> RolloutGroup:
@@ -221,7 +222,7 @@ def test_sender_refuses_text_that_is_not_unicode() -> None:
 # What a receiver refuses, and by which rule.
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in LATER])
 def test_missing_field_is_refused(name: str) -> None:
     said = msgpack.unpackb(FRAME)
     del said[name]
@@ -229,10 +230,18 @@ def test_missing_field_is_refused(name: str) -> None:
         decoded(msgpack.packb(said) if name == "crc32" else sealed(said))
 
 
+def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
+    said = msgpack.unpackb(wire.encode_group(dataclasses.replace(GROUP, draw=5, evaluates=7)))
+    assert (decoded(sealed(said)).draw, decoded(sealed(said)).evaluates) == (5, 7)
+    older = {name: value for name, value in said.items() if name not in LATER}
+    assert (decoded(sealed(older)).draw, decoded(sealed(older)).evaluates) == (-1, -1)
+
+
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
     fits = name in ("run", "gen", "wid", "problem", "task") and value == "x"
+    fits = fits or (name in LATER and value == -1)
     if not fits:
         with pytest.raises(WireError):
             decoded(changed(**{name: value}))
@@ -263,6 +272,9 @@ def doubles(*numbers: float) -> bytes:
         ({"floor": -1}, "floor above the sequence"),
         ({"step": -1}, "step out of bounds"),
         ({"step": 2**31}, "step out of bounds"),
+        ({"draw": -2}, "draw or evaluation"),
+        ({"draw": 2**53 + 1}, "draw or evaluation"),
+        ({"evaluates": 2**31}, "draw or evaluation"),
         ({"turns": b""}, "without prompt"),
         ({"turns": shorts(1, 0, 2)}, "without prompt"),
         ({"turns": shorts(1, 1)}, "unequal"),

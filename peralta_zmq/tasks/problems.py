@@ -1,0 +1,91 @@
+"""From rows to problems, the same for every shipped task.
+
+Knows columns, prompts and identities; knows nothing of what an answer is worth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.tasks.rows import TOKENS, DataRow, read_rows
+
+MAX_TOKEN_ID = 2**31 - 1
+
+log = logging.getLogger(__name__)
+
+
+def problems_from(
+    source: str,
+    *,
+    task: str,
+    prompt_column: str,
+    answer_column: str,
+    system_prompt: str = "",
+    check: Callable[[str], object] = str.strip,
+) -> Iterator[Problem]:
+    """Every row of a file once, in file order.
+
+    A row is left out, and logged with its number, when it asks nothing, when its
+    `input_token_ids` are no token ids, or when `check` of its answer raises ValueError. Raises
+    TaskError when the file cannot be read or no row is left.
+    """
+    made: list[Problem] = []
+    refused: list[str] = []
+    for row in read_rows(source, columns=(answer_column,), prompt_column=prompt_column):
+        answer = row.columns[answer_column]
+        try:
+            check(answer)
+            made.append(_problem_of(row, task, prompt_column, answer, system_prompt))
+        except ValueError as reason:
+            refused.append(f"row={row.number} {answer_column}={answer!r:.80} reason='{reason}'")
+    if not made:
+        raise TaskError(
+            f"none of the {len(refused)} rows of '{source}' can be used, the first is "
+            f"{refused[0]}; name the right columns or mend the file"
+        )
+    _report(source, refused, num_kept=len(made))
+    return iter(made)
+
+
+def identity(values: Sequence[str]) -> str:
+    """What tells one problem from another: 16 hexadecimal digits of a sha256."""
+    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+
+
+def _problem_of(
+    row: DataRow, task: str, prompt_column: str, answer: str, system_prompt: str
+) -> Problem:
+    """Raises ValueError with the reason when a row asks nothing."""
+    tokens = _tokens_of(row.columns.get(TOKENS, ""))
+    prompt = row.columns.get(prompt_column, "")
+    if not tokens and not prompt.strip():
+        raise ValueError(f"{prompt_column} is empty")
+    system = (Message("system", system_prompt),) if system_prompt and not tokens else ()
+    user = (Message("user", prompt),) if prompt else ()
+    return Problem(
+        id=identity((task, prompt or row.columns[TOKENS])),
+        task=task,
+        messages=(*system, *user),
+        answer=answer,
+        input_token_ids=tokens,
+    )
+
+
+def _tokens_of(text: str) -> tuple[int, ...]:
+    words = text.split()
+    if not all(each.isascii() and each.isdigit() and int(each) <= MAX_TOKEN_ID for each in words):
+        raise ValueError(f"{TOKENS} must be whole numbers from 0 on")
+    return tuple(map(int, words))
+
+
+def _report(source: str, refused: list[str], *, num_kept: int) -> None:
+    for line in refused:
+        log.warning("event=row_refused source='%s' %s", source, line)
+    if refused:
+        log.warning(
+            "event=rows_refused source='%s' refused=%d kept=%d", source, len(refused), num_kept
+        )

@@ -1,0 +1,142 @@
+"""How old groups are when they are trained, with generators of unequal speed: real programs.
+
+    PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md
+
+The first generator has one slot instead of eight, so that it is several times slower.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from field import Field, until
+
+from peralta_zmq.operate.history import read_history
+
+STEPS = 40
+SETTINGS = (f"--train.max-steps={STEPS}", "--train.batch-size=32", "--checkpoint.interval=50")
+RUNS = ((1, False), (2, False), (4, False), (2, True))  # generators, and whether one is killed
+CROWDED = 0.2  # above the mean that four generators may reach on two cores
+LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups
+TITLE = """\
+# Pacing
+
+How many optimizer steps old a group is when it is admitted to a step, queue time included, with
+`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One of the generators is slowed on
+purpose: it samples one completion at a time (`engine.slots` 1), the others eight. Bounds: a mean of
+at most 1, less than 2% of the groups dropped. Four generators and a trainer on two cores miss the
+first a little: there a group takes longer than a step. In the last row the generator that has
+the newest weights is killed in the middle of the run; the longest wait of the trainer for a step's
+groups after that is what its death costs.
+
+Made by `PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 8
+groups each, trainer and generators on one machine with 2 cores, the embedded model.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """What one run came to."""
+
+    name: str
+    ages: Counter[int]  # groups by staleness
+    made_by: dict[str, int]  # groups in steps, by generator
+    dropped: int
+    seconds: float
+    longest_wait: float  # of the trainer for the groups of a step, from the second step on
+
+    @property
+    def mean(self) -> float:
+        """Steps of staleness."""
+        return sum(age * count for age, count in self.ages.items()) / self.ages.total()
+
+    @property
+    def share_dropped(self) -> float:
+        """Of all groups that came."""
+        return self.dropped / (self.ages.total() + self.dropped)
+
+
+def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
+    """A whole run with so many generators, the first of them slow."""
+    field = Field(folder, *SETTINGS)
+    try:
+        trainer = field.trainer()
+        generators = [
+            field.generator(
+                f"g{index}",
+                *("--generator.index", str(index), "--generator.count", str(num_generators)),
+                *(("--engine.slots", "1") if index == 0 else ()),
+            )
+            for index in range(num_generators)
+        ]
+        started = time.monotonic()
+        if kill:
+            newest = f"loaded version={STEPS // 3}"
+            until(lambda: any(newest in each.printed for each in generators), trainer)
+            next(each for each in generators if newest in each.printed).kill()
+        assert trainer.ends(timeout=400) == 0, trainer.printed[-3000:]
+        seconds = time.monotonic() - started
+        return _measured(field, f"{num_generators}{', one killed' if kill else ''}", seconds)
+    finally:
+        field.close()
+
+
+def _measured(field: Field, name: str, seconds: float) -> Paced:
+    history = read_history(field.run, [])
+    in_steps = [each for each in history.journal if each.fate in ("trained", "set_aside")]
+    made_by = Counter(each.key[0].partition("/")[0] for each in in_steps)
+    accounting = history.summary["accounting"]
+    assert isinstance(accounting, dict)
+    waits = [float(str(row["time/wait_for_batch"])) for row in history.rows[1:]]
+    return Paced(
+        name,
+        ages=Counter(each.age for each in in_steps),
+        made_by=dict(sorted(made_by.items())),
+        dropped=accounting["stale"] + accounting["abandoned"] + accounting["lost"],
+        seconds=seconds,
+        longest_wait=max(waits),
+    )
+
+
+def table(runs: list[Paced]) -> str:
+    """The histograms, one row for each run."""
+    ages = range(max(age for run in runs for age in run.ages) + 1)
+    head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "of each generator",
+            "longest wait"]  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for run in runs:
+        shares = " ".join(f"{name} {count}" for name, count in run.made_by.items())
+        lines.append(
+            [run.name, *(str(run.ages[age]) for age in ages), f"{run.mean:.2f}",
+             f"{run.dropped} ({run.share_dropped:.1%})", shares, f"{run.longest_wait:.1f} s"]
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def limit_of(name: str) -> float:
+    """The largest mean age that a run may have."""
+    return LIMITS["mean"] + (CROWDED if name == "4" else 0)
+
+
+def main() -> int:
+    """All runs, as a page."""
+    runs: list[Paced] = []
+    for num_generators, kill in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(paced(Path(folder), num_generators, kill=kill))
+        print(f"{runs[-1]}", file=sys.stderr)
+    print(TITLE.format(steps=STEPS))
+    print(table(runs))
+    kept = all(
+        run.mean <= limit_of(run.name) and run.share_dropped < LIMITS["dropped"] for run in runs
+    )
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Environments elsewhere and evaluations by generators, as a person starts them: real programs.
+
+.venv/bin/python -m pytest tests/test_elsewhere.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from field import Field, until
+
+from peralta_zmq import wire
+from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.recovery import journal
+
+# No answer is worth 0 here, so that a 0 would be somebody's failure.
+NEVER_ZERO = """
+from peralta_zmq.tasks.calculator import problems
+
+def reward(problem, completion_text):
+    return 0.5 + 0.5 * (len(completion_text) % 2)
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    return three_free_ports()
+
+
+@pytest.fixture
+def field(tmp_path: Path, port: int) -> Iterator[Field]:
+    """Two environments, one of them elsewhere."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "generous.py").write_text(NEVER_ZERO)
+    (tmp_path / "two.toml").write_text(
+        f"""
+        [[env]]
+        task = "pkg.generous"
+        name = "far"
+        address = "http://127.0.0.1:{port}"
+        [[env]]
+        task = "calculator"
+        train = "math_10k"
+        [curriculum]
+        env_ratios = [1, 1]
+        """
+    )
+    opened = Field(
+        tmp_path, "--eval.rollouts-per-example", "2", "@", str(tmp_path / "two.toml"),
+        "--verifier.port", str(port),
+    )  # fmt: skip
+    yield opened
+    opened.close()
+
+
+def groups_of(field: Field) -> Iterator[tuple[str, list[float]]]:
+    """Environment and rewards of every group in the journal."""
+    for step in journal.steps_in(field.run / "journal"):
+        for record in journal.read_records(field.run / "journal", step)[0]:
+            if record.kind == journal.GROUP:
+                group = wire.decode_group(record.content, vocab_size=1 << 20)
+                yield group.task, group.rewards
+
+
+@pytest.mark.timeout(120)
+def test_a_verifier_that_dies_in_a_run_costs_time_and_no_reward(
+    field: Field, tmp_path: Path
+) -> None:
+    home = {"PYTHONPATH": str(tmp_path)}
+    verifier = field.start("verifier", log="verifier", environment=home)
+    trainer = field.trainer("--train.max-steps=8", environment=home)
+    generator = field.generator("ann", environment=home)
+    until(lambda: field.step >= 2, verifier, trainer, generator)
+    verifier.kill()
+    until(lambda: "waiting for the verifier" in generator.printed, trainer, generator)
+    field.start("verifier", log="verifier", environment=home)
+    assert trainer.ends(timeout=60) == 0, trainer.printed
+    assert generator.ends(timeout=20) == 0, generator.printed
+    assert "answers again" in generator.printed and "lost group" not in generator.printed
+    rewards = {name: [] for name in ("far", "calculator")}
+    for name, found in groups_of(field):
+        rewards[name] += found
+    assert len(rewards["far"]) == pytest.approx(len(rewards["calculator"]), rel=0.5)
+    assert set(rewards["far"]) <= {0.5, 1.0}
+    assert json.loads((field.run / "summary.json").read_text())["accounting"]["lost"] == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("cancel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_generators_evaluate_while_training_goes_on(
+    field: Field, tmp_path: Path, cancel: bool
+) -> None:
+    home = {"PYTHONPATH": str(tmp_path)}
+    field.start("verifier", log="verifier", environment=home)
+    settings = ["--train.max-steps=8", "--eval.interval=3"]
+    settings += ["--eval.cancel-inflight-rollouts-on-eval"] * cancel
+    trainer = field.trainer(*settings, environment=home)
+    # One of two shares: the other has nobody, and its examples are answered all the same.
+    generator = field.generator("ann", *settings, "--generator.count=2", environment=home)
+    assert trainer.ends(timeout=90) == 0, trainer.printed
+    assert generator.ends(timeout=20) == 0, generator.printed
+    rows = {int(str(row["step"])): row for row in read_rows(field.run / "eval.jsonl")}
+    assert sorted(rows) in ([3, 6, 8], [3, 8])  # the end may overtake the second
+    assert rows[3]["policy_steps"][0] >= 3
+    names = ["far/avg@2", "far/pass@1", "far/pass@2",
+             "calculator/avg@2", "calculator/pass@1", "calculator/pass@2"]  # fmt: skip
+    assert list(rows[3]["figures"]) == names
+    accounting = json.loads((field.run / "summary.json").read_text())["accounting"]
+    assert accounting["evaluated"] >= 8  # 4 examples of each of two environments
+    assert field.broken(max_steps=8) == {}

@@ -1,0 +1,123 @@
+"""A resumed run is the run that was never interrupted: weights, optimizer, pools, draws, schedules.
+
+.venv/bin/python -m pytest tests/test_resume.py
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import group_of
+
+from peralta_zmq import wire
+from peralta_zmq.config import load_config
+from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import Trainer
+
+STEPS = 8
+SETTINGS = (
+    *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
+    *("--train.learning-rate=0.01", "--train.lr-scheduler-type=cosine", "--train.warmup-steps=3"),
+    *("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2", "--sampling.temp-end=0.6"),
+    *("--curriculum.easy-threshold=0.75", "--curriculum.hard-threshold=0.25"),
+    *("--curriculum.online-difficulty-filtering", "--no-eval.eval-base-model"),
+    *("--eval.num-examples=2", "--checkpoint.interval=2", "--train.num-workers=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer sets its own handlers; give the test runner its back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def groups_for(trainer: Trainer) -> list[RolloutGroup]:
+    """More than enough for all steps; some are filtered, some make their problem rest."""
+    drawn = random.Random(7)
+    ids = list(trainer._pools._positions)
+    return [
+        group_of(
+            [float(drawn.random() < 0.5) for _ in range(4)],
+            lengths=[drawn.randint(2, 9) for _ in range(4)],
+            seed=number, sequence=number, draw=3 * number,
+            problem_id=ids[drawn.randrange(12)], run_id=trainer._run_id,
+        )
+        for number in range(STEPS * 6)
+    ]  # fmt: skip
+
+
+class Session:
+    """A trainer that is fed all groups from the first on, as a generator's outbox would."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        port = three_free_ports()
+        arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(port)]
+        self.trainer = Trainer(load_config("bin/trainer", arguments), stack)
+        self.trainer.recover()
+        sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
+        stack.enter_context(closing(sender))
+        for group in groups_for(self.trainer):
+            assert sender.send(wire.encode_group(group), timeout=5)
+
+    def advance(self) -> dict[str, Any]:
+        """The state after one more step."""
+        self.trainer.advance()
+        learner = self.trainer._learner
+        return {
+            "step": learner.step,
+            "tensors": {name: each.clone() for name, each in learner.state().items()},
+            "rate": learner.learning_rate(learner.step),
+            "pools": self.trainer._pools.saved(),
+            "resting": self.trainer._said.resting,
+            "next_draw": self.trainer._next_draw,
+            "outcomes": dict(self.trainer._admission.ledger.outcomes),
+        }
+
+
+def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        whole = Session(stack, tmp_path / "whole")
+        expected = [whole.advance() for _ in range(STEPS)]
+    assert expected[-1]["pools"]["easy"] and expected[-1]["pools"]["hard"]
+    assert expected[-1]["outcomes"]["filtered"] > 0
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path / "cut")
+        for _ in range(3):  # the checkpoint is of step 2: step 3 comes from the journal
+            first.advance()
+    with ExitStack() as stack:
+        second = Session(stack, tmp_path / "cut")
+        assert second.trainer._learner.step == 3
+        found = [second.advance() for _ in range(5)]
+    for before, after in zip(expected[3:], found, strict=True):
+        tensors, again = before.pop("tensors"), after.pop("tensors")
+        assert after == before
+        assert again.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(again[name], tensor), f"{name} at step {before['step']}"
+
+
+def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        pools = [first.advance() for _ in range(4)][-1]["pools"]
+    assert pools["easy"] and pools["hard"]
+    port = three_free_ports()
+    arguments = [*SETTINGS, "--run.dir", str(tmp_path), "--wire.port", str(port)]
+    with ExitStack() as stack:
+        chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
+        again = Trainer(chosen, stack)
+        again.recover()
+        assert again._pools.saved() == {"easy": [], "hard": pools["hard"]}
