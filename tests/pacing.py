@@ -31,8 +31,8 @@ How many optimizer steps old a group is when it is admitted to a step, queue tim
 purpose: it samples one completion at a time (`engine.slots` 1), the others eight. Bounds: a mean of
 at most 1, less than 2% of the groups dropped. Four generators and a trainer on two cores miss the
 first a little: there a group takes longer than a step. In the last row the generator that has
-the newest weights is killed in the middle of the run; the longest wait of the trainer for a step's
-groups after that is what its death costs.
+the newest weights is killed in the middle of the run; the trainer's longest wait for
+a step's groups in the whole run is what its death costs at most.
 
 Made by `PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 8
 groups each, trainer and generators on one machine with 2 cores, the embedded model.
