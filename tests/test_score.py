@@ -158,3 +158,22 @@ def test_small_matrices_are_multiplied_in_float32_on_a_cpu() -> None:
 def test_a_chosen_number_format_is_taken() -> None:
     chosen = training_dtype(tiny_model(), "bfloat16")
     assert chosen == (torch.bfloat16, "as train.dtype says")
+
+
+@pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
+def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int) -> None:
+    tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
+    segments = [Segment((Branch(-1, 20), Branch(19, 40), Branch(19, length - 60)))]
+    scored = torch.arange(20, length)
+    found = list[Tensor]()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model()
+        logprobs = Scorer(model, dtype=dtype)(tokens, segments, scored)
+        logprobs.sum().backward()
+        found += [
+            logprobs.detach(),
+            torch.cat([each.grad.flatten() for each in model.parameters()]),
+        ]
+    exact, expected, narrow, gradient = found
+    assert (narrow - exact).abs().max() < 0.05
+    assert torch.nn.functional.cosine_similarity(gradient, expected, dim=0) > 0.999
