@@ -181,3 +181,22 @@ def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
     assert torch.allclose(logprobs, scorer(tokens, SEGMENTS, scored, temperature=heat), atol=1e-6)
     assert entropy.shape == logprobs.shape
     assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
+
+
+@pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
+def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int) -> None:
+    tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
+    segments = [Segment((Branch(-1, 20), Branch(19, 40), Branch(19, length - 60)))]
+    scored = torch.arange(20, length)
+    found = list[Tensor]()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model()
+        logprobs = Scorer(model, dtype=dtype)(tokens, segments, scored)
+        logprobs.sum().backward()
+        found += [
+            logprobs.detach(),
+            torch.cat([each.grad.flatten() for each in model.parameters()]),
+        ]
+    exact, expected, narrow, gradient = found
+    assert (narrow - exact).abs().max() < 0.05
+    assert torch.nn.functional.cosine_similarity(gradient, expected, dim=0) > 0.999

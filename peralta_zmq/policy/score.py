@@ -267,10 +267,10 @@ def _attention(
         return AttentionInterface()[THEIRS](module, query, key, value, mask, **options)
     if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
-    parts = zip(*(each.split(segments.sizes, 2) for each in (query, key, value)), strict=True)
+    queries, keys, values = (each.split(segments.sizes, 2) for each in (query, key, value))
     seen = [
-        _seen(some, keys, values, sees, scaling=options["scaling"])
-        for (some, keys, values), sees in zip(parts, segments.masks, strict=True)
+        _seen(*each, scaling=options["scaling"])
+        for each in zip(queries, keys, values, segments.masks, strict=True)
     ]
     return torch.cat(seen, 2).transpose(1, 2), None
 
