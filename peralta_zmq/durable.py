@@ -75,7 +75,7 @@ def write_folder(
         failpoint("durable.synced")
         _rename(temporary, final)
     except BaseException:  # what fills a file may fail too
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
         raise
     failpoint("durable.renamed")
     sync_folder(final.parent)
@@ -235,6 +235,15 @@ def _rename(source: Path, target: Path) -> None:
                 raise
             time.sleep(delay)
     os.rename(source, target)
+
+
+def _discard(folder: Path) -> None:
+    """NFS keeps a deleted file under another name until its last write has been answered."""
+    for delay in RENAME_DELAYS:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(delay)
 
 
 def _sync(descriptor: int) -> None:

@@ -144,6 +144,7 @@ class Generator:
         self._unjudged = 0  # groups without a reward
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._silence_said = time.monotonic()
+        self._is_left = False  # by a trainer that has nothing more to do
         self._reload_seconds = 0.0  # of the latest change of weights
         self._factor = config.curriculum.oversampling_factor
         per_step = math.ceil(config.groups_per_step * self._factor)
@@ -206,8 +207,7 @@ class Generator:
         self._under_way = 0
         self._follower.give_back()
         while not self._done and self._version.number == number:
-            heard = self._hear(timeout=0.2)
-            self._done = heard is not None and heard.done
+            self._done = self._is_over(self._hear(timeout=0.2))
             with suppress(NewRunError):
                 self._refresh(engine)
 
@@ -239,7 +239,7 @@ class Generator:
 
         def answered(place: int) -> bool:
             heard = self._hear()
-            self._done = self._done or (heard is not None and heard.done)
+            self._done = self._done or self._is_over(heard)
             over = heard is not None and heard.evaluate != step
             return self._done or over or (heard is not None and is_resting(heard.answered, place))
 
@@ -304,7 +304,7 @@ class Generator:
         """Whether a further group may be started; notes when the run is complete."""
         self._refresh(engine)
         heard = self._hear()
-        self._done = heard is not None and heard.done
+        self._done = self._is_over(heard)
         for frame in self._outbox.lost_on_the_way(heard):
             self._done = self._done or not self._send(frame, engine)
         if heard and heard.in_step and self._config.train.token_batch_size:
@@ -346,7 +346,13 @@ class Generator:
         now, heard_at = time.monotonic(), self._line.listener.heard_at
         if now - max(heard_at, self._silence_said) > SILENT_SECONDS:
             self._silence_said = now
+            self._is_left = self._version.step >= self._config.train.max_steps
             logger.info("the trainer is not heard; what is made waits for it")
+
+    def _is_over(self, heard: wire.Announcement | None) -> bool:
+        """The trainer says so; or it is silent and we serve the last weights: its last words are
+        easily missed."""
+        return self._is_left or (heard is not None and heard.done)
 
     def _refresh(self, engine: registry.Engine) -> None:
         """Apply a newer version, at once or when the groups under way have ended."""
@@ -468,7 +474,7 @@ class Generator:
         said = started
         while not self._line.sender.send(frame, timeout=0.2):
             heard = self._hear()
-            if heard is not None and heard.done:
+            if self._is_over(heard):
                 return False
             self._refresh(engine)
             if time.monotonic() - said > WAITING_SECONDS:

@@ -371,3 +371,15 @@ def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_
         worker._score_and_send(problem, said, mine, engine)
         assert (worker._sequence, worker._unjudged) == (made, given_up)
     assert "raised ValueError: no such move" in caplog.text
+
+
+@pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])
+def test_a_trainer_that_is_silent_after_the_last_step_has_ended_the_run(
+    follower: Follower, line: Line, store: WeightStore, monkeypatch: pytest.MonkeyPatch,
+    step: int, over: bool,
+) -> None:  # fmt: skip
+    version = until_step(Spy(), follower, published(store, step, 1.0), step)
+    worker = generator_of(follower, line, version)
+    assert not worker._is_over(worker._hear())
+    monkeypatch.setattr(generator, "SILENT_SECONDS", 0.0)
+    assert worker._is_over(worker._hear()) == over
