@@ -9,7 +9,7 @@ MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch for this machine
 
@@ -44,6 +44,9 @@ fuzz: setup  ## Fuzz everything that is decoded, SECONDS=60, where atheris can b
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) atheris 2>/dev/null; then \
 	  PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(SECONDS); \
 	else echo "skipped: PyPI has no atheris for this Python and system"; fi
+
+compare-losses: setup  ## Train 40 steps with each loss and advantage, table into docs/losses.md
+	@$(BIN)/python -m benchmarks.losses --document docs/losses.md $(ARGS)
 
 lint: setup  ## ruff and pyright
 	@$(BIN)/ruff check .
@@ -80,4 +83,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos soak test test-slow test-chaos test-lab lab-soak fuzz lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos soak test test-slow test-chaos test-lab lab-soak fuzz compare-losses lint data base-model clean fresh torch

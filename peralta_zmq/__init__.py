@@ -21,7 +21,9 @@ Read in this order; it takes half an hour, and everything else is a plug:
 Layers, each importing only from above:
     words       rollout errors durable failpoints
     leaves      config registry wire policy tasks learning curriculum stores recovery observe
+                guard
     engines     ways to sample
+    objective   from the settings to the loss, the advantages and the filters
     parts       from the settings to what more than one loop needs
     loops       generator trainer (and base, which teaches the embedded model)
     outside     operate and the doors in bin/

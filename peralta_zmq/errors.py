@@ -8,11 +8,17 @@ PeraltaError
  |    +-- ChainError a version whose deltas lead from nothing that can be read
  +-- JournalError   a journal or a checkpoint
  +-- TaskError      a data file, a row, a target, a reward
+ |    +-- RewardError  a reward function that fails on an answer
+ +-- PartError      a loss, advantage or filter of one's own that fails
  +-- EngineError    weights that do not compute
  +-- TrainingError  steps that cannot be taken
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
+
+from __future__ import annotations
+
+import traceback
 
 
 class PeraltaError(Exception):
@@ -47,9 +53,24 @@ class TaskError(PeraltaError):
     """A data file, a row of it, or a reward function is at fault."""
 
 
+class RewardError(TaskError):
+    """A reward function raised, hung, or gave no usable number; the answer has no reward."""
+
+
+class PartError(PeraltaError):
+    """A loss, advantage or filter of one's own raised, hung, or gave what it may not."""
+
+
 class EngineError(PeraltaError):
     """The weights give logits that are not finite; what was under way with them is given up."""
 
 
 class TrainingError(PeraltaError):
     """Several steps in a row had no finite gradient; the weights are as before them."""
+
+
+def described(error: BaseException) -> str:
+    """An exception on one line, with the innermost line of code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

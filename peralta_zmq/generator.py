@@ -19,10 +19,9 @@ from peralta_zmq import parts, policy, registry, tasks, wire
 from peralta_zmq.config import Config
 from peralta_zmq.curriculum.order import walk
 from peralta_zmq.engines import ask
-from peralta_zmq.errors import EngineError, TaskError, WireError
+from peralta_zmq.errors import EngineError, RewardError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import (
-    MAX_REWARD,
     Completion,
     Problem,
     RolloutGroup,
@@ -105,8 +104,9 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
+        judge = stack.enter_context(parts.judge_of(config, task))
         worker = Generator(config, name, boot, follower, line, version)
-        worker.work(engine, tokenizer, problems, task.reward)
+        worker.work(engine, tokenizer, problems, judge.reward)
 
 
 class NewRunError(Exception):
@@ -139,6 +139,7 @@ class Generator:
         self._begin(version, boot)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
+        self._unjudged = 0  # groups without a reward
         self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
         self._silence_said = time.monotonic()
         self._reload_seconds = 0.0  # of the latest change of weights
@@ -173,7 +174,8 @@ class Generator:
             try:
                 for problem, completions in answers:
                     self._under_way -= 1
-                    if not self._send_new(self._group_of(problem, completions, reward), engine):
+                    group = self._group_of(problem, completions, reward)
+                    if group is not None and not self._send_new(group, engine):
                         self._done = True
                         break
             except NewRunError:
@@ -287,6 +289,7 @@ class Generator:
                 made=self._sequence,
                 lost=self._outbox.lost,
                 resent=self._outbox.resent,
+                unjudged=self._unjudged,
                 step=self._version.step,
                 tokens_per_s=tokens / elapsed,
                 blocked_frac=min(1.0, blocked / elapsed),
@@ -302,14 +305,14 @@ class Generator:
 
     def _group_of(
         self, problem: Problem, completions: Sequence[Completion], reward: Reward
-    ) -> RolloutGroup:
-        rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
-        for rollout in rollouts:
-            if not abs(rollout.reward) <= MAX_REWARD:  # NaN too
-                raise TaskError(
-                    f"task '{problem.task}' rewards an answer to '{problem.id}' with "
-                    f"{rollout.reward}; return a number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
-                )
+    ) -> RolloutGroup | None:
+        """The scored siblings; None, counted, when one of them cannot be scored."""
+        try:
+            rollouts = tuple(rollout_of(each, reward(problem, each.text)) for each in completions)
+        except RewardError as error:
+            self._unjudged += 1
+            logger.warning("gave up a group: %s", error)
+            return None
         oldest = min(int(each.policy_steps.min()) for each in completions)
         run_id, wid = self._ids[oldest]
         sequence, self._sequence = self._sequence, self._sequence + 1

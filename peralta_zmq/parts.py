@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import json
 import logging
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from peralta_zmq import durable, policy, registry
+from peralta_zmq import durable, objective, policy, registry
 from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import Sampling, TemperatureSchedule
+from peralta_zmq.tasks.judge import Judge
 
 logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
@@ -22,20 +28,25 @@ TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 
 
 def learner_of(config: Config, model: policy.Model) -> Learner:
-    """The learner that the [train], [loss] and [advantage] sections describe."""
+    """The learner that the [train], [loss], [advantage] and [filter] sections describe.
+
+    The model is still the base here: a loss that asks for a reference gets a copy of it.
+    """
     train = config.train
-    loss_options = config.loss.model_dump(exclude={"name"}, exclude_none=True)
-    advantage_options = config.advantage.model_dump(exclude={"name"}, exclude_none=True)
+    loss, asked = objective.loss_of(config), objective.wants(config)
+    if "teacher" in asked:
+        raise ConfigError("loss.teacher_tau needs a teacher, and this run has none; set it to 0")
     score = scorer_of(config, model)
     return Learner(
         dict(model.named_parameters()),
         score=score,
         share_prompts=score.packs,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
-        loss=functools.partial(registry.resolve("loss", config.loss.name), **loss_options),
-        advantage=functools.partial(
-            registry.resolve("advantage", config.advantage.name), **advantage_options
-        ),
+        loss=loss,
+        advantage=objective.advantage_of(config),
+        filters=objective.filters_of(config, vocab_size=int(model.config.vocab_size)),
+        reference=Scorer(_frozen(model), dtype=score.dtype) if "reference" in asked else None,
+        score_with_entropy=score.with_entropy if config.loss.entropy_coef else None,
         learning_rate=schedule_of(config),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
@@ -44,6 +55,32 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         num_iterations=train.num_iterations,
         oversize=train.oversize,
     )
+
+
+def judge_of(config: Config, task: registry.Task) -> Judge:
+    """What tells how much an answer is worth: the task's reward, or the one that [task] names.
+
+    Raises ConfigError for options that it does not take.
+    """
+    chosen = config.task
+    function: Callable[..., Any] = task.reward
+    if chosen.reward is not None:
+        function = registry.resolve("reward", chosen.reward)
+    try:
+        inspect.signature(function).bind(None, None, **chosen.reward_kwargs)
+    except TypeError as error:
+        raise ConfigError(f"task.reward_kwargs do not fit the reward: {error}") from None
+    return Judge(
+        function,
+        deadline_seconds=chosen.reward_timeout,
+        options=chosen.reward_kwargs,
+        bounded=chosen.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
+    )
+
+
+def _frozen(model: policy.Model) -> policy.Model:
+    """A copy that nothing changes."""
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 def scorer_of(config: Config, model: policy.Model) -> Scorer:

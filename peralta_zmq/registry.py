@@ -13,14 +13,14 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Completion, Problem, Request, Sampling
+from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from peralta_zmq.learning.tokens import Tokens
 
-Kind: TypeAlias = Literal["task", "engine", "loss", "advantage"]
+Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
@@ -33,13 +33,25 @@ TABLES: dict[Kind, dict[str, str]] = {
     "loss": {
         "reinforce": "peralta_zmq.learning.losses:reinforce",
         "grpo": "peralta_zmq.learning.losses:grpo",
+        "importance": "peralta_zmq.learning.losses:importance",
+        "decoupled_ppo": "peralta_zmq.learning.losses:decoupled_ppo",
+        "grpo_kl": "peralta_zmq.learning.losses:grpo_kl",
+        "dppo": "peralta_zmq.learning.losses:dppo",
+        "gspo": "peralta_zmq.learning.losses:gspo",
     },
     "advantage": {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
         "leave_one_out": "peralta_zmq.learning.advantages:leave_one_out",
         "length_weighted": "peralta_zmq.learning.advantages:length_weighted",
+        "token_whitening": "peralta_zmq.learning.advantages:token_whitening",
     },
+    "filter": {
+        "gibberish": "peralta_zmq.learning.filters:gibberish",
+        "repetition": "peralta_zmq.learning.filters:repetition",
+        "overlong": "peralta_zmq.learning.filters:overlong",
+    },
+    "reward": {},  # each task has its own
 }
 
 
@@ -111,11 +123,20 @@ class Loss(Protocol):
 
 
 class Advantage(Protocol):
-    """K advantages from the K rewards of a group and the generated tokens of each."""
+    """K advantages from the K rewards of a group and the generated tokens of each.
+
+    With a keyword `group_adv_norm` that is false, of all rollouts of a step at once.
+    """
 
     def __call__(
         self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
     ) -> list[float]: ...
+
+
+class Filter(Protocol):
+    """Whether a rollout is better not learned from."""
+
+    def __call__(self, rollout: Rollout, **options: Any) -> bool: ...
 
 
 @overload
@@ -126,6 +147,10 @@ def resolve(kind: Literal["engine"], name: str) -> EngineMaker: ...
 def resolve(kind: Literal["loss"], name: str) -> Loss: ...
 @overload
 def resolve(kind: Literal["advantage"], name: str) -> Advantage: ...
+@overload
+def resolve(kind: Literal["filter"], name: str) -> Filter: ...
+@overload
+def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
     """The part that `name` stands for.
 
@@ -152,6 +177,8 @@ def _own(kind: Kind, name: str) -> str:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
+    if not TABLES[kind]:
+        raise ConfigError(f"unknown {kind} '{name}'; give a dotted name of your own")
     menu = ", ".join(sorted(TABLES[kind]))
     near = get_close_matches(name, TABLES[kind], n=1)
     hint = f"did you mean {near[0]}? Choose" if near else "choose"

@@ -92,7 +92,7 @@ class Trainer:
         self._journaling = 0.0  # seconds of this step
         self._signal_at, self._signal_step, self._signal_said = time.monotonic(), 0, False
         self._stopping = False
-        self._open_model()
+        self._open_model(stack)
         self._open_sockets(stack)
         self._open_folders(stack)
         signal.signal(signal.SIGINT, self._stop)
@@ -177,14 +177,14 @@ class Trainer:
 
     # Opening: everything that can be refused is tried before anything is written.
 
-    def _open_model(self) -> None:
+    def _open_model(self, stack: ExitStack) -> None:
         config = self._config
         task = registry.resolve("task", config.task.name)
         tasks.load(task, "train", seed=config.run.seed, options=config.data_options)
         problems = tasks.load(task, "eval", seed=config.run.seed, options=config.data_options)
         limit = config.eval.num_examples
         self._problems: Sequence[Problem] = problems if limit < 0 else problems[:limit]
-        self._reward = task.reward
+        self._judge = stack.enter_context(parts.judge_of(config, task))
         self._model_folder = policy.model_folder(config.model.name)
         device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
@@ -574,7 +574,7 @@ class Trainer:
         return {
             f"gen/{report.generator_id}/{name}": getattr(report, name)
             for sender in self._live() if (report := self._reports.get(sender))
-            for name in ("tokens_per_s", "blocked_frac", "reload_s", "step")
+            for name in ("tokens_per_s", "blocked_frac", "reload_s", "step", "unjudged")
         }  # fmt: skip
 
     def _save(self) -> None:
@@ -631,7 +631,7 @@ class Trainer:
         if not self._books.has_evaluation(step):
             length = self._config.sampling.max_completion_length
             answers = evaluate(
-                self._engine, self._tokenizer, self._problems, self._reward,
+                self._engine, self._tokenizer, self._problems, self._judge.reward,
                 max_completion_length=length,
             )  # fmt: skip
             self._books.evaluation(step, answers)

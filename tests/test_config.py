@@ -527,6 +527,23 @@ def test_any_text_survives_config_toml(text: str) -> None:
     assert tomli.loads(toml_text(config))["data"]["system_prompt"] == f">{text}"
 
 
+def test_tables_survive_config_toml(tmp_path: Path) -> None:
+    config = load(
+        "--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong",
+        "--filter.repetition.window=7", "--filter.gibberish.enforce",
+        "--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}',
+    )  # fmt: skip
+    write_resolved(config, tmp_path)
+    again = load("@", str(tmp_path / "config.toml"))
+    assert again == config
+    assert again.loss.kwargs == {"a b": 'x"y', "c": {"d": [1, 2.5, True]}}
+    overlong, repetition, gibberish = (
+        getattr(again.filter, name) for name in ("overlong", "repetition", "gibberish")
+    )
+    assert (overlong.enforce, repetition.window, gibberish.enforce) == (False, 7, True)
+    assert again.filter.custom["my.filters.own"].kwargs == {"limit": 3}
+
+
 def test_every_setting_is_in_config_toml(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     lines = (tmp_path / "config.toml").read_text().splitlines()

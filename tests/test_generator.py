@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -18,7 +19,7 @@ from fakes import group_of, tiny_model
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import EngineError
+from peralta_zmq.errors import EngineError, RewardError
 from peralta_zmq.generator import (
     Generator,
     Line,
@@ -28,6 +29,7 @@ from peralta_zmq.generator import (
     open_follower,
     refresh,
 )
+from peralta_zmq.rollout import Completion, Problem
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
@@ -340,3 +342,27 @@ def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
     assert worker._send_new(group_of([1, 0], problem_id="x" * 2000), engine)
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
     assert len(worker._outbox) == 0
+
+
+def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_made(
+    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
+    worker = generator_of(follower, line, first)
+    problem = Problem("7", "mine", (), "4")
+    ids = np.array([5, 6], np.int32)
+    said = [
+        Completion(index, ids, ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", text)
+        for index, text in enumerate(["right", "wrong"])
+    ]
+
+    def fails(problem: Problem, text: str) -> float:
+        if text == "wrong":
+            raise RewardError("the reward of mine raised ValueError")
+        return 1.0
+
+    assert worker._group_of(problem, said, fails) is None
+    assert (worker._unjudged, worker._sequence) == (1, 0)
+    assert "the reward of mine raised ValueError" in caplog.text
+    made = worker._group_of(problem, said, lambda problem, text: float(text == "right"))
+    assert made is not None and (made.sequence, made.rewards) == (0, [1.0, 0.0])

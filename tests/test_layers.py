@@ -14,14 +14,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
 WORDS = {"rollout", "errors", "durable", "failpoints"}
 LEAVES = {"config", "registry", "wire", "policy", "tasks", "learning", "curriculum", "stores",
-          "recovery", "observe"}  # fmt: skip
+          "recovery", "observe", "guard"}  # fmt: skip
 LOOPS = {"trainer", "generator", "base"}
 BELOW = WORDS | LEAVES | {"engines"}
 MAY_IMPORT = {
     **dict.fromkeys(WORDS, WORDS),
     **dict.fromkeys(LEAVES, WORDS),
     "engines": WORDS | {"policy"},
-    "parts": BELOW | {"parts"},
+    "objective": BELOW,
+    "parts": BELOW | {"objective"},
     **dict.fromkeys(LOOPS, BELOW | {"parts"}),
     "replay": BELOW | {"parts"},
     "operate": WORDS | {"config", "observe", "wire"},
@@ -41,8 +42,8 @@ DOORS = {
     "matplotlib": {"observe"},
     "tokenizers": {"base"},
 }
-WITHOUT_TORCH = {*WORDS, "config", "registry", "wire", "tasks", "curriculum", "stores.watch",
-                 "observe", "operate"}  # fmt: skip
+WITHOUT_TORCH = {*WORDS, "config", "registry", "guard", "wire", "tasks", "curriculum",
+                 "stores.watch", "observe", "operate"}  # fmt: skip
 
 
 class Import(NamedTuple):

@@ -10,10 +10,18 @@ import pytest
 import torch
 from fakes import group_of, tiny_model
 
-from peralta_zmq import parts, policy
+from peralta_zmq import parts, policy, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.rollout import Request, Rollout, Sampling, TemperatureSchedule, rollout_of
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import (
+    Problem,
+    Request,
+    Rollout,
+    Sampling,
+    TemperatureSchedule,
+    rollout_of,
+)
 
 SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
              "--sampling.temp-end=0.2", "--train.max-steps=6")  # fmt: skip
@@ -73,3 +81,21 @@ def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_f
 def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
     group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
     return parts.learner_of(config, model).learn([group])
+
+
+def test_options_that_the_reward_does_not_take_are_refused() -> None:
+    config = config_of("--task.reward-kwargs", '{"longest": 3}')
+    with pytest.raises(
+        ConfigError, match=r"task\.reward_kwargs do not fit the reward: got an unex"
+    ):
+        parts.judge_of(config, registry.resolve("task", "calculator"))
+
+
+def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> None:
+    task = registry.resolve("task", "calculator")
+    named = config_of("--task.reward=peralta_zmq.tasks.calculator:reward")
+    problem = Problem("1", "calculator", (), "2 + 3")
+    for config, is_here in ((config_of(), True), (named, False)):
+        with parts.judge_of(config, task) as judge:
+            assert judge.reward(problem, "5") == 1.0
+            assert (judge._worker is None) == is_here

@@ -31,7 +31,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["task", "loss", "advantage"])
+@pytest.mark.parametrize("kind", ["task", "loss", "advantage", "filter"])
 def test_every_shipped_name_resolves(kind: Kind) -> None:
     for name in TABLES[kind]:
         resolve(kind, name)
@@ -53,13 +53,14 @@ def test_a_resolved_advantage_can_be_called() -> None:
 def test_an_unknown_name_is_answered_with_the_menu() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("loss", "x")
-    expected = "unknown loss 'x'; choose one of grpo, reinforce, or a dotted name of your own"
+    menu = "decoupled_ppo, dppo, grpo, grpo_kl, gspo, importance, reinforce"
+    expected = f"unknown loss 'x'; choose one of {menu}, or a dotted name of your own"
     assert str(caught.value) == expected
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown loss 'gpro'; did you mean grpo\? Choose"):
-        resolve("loss", "gpro")
+    with pytest.raises(ConfigError, match=r"unknown loss 'inforce'; did you mean reinforce\? "):
+        resolve("loss", "inforce")
 
 
 def test_a_dotted_name_is_a_task_module_of_one_s_own(lab: Path) -> None:
@@ -123,3 +124,8 @@ print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "False False\n"
+
+
+def test_there_is_no_menu_of_rewards() -> None:
+    with pytest.raises(ConfigError, match="unknown reward 'x'; give a dotted name of your own"):
+        resolve("reward", "x")

@@ -177,3 +177,26 @@ def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int
     exact, expected, narrow, gradient = found
     assert (narrow - exact).abs().max() < 0.05
     assert torch.nn.functional.cosine_similarity(gradient, expected, dim=0) > 0.999
+
+
+def test_entropy_of_equal_and_of_unequal_choices() -> None:
+    # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
+    logits = torch.tensor([[0.0, 0, 0, 0], [2.0**0.5, 0, 0, -1e9]]).double()
+    logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
+    found = policy.entropies(logits)
+    assert found.tolist() == pytest.approx([1.3862944, 1.0397208])
+    doubled = policy.entropies(2 * logits, temperature=torch.tensor([2.0, 2.0]))
+    assert doubled.tolist() == pytest.approx(found.tolist())
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@torch.no_grad()
+def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer = Scorer(model)
+    scorer.note = "" if way == "packed" else "asked for"
+    heat = torch.linspace(0.5, 1.5, len(scored))
+    logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=heat)
+    assert torch.allclose(logprobs, scorer(tokens, SEGMENTS, scored, temperature=heat), atol=1e-6)
+    assert entropy.shape == logprobs.shape
+    assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64

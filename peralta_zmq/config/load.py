@@ -82,8 +82,15 @@ def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
     words: list[str] = []
     for argument in arguments:
         stuck = argument.startswith(FILE_SIGN) and argument != FILE_SIGN
-        words += [FILE_SIGN, argument[1:]] if stuck else [argument]
+        words += [FILE_SIGN, argument[1:]] if stuck else _with_separate_table(argument)
     return words
+
+
+def _with_separate_table(argument: str) -> list[str]:
+    """--loss.kwargs={...} as two words, as pydantic_config wants tables and what is in them."""
+    flag, equals, written = argument.partition("=")
+    is_table = written[:1] in ("{", "[") or flag.startswith("--filter.")
+    return [flag, written] if flag.startswith("--") and equals and is_table else [argument]
 
 
 def _check_files(words: Sequence[str]) -> None:
@@ -109,7 +116,8 @@ def _check_missing_values(words: Sequence[str]) -> None:
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        if flag.startswith("--") and kind not in (None, bool) and following.startswith("--"):
+        may_stand_alone = kind in (None, bool) or section == "filter"  # a bare one only counts
+        if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from peralta_zmq import durable
 from peralta_zmq.config.load import load_config
@@ -20,7 +21,10 @@ WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=
 
 # What only says where and how long, not what is learned: free to change when a run goes on.
 FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "security", "weights", "wire"}
-FREE_SETTINGS = {"model.device", "run.dir", "run.num_local_generators", "train.num_workers"}
+FREE_SETTINGS = {
+    "model.device", "run.dir", "run.num_local_generators", "task.reward_timeout",
+    "train.num_workers",
+}  # fmt: skip
 GROWING_SETTINGS = {"train.max_steps"}
 
 
@@ -100,6 +104,13 @@ def _may_change(key: str, before: object, now: object, config: Config) -> bool:
 
 
 def _toml(setting: object) -> str:
+    if isinstance(setting, Section):
+        setting = setting.model_dump()
+    if isinstance(setting, dict):
+        table = cast("dict[str, object]", setting)
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in table.items()) + "}"
+    if isinstance(setting, list):
+        return "[" + ", ".join(map(_toml, cast("list[object]", setting))) + "]"
     if isinstance(setting, bool):
         return str(setting).lower()
     if isinstance(setting, (int, float)):

@@ -6,13 +6,11 @@ Leaf names are TRL's where TRL has one. Knows what combinations make sense; read
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,25 +18,11 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.names import refuse_strange_settings
+from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
+from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
-
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
-Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
-
-
-class Section(BaseConfig):
-    """Settings are read once and never change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunSection(Section):
@@ -70,6 +54,12 @@ class TaskSection(Section):
 
     name: Text = "calculator"
     """a shipped task, or the dotted name of a module of your own"""
+    reward: Text | None = None
+    """a dotted name of your own (module:function) in the place of the task's reward"""
+    reward_kwargs: Table = Field(default={})
+    """options of the reward, as a TOML table or as JSON"""
+    reward_timeout: PositiveFloat = 10.0
+    """seconds that the reward of one answer may take; then its group is given up"""
 
 
 class DataSection(Section):
@@ -179,28 +169,6 @@ class TrainSection(Section):
     """processes that share the cores of the trainer's machine"""
 
 
-class LossSection(Section):
-    """The objective."""
-
-    name: Text = "reinforce"
-    """a shipped loss, or a dotted name of your own (module:function)"""
-    epsilon: PositiveFloat = 0.2
-    """clipped losses: how far the importance ratio may fall below 1"""
-    epsilon_high: PositiveFloat | None = None
-    """clipped losses: how far the ratio may rise above 1; None = epsilon"""
-
-
-class AdvantageSection(Section):
-    """From the rewards of a group to advantages."""
-
-    name: Text = "group_mean"
-    """a shipped estimator, or a dotted name of your own (module:function)"""
-    eps: NonNegativeFloat = 1e-8
-    """group_zscore: added to the standard deviation"""
-    ddof: Annotated[int, Field(ge=0, le=1)] = 0
-    """group_zscore: 0 = standard deviation of a population, 1 = of a sample"""
-
-
 class EvalSection(Section):
     """Held-out accuracy before and after."""
 
@@ -295,6 +263,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
+    filter: FilterSection = FilterSection()
     eval: EvalSection = EvalSection()
     wire: WireSection = WireSection()
     weights: WeightsSection = WeightsSection()

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
 from peralta_zmq.learning.tree import Int64Array, Tree
 from peralta_zmq.rollout import Int32Array, Rollout, RolloutGroup, Segment
 
 Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
-AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 Oversize = Literal["truncate", "drop"]
 
 
@@ -72,19 +72,24 @@ def cut(
     max_tokens: int,
     oversize: Oversize = "truncate",
     share_prompts: bool = True,
+    stays: Sequence[Sequence[bool]] | None = None,
 ) -> Cut:
     """Groups with signal as pieces of at most `max_tokens` tokens.
 
     Siblings share what they begin with unless `share_prompts` is off. A rollout that is too long
-    loses its end, or is dropped, as `oversize` says.
+    loses its end, or is dropped, as `oversize` says. `stays` tells of each rollout of each group
+    whether the filters leave it in; it counts in the baseline anyhow.
     """
     pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
-    for group in groups:
-        if not group.has_signal:
-            continue  # every advantage in it is zero
-        lengths = [rollout.num_generated for rollout in group.rollouts]
+    signal = [number for number, group in enumerate(groups) if group.has_signal]
+    worths = advantages_of([groups[number] for number in signal], advantage)
+    for number, worth_of in zip(signal, worths, strict=True):
         kept = list[tuple[Rollout, float]]()
-        for rollout, worth in zip(group.rollouts, advantage(group.rewards, lengths), strict=True):
+        rollouts = groups[number].rollouts
+        stay_of = stays[number] if stays is not None else [True] * len(rollouts)
+        for rollout, worth, stay in zip(rollouts, worth_of, stay_of, strict=True):
+            if not stay:
+                continue  # its tokens would be masked out
             shorter = rollout
             if len(rollout.token_ids) > max_tokens:
                 counts["truncated" if oversize == "truncate" else "dropped"] += 1

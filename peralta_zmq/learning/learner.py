@@ -14,17 +14,11 @@ import torch
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.batch import (
-    AdvantageFunction,
-    Batch,
-    Cut,
-    Oversize,
-    Temperature,
-    cut,
-    make_batches,
-)  # fmt: skip
+from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
+from peralta_zmq.learning.filters import Filter, apply_filters
 from peralta_zmq.learning.statistics import describe
-from peralta_zmq.learning.step import Score, Taken, logprobs_of, take_step
+from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
 from peralta_zmq.learning.tokens import TokenLoss
 from peralta_zmq.rollout import RolloutGroup
 
@@ -34,7 +28,8 @@ MAX_SKIPPED = 3  # steps in a row without a finite gradient
 class Learner:
     """`learn` takes one step; `step` counts them, `problem` says why the last was skipped.
 
-    `reference` and `teacher` are frozen models that score the same tokens, for losses that ask.
+    `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
+    so is `score_with_entropy` the policy itself, for a loss that wants its entropy too.
     `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
     """
 
@@ -56,6 +51,8 @@ class Learner:
         share_prompts: bool = True,
         reference: Score | None = None,
         teacher: Score | None = None,
+        score_with_entropy: ScoreWithEntropy | None = None,
+        filters: Sequence[Filter] = (),
     ) -> None:
         self.step = 0
         self.problem = ""
@@ -63,6 +60,7 @@ class Learner:
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
         self._reference, self._teacher = reference, teacher
+        self._score_with_entropy, self._filters = score_with_entropy, filters
         self.learning_rate = learning_rate
         self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
@@ -79,14 +77,16 @@ class Learner:
         started = time.monotonic()
         rate = self.learning_rate(self.step)
         adamw.set_learning_rate(self._optimizer, rate)
+        stays, caught = apply_filters(groups, self._filters)
         pieces = cut(
-            groups, self._advantage,
+            groups, self._advantage, stays=stays,
             max_tokens=self._max_tokens, oversize=self._oversize,
             share_prompts=self._share_prompts,
         )  # fmt: skip
         metrics = self._update(pieces)
         return {
             **describe(groups, step=self.step),
+            **caught,
             **metrics,
             "num_truncated": pieces.num_truncated,
             "num_dropped": pieces.num_dropped,
@@ -104,6 +104,7 @@ class Learner:
             take_step(
                 self._optimizer, batches,
                 score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
+                score_with_entropy=self._score_with_entropy,
             )
             for batches in [each for each in dealt if each] or [[]]
         ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
@@ -34,6 +34,19 @@ class Score(Protocol):
     ) -> Tensor: ...
 
 
+class ScoreWithEntropy(Protocol):
+    """The same with the entropy of the policy at each token, [N]."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        segments: Sequence[Segment],
+        scored: Tensor,
+        *,
+        temperature: Tensor | float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 AddUp = Callable[[Tensor], None]  # in place, over all ranks
 
 
@@ -57,21 +70,25 @@ def take_step(
     loss: TokenLoss,
     max_grad_norm: float,
     add_up: AddUp = alone,
+    score_with_entropy: ScoreWithEntropy | None = None,
 ) -> Taken:
     """Accumulate the gradient of all batches, clip, step.
 
     The loss divides by the totals of the whole step, so that no split into micro-batches or
     ranks changes the gradient. A step whose gradient is not finite is skipped and says why.
     Metrics: loss, grad_norm, mismatch_kl, ess, skipped, and the loss's own. Raises ConfigError
-    when the loss does not keep its contract.
+    when the loss does not keep its contract. A loss that wants the entropy of the policy is given
+    `score_with_entropy`, which is asked instead of `score`.
     """
     step_tokens, step_sequences = _totals(batches, add_up)
     sums: dict[str, Tensor] = {}
     for batch in batches:
-        logprobs = score(
-            batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures
-        )
-        tokens = _tokens(batch, logprobs, step_tokens, step_sequences)
+        where = (batch.token_ids, batch.segments, batch.scored)
+        if score_with_entropy is None:
+            logprobs, entropy = score(*where, temperature=batch.temperatures), None
+        else:
+            logprobs, entropy = score_with_entropy(*where, temperature=batch.temperatures)
+        tokens = replace(_tokens(batch, logprobs, step_tokens, step_sequences), entropy=entropy)
         value, own = _checked(loss, tokens)
         value.backward()
         for name, each in {**own, **_diagnostics(tokens), "loss": value}.items():

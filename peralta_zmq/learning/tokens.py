@@ -33,6 +33,7 @@ class Tokens:
     prox_logprobs: Tensor | None = None  # by the trainer before the mini-batches of a step
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    entropy: Tensor | None = None  # of the policy at each token, carries gradient
 
 
 TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]

@@ -290,6 +290,18 @@ def selected_logprobs(
     return cast(torch.Tensor, _SelectedLogprobs.apply(logits, token_ids, temperature))
 
 
+def entropies(
+    logits: torch.Tensor,  # [..., V]
+    *,
+    temperature: torch.Tensor | float = 1.0,  # one for all, or [...]
+) -> torch.Tensor:
+    """-sum p log p of softmax(logits / temperature), in nats, [...]."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.unsqueeze(-1)
+    logprobs = (logits.to(_wide(logits)) / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
 class _SelectedLogprobs(torch.autograd.Function):
     """A few rows at a time both ways, so that the vocabulary is there in fp32 for those only."""
 

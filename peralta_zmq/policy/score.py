@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from peralta_zmq.policy import DTYPES, Model, choose_dtype, selected_logprobs
+from peralta_zmq.policy import DTYPES, Model, choose_dtype, entropies, selected_logprobs
 from peralta_zmq.rollout import Branch, Segment
 
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -72,6 +72,11 @@ class Scorer:
         self.note = self._try()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the matrix products."""
+        return self._dtype
+
+    @property
     def packs(self) -> bool:
         """Whether a prompt is computed once for all of its completions."""
         return not self.note
@@ -85,13 +90,30 @@ class Scorer:
         temperature: Tensor | float = 1.0,  # one for all, or that of each scored token [N]
     ) -> Tensor:
         """log p of the scored tokens given what is before them, at the temperature, [N]."""
-        predict = self._packed if self.packs else self._padded
         if isinstance(temperature, Tensor):
-            logits = predict(token_ids, segments, scored)
+            logits = self._logits(token_ids, segments, scored)
             return selected_logprobs(logits, token_ids[scored], temperature=temperature)
         once, again = scored.unique(return_inverse=True)  # siblings share tokens
-        logits = predict(token_ids, segments, once)
+        logits = self._logits(token_ids, segments, once)
         return selected_logprobs(logits, token_ids[once], temperature=temperature)[again]
+
+    def with_entropy(
+        self,
+        token_ids: Tensor,
+        segments: Sequence[Segment],
+        scored: Tensor,
+        *,
+        temperature: Tensor | float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy of what could have stood there, in nats, both [N]."""
+        logits = self._logits(token_ids, segments, scored)
+        chosen = selected_logprobs(logits, token_ids[scored], temperature=temperature)
+        return chosen, entropies(logits, temperature=temperature)
+
+    def _logits(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
+        """[N, V] at the tokens before the scored ones."""
+        predict = self._packed if self.packs else self._padded
+        return predict(token_ids, segments, scored)
 
     def _packed(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
         layout = _Layout.of(segments, token_ids.device)

@@ -28,6 +28,7 @@ class Counters:
     made: int = 0  # groups
     lost: int = 0  # groups given up
     resent: int = 0  # groups sent again
+    unjudged: int = 0  # groups given up because a reward failed
     step: int = 0  # of the weights in use
     tokens_per_s: float = 0.0
     blocked_frac: float = 0.0  # share of the time without a turn to sample
@@ -42,7 +43,7 @@ class Counters:
         return sender_of(self.generator_id, self.boot)
 
 
-COUNTS = ("made", "lost", "resent", "step")
+COUNTS = ("made", "lost", "resent", "unjudged", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),

@@ -9,6 +9,7 @@ import pytest
 from peralta_zmq import policy
 from peralta_zmq.engines import ask
 from peralta_zmq.engines.evaluate import evaluate
+from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
 PROBLEMS = [
@@ -151,3 +152,21 @@ def test_evaluation_adds_up_the_parts_of_a_reward(tokenizer: Any) -> None:
         Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, max_completion_length=7
     )
     assert [each.reward for each in answers] == [1.5] * 3
+
+
+def test_evaluation_leaves_out_an_answer_whose_reward_fails(tokenizer: Any) -> None:
+    def fails(problem: Problem, text: str) -> float:
+        if problem is PROBLEMS[1]:
+            raise RewardError("it hangs")
+        return 1.0
+
+    answers = evaluate(Parrot(), tokenizer, PROBLEMS, fails, max_completion_length=7)
+    assert [(each.problem, each.reward) for each in answers] == [("1 plus 2", 1), ("3 plus 2", 1)]
+
+
+def test_evaluation_without_any_reward_is_an_error(tokenizer: Any) -> None:
+    def fails(problem: Problem, text: str) -> float:
+        raise RewardError("it hangs")
+
+    with pytest.raises(TaskError, match="no held-out answer could be rewarded"):
+        evaluate(Parrot(), tokenizer, PROBLEMS, fails, max_completion_length=7)

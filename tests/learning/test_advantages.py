@@ -1,12 +1,20 @@
 from __future__ import annotations
 
-import pytest
+import functools
+import math
+from typing import Any
 
+import pytest
+from fakes import group_of
+
+from peralta_zmq.errors import PartError
 from peralta_zmq.learning.advantages import (
+    advantages_of,
     group_mean,
     group_zscore,
     leave_one_out,
     length_weighted,
+    token_whitening,
 )
 
 REWARDS = [1, 0, 0, 1]
@@ -58,5 +66,72 @@ def test_length_weighted_counts_a_long_rollout_more() -> None:
 
 
 @pytest.mark.parametrize("advantage", [group_mean, group_zscore, leave_one_out])
-def test_lengths_do_not_matter_to_the_others(advantage) -> None:  # type: ignore[no-untyped-def]
+def test_lengths_do_not_matter_to_the_others(advantage: Any) -> None:
     assert advantage(REWARDS, LENGTHS) == advantage(REWARDS, [1, 2, 3, 4])
+
+
+def test_whitening_counts_each_token_once() -> None:
+    # tokens 1 1 1 0: mean .75, variance (3 * .0625 + .5625) / 4 = .1875, deviation .4330127
+    # .25 / (.4330127 + .00001) and -.75 / (.4330127 + .00001)
+    scores = token_whitening([1, 0], [3, 1])
+    assert scores == pytest.approx([0.5773369, -1.7320108], abs=1e-7)
+
+
+def test_whitened_tokens_have_mean_zero_and_variance_one() -> None:
+    lengths = [3, 11, 7, 2]
+    scores = token_whitening([0.5, -2, 4, 4], lengths, eps=0)
+    tokens = [score for score, n in zip(scores, lengths, strict=True) for _ in range(n)]
+    assert math.fsum(tokens) == pytest.approx(0, abs=1e-12)
+    assert math.fsum(each**2 for each in tokens) / len(tokens) == pytest.approx(1)
+
+
+def test_whitening_of_large_rewards_keeps_its_digits() -> None:
+    # float32 would see no difference: 1e6 + .01 is 1e6 there
+    assert token_whitening([1e6 + 0.01, 1e6], [1, 1], eps=0) == pytest.approx([1, -1], rel=1e-6)
+
+
+GROUPS = [group_of([1, 0], lengths=[2, 2]), group_of([5, 3, 4], lengths=[1, 1, 2])]
+
+
+def test_groups_are_compared_within_themselves() -> None:
+    assert advantages_of(GROUPS, group_mean) == [[0.5, -0.5], [1, -1, 0]]
+
+
+def test_whitening_compares_all_rollouts_of_the_step() -> None:
+    # tokens 1 1 0 0 5 3 4 4: mean 2.25, mean square 68/8 = 8.5, variance 8.5 - 5.0625 = 3.4375
+    whiten = functools.partial(token_whitening, eps=0.0)
+    deviation = math.sqrt(3.4375)
+    expected = [[-1.25, -2.25], [2.75, 0.75, 1.75]]
+    found = advantages_of(GROUPS, whiten)
+    assert [[each * deviation for each in group] for group in found] == [
+        pytest.approx(group) for group in expected
+    ]
+
+
+def test_whitening_compares_within_groups_when_asked_to() -> None:
+    # 1 1 0 0: mean .5, deviation .5; 5 3 4 4: mean 4, variance 2/4
+    whiten = functools.partial(token_whitening, eps=0.0, group_adv_norm=True)
+    first, second = advantages_of(GROUPS, whiten)
+    assert first == pytest.approx([1, -1])
+    assert second == pytest.approx([2**0.5, -(2**0.5), 0])
+
+
+def no_number(rewards: Any, lengths: Any) -> list[float]:
+    return [math.nan] * len(rewards)
+
+
+def too_few(rewards: Any, lengths: Any, *, shown: int = 1) -> list[float]:
+    return [0.0] * shown
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (no_number, "no_number' gives the advantage nan for the rewards"),
+        (too_few, "too_few' gives 1 advantages for 2 rewards"),
+        (functools.partial(too_few, shown=4), "too_few' gives 4 advantages for 2 rewards"),
+    ],
+)
+def test_a_function_that_gives_no_advantages_is_named(function: Any, words: str) -> None:
+    with pytest.raises(PartError, match=words):
+        advantages_of(GROUPS, function)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,138 +9,405 @@ import pytest
 import torch
 from torch import Tensor
 
-from peralta_zmq.learning.losses import grpo, reinforce
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning.losses import (
+    decoupled_ppo,
+    dppo,
+    grpo,
+    grpo_kl,
+    gspo,
+    importance,
+    reinforce,
+)
 from peralta_zmq.learning.tokens import Tokens
 
 # The oracle of algorithms.md: one sequence of four tokens, all masked in.
 PI = [-0.5, -1.2, -2.0, -0.1]
 MU = [-0.6, -1.0, -4.5, -0.1]
+PROX = [-0.55, -1.1, -3.9, -0.1]
+REF = [-0.7, -1.2, -2.5, -0.3]
 
 
-def tokens_of(advantage: float, pi: list[float] | None = None, **fields: Any) -> Tokens:
-    logprobs = torch.tensor(pi or PI, dtype=torch.float64, requires_grad=True)
-    given: dict[str, Any] = {
-        "logprobs": logprobs,
-        "old_logprobs": torch.tensor(MU, dtype=torch.float64),
-        "advantages": torch.full((4,), advantage, dtype=torch.float64),
-        "mask": torch.ones(4),
-        "sequence": torch.zeros(4, dtype=torch.int64),
-        "num_sequences": 1,
-        "step_tokens": 4.0,
-        "step_sequences": 1.0,
-    }
-    return Tokens(**{**given, **fields})
+def float64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def value(given: tuple[Tensor, dict[str, Tensor]]) -> float:
-    return given[0].item()
+def oracle(advantage: float = 0.75, *, prox: bool = True, pi: list[float] = PI) -> Tokens:
+    return Tokens(
+        logprobs=float64(pi).requires_grad_(),
+        old_logprobs=float64(MU),
+        advantages=float64([advantage] * 4),
+        mask=float64([1] * 4),
+        sequence=torch.zeros(4, dtype=torch.int64),
+        num_sequences=1,
+        step_tokens=4.0,
+        step_sequences=1.0,
+        prox_logprobs=float64(PROX) if prox else None,
+        ref_logprobs=float64(REF),
+        teacher_logprobs=float64([-0.4, -1.5, -1.0, -0.2]),
+    )
 
 
-def gradient(given: tuple[Tensor, dict[str, Tensor]], tokens: Tokens) -> list[float]:
-    (found,) = torch.autograd.grad(given[0], tokens.logprobs)
+def gradient(loss: Any, tokens: Tokens) -> list[float]:
+    (found,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
     return found.tolist()
 
 
-def test_reinforce_matches_the_oracle() -> None:
-    # .75 * (.5 + 1.2 + 2 + .1) / 4
-    assert value(reinforce(tokens_of(0.75))) == pytest.approx(0.7125, abs=1e-9)
+partial = functools.partial
 
 
-def test_reinforce_with_negative_advantage_matches_the_oracle() -> None:
-    assert value(reinforce(tokens_of(-0.75))) == pytest.approx(-0.7125, abs=1e-9)
+@pytest.mark.parametrize(
+    ("loss", "advantage", "expected"),
+    [
+        (reinforce, 0.75, 0.7125),  # .75 * (.5 + 1.2 + 2 + .1) / 4
+        (reinforce, -0.75, -0.7125),
+        # ratios 1.105171, .818731, 12.182494, 1; with A > 0 the smaller: 1.05, .818731, 1.05, 1
+        (partial(grpo, epsilon=0.05), 0.75, -0.734762),
+        # with A < 0 the larger: 1.105171, .95, 12.182494, 1; .75 * 15.237665 / 4
+        (partial(grpo, epsilon=0.05), -0.75, 2.857062),
+        # with c 3 the third is 3: .75 * (1.105171 + .95 + 3 + 1) / 4
+        (partial(grpo, epsilon=0.05, c_clip=3.0), -0.75, 1.135345),
+        (partial(grpo, epsilon=0.05, c_clip=3.0), 0.75, -0.734762),
+        # 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
+        (partial(grpo, epsilon=0.05, epsilon_high=0.2), 0.75, -0.773232),
+        # weights 1.02, .818731, 1.02, 1: .75 (.51 + .982477 + 2.04 + .1) / 4
+        (partial(reinforce, epsilon_high=0.02), 0.75, 0.681090),
+        (importance, 0.75, 0.306574),
+        (partial(importance, kl_tau=0.1), 0.75, 0.310105),
+        (partial(importance, ratio_type="sequence"), 0.75, 3.375),
+        # ratio (.75 + .1 (teacher - pi)): 1.105171 * .76, .818731 * .72, -, 1 * .74
+        # (.839930 * .5 + .589486 * 1.2 + .74 * .1) / 4
+        (partial(importance, teacher_tau=0.1), 0.75, 0.300337),
+        (decoupled_ppo, 0.75, -0.958208),
+        (partial(decoupled_ppo, behav_imp_weight_cap=1.5), 0.75, -0.548232),
+        (partial(decoupled_ppo, c_clip=3.0), -0.75, 1.573173),
+        (grpo_kl, 0.75, -0.749964),
+        (dppo, 0.75, -2.830874),
+        # exp((.1 - .2 + 2.5 + 0) / 4) = 1.822119, clipped at 1.0004
+        (gspo, 0.75, -0.7503),
+        (gspo, -0.75, 1.366589),
+    ],
+)
+def test_loss_matches_the_oracle(loss: Any, advantage: float, expected: float) -> None:
+    assert loss(oracle(advantage))[0].item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_reinforce_pushes_every_token_by_its_share_of_the_advantage() -> None:
-    tokens = tokens_of(0.75)
-    assert gradient(reinforce(tokens), tokens) == pytest.approx([-0.1875] * 4)
+@pytest.mark.parametrize(
+    ("loss", "advantage", "expected"),
+    [
+        (reinforce, 0.75, [-0.1875] * 4),
+        # tokens 0 and 2 are above 1.05; the others get -.75 r / 4
+        (partial(grpo, epsilon=0.05), 0.75, [0, -0.153512, 0, -0.1875]),
+        # token 1 is below .95; the others get .75 r / 4
+        (partial(grpo, epsilon=0.05), -0.75, [0.207220, 0, 2.284218, 0.1875]),
+        (partial(grpo, epsilon=0.05, c_clip=3.0), -0.75, [0.207220, 0, 0, 0.1875]),
+        (importance, 0.75, [-0.207220, -0.153512, 0, -0.1875]),
+    ],
+)
+def test_gradient_matches_the_oracle(loss: Any, advantage: float, expected: list[float]) -> None:
+    assert gradient(loss, oracle(advantage)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_reinforce_does_not_depend_on_the_sampler() -> None:
-    tokens = tokens_of(0.75)
-    other = replace(tokens, old_logprobs=tokens.logprobs.detach())
-    assert value(reinforce(tokens)) == value(reinforce(other))
+def test_k3_matches_the_oracle() -> None:
+    # (.018731 + 0 + .106531 + .018731) / 4
+    _, metrics = grpo_kl(oracle())
+    assert metrics["kl"].item() == pytest.approx(0.143993 / 4, abs=1e-6)
 
 
-def test_grpo_matches_the_oracle() -> None:
-    # ratios 1.105171, .818731, 12.182494, 1; min with the clip: 1.05, .818731, 1.05, 1
-    # -.75 * 3.918731 / 4
-    assert value(grpo(tokens_of(0.75), epsilon=0.05)) == pytest.approx(-0.734762, abs=1e-6)
-
-
-def test_grpo_with_negative_advantage_matches_the_oracle() -> None:
-    # max instead: 1.105171, .95, 12.182494, 1; .75 * 15.237665 / 4
-    assert value(grpo(tokens_of(-0.75), epsilon=0.05)) == pytest.approx(2.857062, abs=1e-6)
-
-
-def test_grpo_gives_no_gradient_where_it_is_clipped() -> None:
-    # tokens 0 and 2 are above 1.05; the others get -.75 r / 4
-    tokens = tokens_of(0.75)
-    found = gradient(grpo(tokens, epsilon=0.05), tokens)
-    assert found == pytest.approx([0, -0.153512, 0, -0.1875], abs=1e-6)
-
-
-def test_grpo_with_negative_advantage_clips_at_the_low_side_only() -> None:
-    # token 1 is below .95; the others get .75 r / 4
-    tokens = tokens_of(-0.75)
-    found = gradient(grpo(tokens, epsilon=0.05), tokens)
-    assert found == pytest.approx([0.207220, 0, 2.284218, 0.1875], abs=1e-6)
-
-
-def test_grpo_with_a_higher_upper_bound_lets_more_through() -> None:
-    # 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
-    loss = value(grpo(tokens_of(0.75), epsilon=0.05, epsilon_high=0.2))
-    assert loss == pytest.approx(-0.773232, abs=1e-6)
-
-
-def test_grpo_at_equal_weights_is_minus_the_advantage() -> None:
-    assert value(grpo(tokens_of(0.75, pi=MU), epsilon=0.05)) == pytest.approx(-0.75)
+def test_decoupled_without_prox_is_ppo_on_the_sampler() -> None:
+    # min of r and the clip at 1.2: 1.105171, .818731, 1.2, 1; .75 * 4.123902 / 4
+    assert decoupled_ppo(oracle(prox=False))[0].item() == pytest.approx(-0.773232, abs=1e-6)
 
 
 def test_grpo_at_equal_weights_has_the_gradient_of_reinforce() -> None:
-    tokens = tokens_of(0.75, pi=MU)
-    found = gradient(grpo(tokens, epsilon=0.05), tokens)
-    assert found == pytest.approx(gradient(reinforce(tokens), tokens))
+    assert gradient(grpo, oracle(pi=MU)) == pytest.approx(gradient(reinforce, oracle(pi=MU)))
 
 
-def test_grpo_stays_finite_for_a_token_the_sampler_thought_impossible() -> None:
-    impossible = torch.full((4,), -900.0, dtype=torch.float64)
-    # the log ratio is held at 10: .75 * e^10
-    tokens = tokens_of(-0.75, old_logprobs=impossible)
-    assert value(grpo(tokens)) == pytest.approx(16519.8493, abs=1e-3)
+@pytest.mark.parametrize(
+    "loss", [grpo, reinforce, partial(reinforce, epsilon_high=0.02), importance, decoupled_ppo,
+             grpo_kl, dppo, gspo],
+)  # fmt: skip
+def test_loss_stays_finite_for_a_token_the_sampler_thought_impossible(loss: Any) -> None:
+    tokens = replace(oracle(-0.75, prox=False), old_logprobs=float64([-900.0] * 4))
+    assert torch.tensor([loss(tokens)[0].item(), *gradient(loss, tokens)]).isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [reinforce, grpo])
-def test_tokens_that_are_masked_out_count_in_no_way(loss: Any) -> None:
-    tokens = tokens_of(0.75, mask=torch.tensor([1.0, 0, 0, 1]), step_tokens=2.0)
-    found = gradient(loss(tokens), tokens)
-    assert found[1:3] == [0, 0]
-    # halved for half of the tokens: the mean of what is left
-    left = [each for each, keep in zip(found, [1, 0, 0, 1], strict=True) if keep]
-    whole = tokens_of(0.75)
-    doubled = [2 * each for each in gradient(loss(whole), whole)]
-    assert left == pytest.approx([doubled[0], doubled[3]])
+def test_grpo_holds_the_log_ratio_at_ten() -> None:
+    tokens = replace(oracle(-0.75), old_logprobs=float64([-900.0] * 4))
+    assert grpo(tokens)[0].item() == pytest.approx(16519.8493, abs=1e-3)  # .75 e^10
 
 
-@pytest.mark.parametrize("advantage", [0.75, -0.75])
-@pytest.mark.parametrize("seed", range(3))
-def test_gradient_of_grpo_is_that_of_the_formula_written_plainly(
-    advantage: float, seed: int
-) -> None:
+# The same formulas, written plainly: one Python loop over sequences and tokens.
+
+
+Sequence = list[int]  # the unmasked tokens of a rollout
+
+
+def minimum(a: Tensor, b: Tensor) -> Tensor:
+    return a if a <= b else b
+
+
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    return minimum(torch.maximum(x, float64([low])[0]), float64([high])[0])
+
+
+def over_tokens(tokens: Tokens, term: Callable[[int], Any]) -> Any:
+    kept = [n for n in range(len(tokens.mask)) if tokens.mask[n]]
+    return sum(term(n) for n in kept) / tokens.step_tokens
+
+
+def rollouts(tokens: Tokens) -> Iterator[Sequence]:
+    for number in range(tokens.num_sequences):
+        there = [
+            n for n in range(len(tokens.mask)) if tokens.mask[n] and tokens.sequence[n] == number
+        ]
+        if there:
+            yield there
+
+
+def plain_reinforce(t: Tokens) -> Any:
+    return over_tokens(t, lambda n: -t.advantages[n] * t.logprobs[n])
+
+
+def plain_clamped_reinforce(t: Tokens) -> Any:
+    def term(n: int) -> Tensor:
+        ratio = (t.logprobs[n] - t.old_logprobs[n]).exp().detach()
+        return -clip(ratio, 0, 1.1) * t.advantages[n] * t.logprobs[n]
+
+    return over_tokens(t, term)
+
+
+def plain_grpo(t: Tokens, *, c: float | None = None) -> Any:
+    def term(n: int) -> Tensor:
+        a, r = t.advantages[n], clip(t.logprobs[n] - t.old_logprobs[n], -10, 10).exp()
+        loss = -minimum(r * a, clip(r, 0.8, 1.3) * a)
+        return minimum(loss, torch.sign(a) * c * a) if c and a < 0 else loss
+
+    return over_tokens(t, term)
+
+
+def plain_decoupled(t: Tokens, *, cap: float | None = None, c: float | None = None) -> Any:
+    def term(n: int) -> Tensor:
+        assert t.prox_logprobs is not None
+        a, r = t.advantages[n], (t.logprobs[n] - t.prox_logprobs[n]).exp()
+        loss = torch.maximum(-a * r, -a * clip(r, 0.8, 1.2))
+        if c and a < 0:
+            loss = minimum(loss, torch.sign(a) * c * a)
+        w = (t.prox_logprobs[n] - t.old_logprobs[n]).exp()
+        return loss * (0 if cap and w > cap else w)
+
+    return over_tokens(t, term)
+
+
+def plain_importance(t: Tokens, *, by_sequence: bool) -> Any:
+    total: Any = 0
+    for rollout in rollouts(t):
+        lrs = [(t.logprobs[n] - t.old_logprobs[n]).detach() for n in rollout]
+        geo = (sum(lrs) / len(lrs)).exp()  # type: ignore[union-attr]
+        whole = clip(minimum(sum(lrs), float64([10])[0]).exp(), 0, 2.5)  # type: ignore[arg-type]
+        ratios = [each.exp() for each in lrs]
+        if geo < 0.5 or geo > 2 or min(ratios) < 0.12 or max(ratios) > 7:
+            continue
+        part: Any = 0
+        for n, lr, ratio in zip(rollout, lrs, ratios, strict=True):
+            assert t.teacher_logprobs is not None
+            if 0.4 <= ratio <= 2.2:
+                gap = t.teacher_logprobs[n] - t.logprobs[n].detach()
+                signal = 0.9 * t.advantages[n] + 0.2 * gap - 0.3 * lr
+                part = part - (whole if by_sequence else ratio) * signal * t.logprobs[n]
+        total = total + part / (len(rollout) if by_sequence else 1)
+    return total / (t.step_sequences if by_sequence else t.step_tokens)
+
+
+def plain_grpo_kl(t: Tokens) -> Any:
+    assert t.ref_logprobs is not None
+    total: Any = 0
+    for rollout in rollouts(t):
+        for n in rollout:
+            gap = clip(t.ref_logprobs[n] - t.logprobs[n], -10, 10)
+            ratio = (t.logprobs[n] - t.logprobs[n].detach()).exp()
+            loss = -ratio * t.advantages[n] + 0.1 * (gap.exp() - gap - 1)
+            total = total + loss / len(rollout)
+    return total / t.step_sequences
+
+
+def plain_dppo(t: Tokens) -> Any:
+    def term(n: int) -> Tensor:
+        pi, mu, a = t.logprobs[n], t.old_logprobs[n], t.advantages[n]
+        delta = (pi.exp() - mu.exp()).item()
+        dropped = (a > 0 and delta > 0.1) or (a <= 0 and delta < -0.1)
+        lr = pi - mu
+        return 0.01 * lr**2 - (0 if dropped else 1) * a * lr.exp()
+
+    return over_tokens(t, term)
+
+
+def plain_gspo(t: Tokens) -> Any:
+    total: Any = 0
+    for rollout in rollouts(t):
+        s = (sum(t.logprobs[n] - t.old_logprobs[n] for n in rollout) / len(rollout)).exp()  # type: ignore[union-attr]
+        a = t.advantages[rollout[0]]
+        total = total - minimum(s * a, clip(s, 0.95, 1.1) * a)
+    return total / t.step_sequences
+
+
+OPTIONS = {
+    "token_mask_low": 0.4, "token_mask_high": 2.2, "geo_mask_low": 0.5, "geo_mask_high": 2.0,
+    "sequence_mask_low": 0.12, "sequence_mask_high": 7.0, "sequence_clip_high": 2.5,
+    "adv_tau": 0.9, "teacher_tau": 0.2, "kl_tau": 0.3,
+}  # fmt: skip
+PAIRS: list[tuple[Any, Any]] = [
+    (reinforce, plain_reinforce),
+    (partial(reinforce, epsilon_high=0.1), plain_clamped_reinforce),
+    (partial(grpo, epsilon=0.2, epsilon_high=0.3), plain_grpo),
+    (partial(grpo, epsilon=0.2, epsilon_high=0.3, c_clip=1.5), partial(plain_grpo, c=1.5)),
+    (decoupled_ppo, plain_decoupled),
+    (partial(decoupled_ppo, behav_imp_weight_cap=1.4), partial(plain_decoupled, cap=1.4)),
+    (partial(decoupled_ppo, c_clip=1.3), partial(plain_decoupled, c=1.3)),
+    (partial(importance, **OPTIONS), partial(plain_importance, by_sequence=False)),
+    (
+        partial(importance, ratio_type="sequence", **OPTIONS),
+        partial(plain_importance, by_sequence=True),
+    ),
+    (partial(grpo_kl, beta=0.1), plain_grpo_kl),
+    (partial(dppo, dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.01), plain_dppo),
+    (partial(gspo, epsilon=0.05, epsilon_high=0.1), plain_gspo),
+]
+
+
+def random_tokens(seed: int) -> Tokens:
+    """Six rollouts of several lengths, one of them filtered whole and one in part."""
     random = torch.Generator().manual_seed(seed)
-    pi = (-2 * torch.rand(15, generator=random, dtype=torch.float64)).requires_grad_()
-    mu = -2 * torch.rand(15, generator=random, dtype=torch.float64)
-    total = 0
-    for p, m in zip(pi, mu, strict=True):
-        r = torch.exp(p - m)
-        total = total - min(r * advantage, min(max(r, 0.8), 1.2) * advantage) / 20
-    (plain,) = torch.autograd.grad(torch.as_tensor(total), pi)
-    tokens = tokens_of(
-        0, logprobs=pi, old_logprobs=mu, mask=torch.ones(15), step_tokens=20.0,
-        advantages=torch.full((15,), advantage, dtype=torch.float64),
-    )  # fmt: skip
-    (ours,) = torch.autograd.grad(grpo(tokens)[0], pi)
-    assert torch.allclose(ours, plain, rtol=1e-12)
+    lengths = [5, 1, 8, 3, 6, 4]
+    sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
+    total = len(sequence)
+
+    def drawn(scale: float) -> Tensor:
+        return scale * torch.randn(total, generator=random, dtype=torch.float64)
+
+    pi = -2 * torch.rand(total, generator=random, dtype=torch.float64) - 0.01
+    mask = (sequence != 3).double()
+    mask[1] = 0
+    return Tokens(
+        logprobs=pi.requires_grad_(),
+        old_logprobs=pi.detach() + drawn(0.5) + 0.3 * sequence - 0.8,
+        advantages=torch.randn(6, generator=random, dtype=torch.float64)[sequence],
+        mask=mask,
+        sequence=sequence,
+        num_sequences=6,
+        step_tokens=100.0,
+        step_sequences=17.0,
+        prox_logprobs=pi.detach() + drawn(0.3),
+        ref_logprobs=pi.detach() + drawn(0.5),
+        teacher_logprobs=pi.detach() + drawn(0.5),
+    )
 
 
-def test_options_of_other_losses_do_not_disturb_reinforce() -> None:
-    assert value(reinforce(tokens_of(0.75), epsilon=0.05)) == pytest.approx(0.7125)
+def names(value: Any) -> str:
+    options = getattr(value, "keywords", {})
+    short = {} if len(options) > 4 else options
+    return f"{getattr(value, 'func', value).__name__} {short}"
+
+
+@pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_and_gradient_are_those_of_the_formula_written_plainly(
+    loss: Any, plain: Any, seed: int
+) -> None:
+    tokens = random_tokens(seed)
+    ours, theirs = loss(tokens)[0], plain(tokens)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    (our_gradient,) = torch.autograd.grad(ours, tokens.logprobs)
+    (plain_gradient,) = torch.autograd.grad(theirs, tokens.logprobs)
+    assert our_gradient.abs().sum() > 0
+    assert torch.allclose(our_gradient, plain_gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
+def test_parts_of_a_step_add_up_to_the_whole(loss: Any, plain: Any) -> None:
+    whole = random_tokens(0)
+    value, metrics = loss(whole)
+    parts = [loss(part_of(whole, chosen)) for chosen in ([4, 0], [1, 3], [2, 5])]
+    assert sum(each.item() for each, _ in parts) == pytest.approx(value.item(), rel=1e-12)
+    for name, total in metrics.items():
+        added = sum(part[name].item() for _, part in parts)
+        assert added == pytest.approx(total.item(), rel=1e-12, abs=1e-15)
+
+
+def part_of(tokens: Tokens, chosen: list[int]) -> Tokens:
+    """The rollouts `chosen` in this order, as a micro-batch of their own."""
+    index = torch.cat([torch.nonzero(tokens.sequence == each)[:, 0] for each in chosen])
+    fields = ("logprobs", "old_logprobs", "advantages", "mask", "prox_logprobs", "ref_logprobs",
+              "teacher_logprobs")  # fmt: skip
+    picked: dict[str, Any] = {name: getattr(tokens, name)[index] for name in fields}
+    sequence = torch.tensor([chosen.index(int(each)) for each in tokens.sequence[index]])
+    return replace(tokens, **picked, sequence=sequence, num_sequences=len(chosen))
+
+
+@pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
+def test_filtered_tokens_do_not_matter(loss: Any, plain: Any) -> None:
+    tokens = random_tokens(0)
+    taken_out = tokens.mask == 0
+    other = replace(
+        tokens,
+        old_logprobs=torch.where(taken_out, -30.0, tokens.old_logprobs),
+        advantages=torch.where(taken_out & (tokens.sequence == 3), 9.0, tokens.advantages),
+    )
+    assert loss(other)[0].item() == pytest.approx(loss(tokens)[0].item(), rel=1e-12)
+    (moved,) = torch.autograd.grad(loss(other)[0], tokens.logprobs)
+    assert moved[taken_out].tolist() == [0] * int(taken_out.sum())
+
+
+# What is told.
+
+
+def told(loss: Any, tokens: Tokens) -> dict[str, float]:
+    return {name: round(float(value), 6) for name, value in loss(tokens)[1].items()}
+
+
+def test_importance_tells_what_it_masks_and_why() -> None:
+    # of ratios 1.105171, .818731, 12.182494, 1 one is above 8
+    expected = {"masked/mean": 0.25, "masked/token_low": 0, "masked/token_high": 0.25,
+                "masked/geo": 0, "masked/sequence": 0}  # fmt: skip
+    assert told(importance, oracle()) == expected
+
+
+def test_importance_tells_of_rollouts_masked_whole() -> None:
+    # their geometric mean is 1.822119, their largest ratio 12.18
+    masked = told(partial(importance, geo_mask_high=1.8, sequence_mask_high=12.0), oracle())
+    assert (masked["masked/geo"], masked["masked/sequence"], masked["masked/mean"]) == (1, 1, 1)
+
+
+def test_grpo_tells_on_which_side_it_clips() -> None:
+    # with A > 0 tokens 0 and 2 are above 1.05; with A < 0 token 1 is below .95
+    assert told(partial(grpo, epsilon=0.05), oracle(0.75)) == {
+        "clip_ratio/low_mean": 0, "clip_ratio/high_mean": 0.5,
+    }  # fmt: skip
+    assert told(partial(grpo, epsilon=0.05), oracle(-0.75)) == {
+        "clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0,
+    }  # fmt: skip
+
+
+def test_decoupled_tells_how_many_weights_are_over_the_cap() -> None:
+    # weights 1.051, .905, 1.822, 1
+    capped = told(partial(decoupled_ppo, behav_imp_weight_cap=1.5), oracle())
+    assert capped["masked/behav_imp_weight"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("loss", "missing", "words"),
+    [
+        (grpo_kl, "ref_logprobs", "loss.beta above 0 needs the logprobs of a reference"),
+        (partial(importance, teacher_tau=0.5), "teacher_logprobs", "loss.teacher_tau above 0"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_with_the_option(
+    loss: Any, missing: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        loss(replace(oracle(), **{missing: None}))
+
+
+def test_without_beta_no_reference_is_needed() -> None:
+    tokens = replace(oracle(), ref_logprobs=None)
+    assert grpo_kl(tokens, beta=0)[0].item() == pytest.approx(-0.75)

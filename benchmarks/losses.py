@@ -1,0 +1,200 @@
+"""Every loss and every advantage on the embedded model: what is the reward after 40 steps?
+
+`python -m benchmarks.losses [--rows NAME ...] [--document FILE]`. One process samples and learns by
+turns: while a step is taken, the next one's rollouts are those of the weights before it, as with
+`train.max_async_level` 1. The same seed gives the same table on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from benchmarks.harness import progress
+from peralta_zmq import parts, policy
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.engines import ask
+from peralta_zmq.engines.evaluate import evaluate
+from peralta_zmq.engines.native import open_engine
+from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
+from peralta_zmq.tasks import calculator
+
+NUM_STEPS, LAST = 40, 5
+BEGIN, END = "<!-- table: make compare-losses -->", "<!-- end of table -->"
+LOSSES: dict[str, list[str]] = {
+    "reinforce": [],
+    "reinforce, epsilon_high 0.02": ["--loss.epsilon-high=0.02"],
+    "grpo": ["--loss.name=grpo"],
+    "grpo, epsilon 0.05, c_clip 3": ["--loss.name=grpo", "--loss.epsilon=0.05", "--loss.c-clip=3"],
+    "importance": ["--loss.name=importance"],
+    "importance, ratio_type sequence": ["--loss.name=importance", "--loss.ratio-type=sequence"],
+    "decoupled_ppo": ["--loss.name=decoupled_ppo"],
+    "decoupled_ppo, num_iterations 4": ["--loss.name=decoupled_ppo", "--train.num-iterations=4"],
+    "grpo_kl": ["--loss.name=grpo_kl"],
+    "dppo": ["--loss.name=dppo"],
+    "gspo": ["--loss.name=gspo"],
+    "reinforce, entropy_coef 0.01": ["--loss.entropy-coef=0.01"],
+}
+ADVANTAGES: dict[str, list[str]] = {
+    "group_zscore": ["--advantage.name=group_zscore"],
+    "leave_one_out": ["--advantage.name=leave_one_out"],
+    "length_weighted": ["--advantage.name=length_weighted"],
+    "token_whitening": ["--advantage.name=token_whitening"],
+    "token_whitening, group_adv_norm": [
+        "--advantage.name=token_whitening",
+        "--advantage.group-adv-norm",
+    ],
+}
+ROWS = {f"loss {name}": flags for name, flags in LOSSES.items()} | {
+    f"advantage {name}": flags for name, flags in ADVANTAGES.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One row of the table."""
+
+    name: str
+    first: float  # mean reward of the first step
+    last: float  # mean reward of the last five
+    held_out: float  # greedy accuracy afterwards
+    mismatch_kl: float  # mean over the steps
+    seconds: float
+
+
+def main() -> None:
+    """Train every row and print the table; with --document, put it into the file too."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--document", type=Path, help="Markdown with the two marks of the table")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    arguments = parser.parse_args()
+    policy.use_threads()
+    outcomes: list[Outcome] = []
+    for name in arguments.rows:
+        outcomes.append(trained(name, ROWS[name], arguments.steps))
+        progress(row_of(outcomes[-1]))
+    text = table(outcomes)
+    sys.stdout.write(text)
+    if arguments.document:
+        write_between(arguments.document, text)
+
+
+def trained(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
+    """Take the steps on the demo's settings, changed by `flags`."""
+    started = time.monotonic()
+    config = load_config("benchmarks.losses", [f"--train.max-steps={num_steps}", *flags])
+    torch.manual_seed(config.run.seed)
+    run = Run(config)
+    rows: list[dict[str, float]] = []
+    groups = run.sampled()
+    for _ in range(num_steps):
+        following = run.sampled()
+        rows.append(run.learn(groups))
+        groups = following
+    return Outcome(
+        name,
+        first=rows[0]["reward"],
+        last=fmean(row["reward"] for row in rows[-LAST:]),
+        held_out=run.accuracy(),
+        mismatch_kl=fmean(row["mismatch_kl"] for row in rows),
+        seconds=time.monotonic() - started,
+    )
+
+
+class Run:
+    """A policy that learns, and an engine with weights of its own that samples for it."""
+
+    def __init__(self, config: Config) -> None:
+        device, self._config = torch.device("cpu"), config
+        self._tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+        self._model = policy.load_model(policy.EMBEDDED, device=device, dtype=torch.float32)
+        self._learner = parts.learner_of(config, self._model)
+        serving = policy.load_model(
+            policy.EMBEDDED, device=device, dtype=policy.choose_dtype(device)[0]
+        )
+        self._engine = open_engine(serving, self._tokenizer, slots=64, max_model_len=256)
+        problems = list(calculator.problems("train", config.run.seed))
+        random.Random(config.run.seed).shuffle(problems)
+        self._problems: Iterator[Problem] = cycle(problems)
+
+    def sampled(self) -> list[RolloutGroup]:
+        """The groups of one step, from the weights that the engine has."""
+        config, step = self._config, self._engine.step
+        sampling = parts.sampling_of(config, seed=1000 * config.run.seed + step)
+        answers = ask(
+            self._engine, self._tokenizer, islice(self._problems, config.groups_per_step),
+            num_generations=config.sampling.num_generations, sampling=sampling,
+        )  # fmt: skip
+        return [
+            RolloutGroup(
+                run_id="losses", generator_id="here", boot=b"00000000", sequence=number,
+                problem_id=problem.id, task=problem.task, policy_step=step, wid="",
+                rollouts=tuple(
+                    rollout_of(each, calculator.reward(problem, each.text)) for each in said
+                ),
+            )
+            for number, (problem, said) in enumerate(answers)
+        ]  # fmt: skip
+
+    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """One optimizer step; what is sampled next is of its weights."""
+        row = self._learner.learn(groups)
+        self._serve()
+        return row
+
+    def accuracy(self) -> float:
+        """Greedy, on the held-out problems."""
+        problems = list(calculator.problems("eval", self._config.run.seed))
+        answers = evaluate(
+            self._engine, self._tokenizer, problems, calculator.reward,
+            max_completion_length=self._config.sampling.max_completion_length,
+        )  # fmt: skip
+        return fmean(each.reward for each in answers)
+
+    def _serve(self) -> None:
+        """Hand the engine the weights in its own number format."""
+        weights = policy.weights_of(self._model)
+        dtype = policy.choose_dtype(torch.device("cpu"))[0]
+        self._engine.apply(
+            {name: each.to(dtype) for name, each in weights.items()}, self._learner.step
+        )
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as Markdown."""
+    head = (
+        "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | seconds |\n"
+        "|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(f"{row_of(each)}\n" for each in outcomes)
+
+
+def row_of(outcome: Outcome) -> str:
+    """One line of the table."""
+    return (
+        f"| {outcome.name} | {outcome.first:.3f} | {outcome.last:.3f} | {outcome.held_out:.3f} "
+        f"| {outcome.mismatch_kl:.5f} | {outcome.seconds:.0f} |"
+    )
+
+
+def write_between(document: Path, text: str) -> None:
+    """Replace what stands between the two marks of the document."""
+    before, begin, rest = document.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{document} lacks the lines {BEGIN} and {END}; add them")
+    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Functions of one's own, called so that whatever goes wrong in them is told with their name.
+
+Knows calls and deadlines; knows nothing of what is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from peralta_zmq.errors import PartError, PeraltaError, described
+
+CALL_SECONDS = 60.0  # a call that takes longer hangs
+
+
+class _OverdueError(BaseException):
+    """Passes through `except Exception` of the function."""
+
+
+def guarded(
+    name: str, function: Callable[..., Any], *, seconds: float = CALL_SECONDS
+) -> Callable[..., Any]:
+    """The function, whose exceptions and hanging become a PartError that begins with `name`.
+
+    Hanging is noticed in the main thread only, wherever Python code runs or waits.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            with _alarm(seconds):
+                return function(*arguments, **options)
+        except PeraltaError:
+            raise
+        except _OverdueError:
+            raise PartError(
+                f"{name} has not answered within {seconds:g} s; make it return sooner"
+            ) from None
+        except Exception as error:
+            raise PartError(f"{name} raised {described(error)}; mend it") from error
+
+    return call
+
+
+@contextmanager
+def _alarm(seconds: float) -> Generator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _OverdueError
+
+    before, started = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)  # of somebody else's alarm
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            rest = max(0.001, left - (time.monotonic() - started))
+            signal.setitimer(signal.ITIMER_REAL, rest, interval)
