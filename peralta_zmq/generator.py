@@ -71,6 +71,7 @@ class Pace:
         if time.monotonic() - self.last_made > (HUNGRY_SECONDS if hungry else SILENT_SECONDS):
             return True
         share = -(-self.groups_per_step // max(1, generators))
+        begun = max(begun, step)  # weights may come while announcements are cut off
         return begun + under_way // share - step <= self.max_async_level
 
     def count(self) -> None:

@@ -72,6 +72,7 @@ def begins(
         (1, 8, 16),
         (1, 9, 0),
         (2, 7, 48),
+        (1, 0, 32),  # announcements are cut off, weights still come: no more than with them
     ],
 )
 def test_groups_land_in_steps_that_are_near_enough(
