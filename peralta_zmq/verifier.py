@@ -162,7 +162,7 @@ class Verifier:
         case = _Case(judge, problem, completion, Future())
         try:
             self._cases.put_nowait(case)
-            return {"reward": _plain(case.verdict.result(JUDGE_SECONDS))}
+            return {"reward": case.verdict.result(JUDGE_SECONDS)}
         except (queue.Full, FutureTimeoutError):
             case.verdict.cancel()
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "busy") from None
@@ -174,10 +174,6 @@ class Verifier:
             case.verdict.set_result(case.judge(case.problem, case.completion))
         except PeraltaError as error:
             case.verdict.set_exception(error)
-        except Exception as error:  # a stranger's reward must not end the service
-            logger.warning("the reward of %s raised", case.problem.task, exc_info=True)
-            told = PeraltaError(f"the reward raised {type(error).__name__}: {error}")
-            case.verdict.set_exception(told)
 
 
 def _log_error(request: object, client_address: object) -> None:
@@ -260,17 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "not a JSON object")
         return cast("dict[str, Any]", asked)
-
-
-def _plain(reward: object) -> float | dict[str, float]:
-    """A reward as JSON can tell it. Raises PeraltaError for anything else than numbers."""
-    try:
-        if isinstance(reward, dict):
-            parts = cast("dict[str, Any]", reward)
-            return {str(name): float(part) for name, part in parts.items()}
-        return float(cast(Any, reward))
-    except (TypeError, ValueError):
-        raise PeraltaError(f"the reward is {reward!r:.80}; return numbers") from None
 
 
 def _text(asked: dict[str, Any], name: str) -> str:
