@@ -324,7 +324,7 @@ def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
     engine.apply(weights, 4)
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
-    assert weights.most <= 2
+    assert weights.most <= 3  # those of one product
 
 
 def switched_greedy(prompt: Sequence[int], seeds: Sequence[int]) -> tuple[list[int], Any]:
