@@ -17,7 +17,8 @@ KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpress
 
 
 class Link:
-    """Passes bytes from four local ports, `port` and the next three, to `target` and its next three.
+    """Passes bytes from four local ports, `port` and the three after it, to `target` and those
+    after that.
 
     While it is cut nothing passes and nobody is told, as with a cable pulled out; bytes already
     taken in are passed on when it is mended. Use with `with`.

@@ -72,12 +72,16 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         sys.stdout.write(USAGE)
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--role", choices=("trainer", "generator"))
-    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--role", nargs="?", const="")
+    parser.add_argument("--wait", nargs="?", default="0")
+    options, rest = parser.parse_known_args(arguments)
+    if options.role not in (None, "trainer", "generator"):
+        raise ConfigError(f"--role is {options.role or 'empty'}; choose trainer or generator")
     try:
-        return parser.parse_known_args(arguments)
-    except SystemExit:
-        raise ConfigError("what is wrong stands above; see bin/doctor --help") from None
+        options.wait = float(options.wait or "")
+    except ValueError:
+        raise ConfigError("--wait has no number of seconds; write --wait 60") from None
+    return options, rest
 
 
 def _stay(seconds: float) -> None:

@@ -100,13 +100,11 @@ def check_sleep(system: str, ask: Ask, *, on_battery: bool) -> Check:
     masked = "masked" in ask(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
     held = [line for line in ask(["systemd-inhibit", "--list", "--no-legend"]).splitlines()
             if re.search(r"\bsleep\b.*\bblock\b", line)]  # fmt: skip
-    desktop = ask(["systemctl", "get-default"]).strip() == "graphical.target"
+    desktop = ask(["systemctl", "is-active", "graphical.target"]).strip() == "active"
     if masked or held or not (on_battery or desktop):
         return Check("sleep", True, "this machine does not fall asleep by itself")
-    kind = "a laptop" if on_battery else "a desktop"
-    return Check(
-        "sleep", True, f"{kind} that may fall asleep; what is under way then waits", INHIBIT
-    )
+    kind = "laptop" if on_battery else "desktop"
+    return Check("sleep", True, f"a {kind} may fall asleep; what is under way then waits", INHIBIT)
 
 
 def check_local_network(system: str, send: Callable[[], int]) -> Check | None:

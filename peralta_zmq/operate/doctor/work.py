@@ -1,4 +1,4 @@
-"""What a run computes with: the model and the reward. Knows the config; knows nothing of machines."""
+"""What a run computes with: the model and the reward. Knows the config, and no machine."""
 
 from __future__ import annotations
 
