@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ HERE = {"python": "3.11.7", "torch": "2.13.0"}
 HELLO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
 
 
-@pytest.fixture
-def roster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Roster]:
-    """Its books write where capsys listens, which is why that comes first."""
-    counters = wire.CounterReceiver(ANYWHERE, run_id=RUN)
-    with closing(counters), Books(tmp_path, run="demo", max_steps=1) as books:
-        yield Roster(counters, books, HERE)
+def opened(stack: ExitStack, folder: Path) -> Roster:
+    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
+    return Roster(counters, stack.enter_context(Books(folder, run="demo", max_steps=1)), HERE)
 
 
 def events(folder: Path) -> list[tuple[object, object]]:
@@ -32,8 +28,9 @@ def events(folder: Path) -> list[tuple[object, object]]:
 
 
 def test_join_is_recorded_with_the_hello_and_told_once(
-    roster: Roster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    roster = opened(stack, tmp_path)
     for _ in range(3):
         roster.meet("ann/00", step=1, hello=HELLO)
     assert events(tmp_path) == [("join", HELLO)]
@@ -42,8 +39,9 @@ def test_join_is_recorded_with_the_hello_and_told_once(
 
 
 def test_hello_that_comes_after_the_first_group_is_recorded_too(
-    roster: Roster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    roster = opened(stack, tmp_path)
     roster.meet("ann/00", step=1)
     assert "generator ann" not in capsys.readouterr().out
     roster.meet("ann/00", step=1, hello=HELLO)
@@ -52,7 +50,8 @@ def test_hello_that_comes_after_the_first_group_is_recorded_too(
     assert "generator ann" in capsys.readouterr().out
 
 
-def test_each_start_says_hello(roster: Roster, tmp_path: Path) -> None:
+def test_each_start_says_hello(stack: ExitStack, tmp_path: Path) -> None:
+    roster = opened(stack, tmp_path)
     roster.meet("ann/00", step=1, hello=HELLO)
     roster.meet("ann/01", step=1, hello=HELLO)
     assert [event for event, _ in events(tmp_path)] == ["join", "join"]
