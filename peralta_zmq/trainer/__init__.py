@@ -23,6 +23,7 @@ from peralta_zmq.environments import Environments, check_tokens, open_environmen
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.observe.books import Books
+from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
@@ -75,7 +76,7 @@ class Trainer:
             model_folder=self._model_folder, books=self._books,
             speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
-        self._roster = Roster(counters, self._books)
+        self._roster = Roster(counters, self._books, self._hello)
         self._evaluations = evaluations.Evaluations(
             config, held_out, self._engine, self._tokenizer, self._books, self._speaker
         )
@@ -183,6 +184,8 @@ class Trainer:
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
+        dtype, _ = training_dtype(self._model, config.train.dtype)
+        self._hello = policy.facts_of(device, dtype)
         self._learner = parts.learner_of(config, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
@@ -203,6 +206,12 @@ class Trainer:
         stack.enter_context(closing(announcer))
         counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
         stack.enter_context(closing(counters))
+        greeting = wire.Greeting(
+            self._config.run.name, run_id=self._run_id, hello=self._hello
+        )  # fmt: skip
+        show = broadcast.open_probe(self._config, stack)
+        greeter = wire.Greeter(wire.next_port(address, 3), greeting, show=show, gate=gate)
+        stack.enter_context(closing(greeter))
         first = wire.Announcement(self._run_id, boot=os.urandom(8), train_set=train_set)
         self._speaker = Speaker(announcer, first)
         return receiver, counters

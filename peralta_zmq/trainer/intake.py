@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from peralta_zmq import parts, wire
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, files_given
 from peralta_zmq.curriculum.pools import Pools
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
@@ -280,6 +280,6 @@ class Intake:
             return said
         self._books.note(
             f"no rollouts for {now - started:.0f} s on {self._receiver.address}. "
-            "Start a generator: bin/generator @ CONFIG"
+            f"Start a generator: bin/generator{files_given()}"
         )
         return now
