@@ -6,11 +6,9 @@ Knows a table of steps; knows nothing of pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
-
-import numpy as np
 
 from peralta_zmq.observe.dashboard.table import Table, picked
 
@@ -88,19 +86,16 @@ def drawn(table: Table, evaluations: Mapping[float, float], *, after: int = 0) -
     return [_drawn(chart, table, evaluations, after) for chart in CHARTS]
 
 
-def _drawn(
-    chart: Chart, table: Table, evaluations: Mapping[float, float], after: int
-) -> Drawn:
+def _drawn(chart: Chart, table: Table, evaluations: Mapping[float, float], after: int) -> Drawn:
     lines = [*chart.lines, *_of_generators(chart, table)]
     lines = [line for line in lines if line.key in table.columns or line.key == EVAL]
-    columns = {line.key: table.values(line.key, after=after) for line in lines if line.key != EVAL}
-    chosen = picked(list(columns.values()), num_buckets=NUM_BUCKETS)
-    steps = np.array(table.steps[after:])[chosen] if columns else np.array([])
-    points = {key: dict(zip(steps.tolist(), column[chosen].tolist(), strict=True))
-              for key, column in columns.items()}  # fmt: skip
-    if any(line.key == EVAL for line in lines):
-        points[EVAL] = dict(evaluations)
-    x = sorted(set(steps.tolist()) | set(points.get(EVAL, {})))
+    columns = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
+    chosen = {after + int(place) for place in picked(columns, num_buckets=NUM_BUCKETS)}
+    held_out = evaluations if any(line.key == EVAL for line in lines) else {}
+    chosen |= {place for step in held_out if (place := table.place(step)) is not None}
+    places = sorted(chosen)
+    x = sorted({table.steps[place] for place in places} | set(held_out))
+    there = {table.steps[place]: place for place in places}
     return {
         "id": chart.id,
         "title": chart.title,
@@ -108,7 +103,12 @@ def _drawn(
         "right_unit": chart.right_unit,
         "lines": [_line(line) for line in lines],
         "x": x,
-        "columns": [_known([points[line.key].get(step, math.nan) for step in x]) for line in lines],
+        "columns": [
+            [_known(held_out.get(step, math.nan)) for step in x]
+            if line.key == EVAL
+            else [_known(table.value(line.key, there.get(step))) for step in x]
+            for line in lines
+        ],
     }
 
 
@@ -130,6 +130,6 @@ def _line(line: Line) -> Drawn:
     }
 
 
-def _known(values: Sequence[float]) -> list[float | None]:
+def _known(value: float) -> float | None:
     """Seven digits are more than a pixel shows."""
-    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from peralta_zmq.durable import read_token
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.metrics import EVENTS, METRICS
+from peralta_zmq.password import read_token
 
 PORT = 8470
 USAGE = """\

@@ -6,8 +6,8 @@ Knows a row of samples.jsonl; what is in it was written by a model and is only e
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 from peralta_zmq.observe.metrics import number
@@ -46,8 +46,9 @@ def _prompt(row: Mapping[str, object], texts: Sequence[str]) -> str:
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         return prompt
-    common = os.path.commonprefix(list(texts))
-    return common[: common.rfind("\n") + 1]
+    first, last = min(texts, default=""), max(texts, default="")
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))))
+    return first[: first.rfind("\n", 0, shared) + 1]
 
 
 def _cut(text: str) -> str:

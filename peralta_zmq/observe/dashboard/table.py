@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,6 +51,16 @@ class Table:
         missing = len(self.steps) - after - len(known)
         return np.concatenate([known, np.full(missing, np.nan)])
 
+    def value(self, key: str, place: int | None) -> float:
+        """One number; NaN when there is none."""
+        column = self.columns.get(key, ())
+        return column[place] if place is not None and place < len(column) else math.nan
+
+    def place(self, step: float) -> int | None:
+        """The line of a step; None when it has none."""
+        place = bisect_left(self.steps, step)
+        return place if place < len(self.steps) and self.steps[place] == step else None
+
     def _put(self, key: str, value: float, size: int) -> None:
         column = self.columns.get(key)
         if column is None:
@@ -61,7 +72,7 @@ class Table:
         column.append(value)
 
     def _rewind(self, step: float) -> None:
-        keep = int(np.searchsorted(np.frombuffer(self.steps), step))
+        keep = bisect_left(self.steps, step)
         self.steps = self.steps[:keep]
         self.columns = {key: column[:keep] for key, column in self.columns.items()}
         self.rewinds += 1
@@ -72,7 +83,9 @@ def derived(row: Mapping[str, object]) -> dict[str, float]:
     seconds, spread = number(row, "step_time"), number(row, "reward_std")
     wait = max(0.0, number(row, "time/wait_for_batch") - number(row, "time/journal", 0.0))
     parts = {"time/waiting": wait, **{key: number(row, key, 0.0) for key in FEW_SECONDS}}
-    reloads = [number(row, key) for key in row if key.startswith("gen/") and key.endswith("reload_s")]
+    reloads = [
+        number(row, key) for key in row if key.startswith("gen/") and key.endswith("reload_s")
+    ]
     return {
         **parts,
         "time/rest": max(0.0, seconds - sum(parts.values())),

@@ -60,9 +60,7 @@ def answer(run: RunFiles, *, cursor: str = "", now: float) -> Json:
 def state(run: RunFiles, *, now: float) -> Json:
     """Header, verdict, cards, generators, events and markers."""
     config, condition = run.config(), condition_of(run, now=now)
-    judged = verdict(
-        list(run.rows), _in_order(run), now=None if condition in ENDED else now
-    )
+    judged = verdict(list(run.rows), _in_order(run), now=None if condition in ENDED else now)
     return {
         "header": _header(run, config, condition, now),
         "verdict": {"sentence": judged.sentence, "advice": judged.advice, "level": judged.level},
@@ -285,4 +283,3 @@ def _finite(value: float) -> float | None:
 def text(value: float, digits: int, unit: str = "") -> str:
     """A number as the page shows it; a dash for none."""
     return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"
-
