@@ -32,7 +32,7 @@ SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
 STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
 SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
-                "seconds", "steps", "restarts", "accounting"}  # fmt: skip
+                "seconds", "steps", "restarts", "accounting", "verdict"}  # fmt: skip
 
 
 def three_free_ports() -> int:
