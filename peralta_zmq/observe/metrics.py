@@ -61,9 +61,11 @@ class Events:
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
-    def record(self, event: str, **fields: object) -> None:
-        """Append `{"time": now in unix seconds, "event": event, **fields}`."""
-        self._lines.append({"time": time.time(), "event": event, **fields})
+    def record(self, event: str, **fields: object) -> Row:
+        """Append `{"time": now in unix seconds, "event": event, **fields}`, and return it."""
+        row: Row = {"time": time.time(), "event": event, **fields}
+        self._lines.append(row)
+        return row
 
     def __enter__(self) -> Events:
         return self

@@ -22,6 +22,7 @@ from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.statistics import by_environment
 from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
@@ -162,6 +163,7 @@ class Trainer:
         complete = step >= self._config.train.max_steps
         self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if complete else broadcast.STOP_SECONDS)
         if not complete:
+            self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
         self._evaluations.leave()
@@ -171,6 +173,7 @@ class Trainer:
         store = self._broadcast.store
         newest = store.newest()
         folder = newest.folder if newest else store.folder
+        self._books.end("complete", step=step)
         self._books.close_run(folder, self._intake.accounting())
 
     # Opening.
@@ -262,11 +265,13 @@ class Trainer:
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
     ) -> None:
+        several = len(self._config.environments) > 1
         full = {
             **row,
+            **(by_environment(groups) if several else {}),
             **self._intake.figures(),
             "generators": len(self._roster.live()),
-            **self._roster.fares(),
+            **self._roster.fares(row),
             "step_time": step_time,
         }
         self._recorder.record(self._learner.step, groups, full)
