@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from peralta_zmq.observe import report
+from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.metrics import (
     EVENTS,
     METRICS,
@@ -146,9 +147,16 @@ class Books:
         )
         if report.write_reward_plot(self._folder) is None:
             self.note("no reward plot: pip install 'peralta_zmq[plot]'")
+        self._export()
         before, after = _answers(base or rows[-1]), _answers(rows[-1])
         words = report.closing_text(self._folder, summary, before, after, weights_folder)
         self._terminal.end(words)
+
+    def _export(self) -> None:
+        try:
+            write_report([self._folder], self._folder / report.PAGE)
+        except Exception as error:  # noqa: BLE001 - a run that is complete ends well without it
+            self.note(f"no {report.PAGE} ({error}); bin/dashboard {self._folder} may show more")
 
     def __enter__(self) -> Books:
         return self

@@ -17,7 +17,7 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
 from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import Answer
 
-SUMMARY, PLOT = "summary.json", "reward.png"
+SUMMARY, PLOT, PAGE = "summary.json", "reward.png", "report.html"
 Summary: TypeAlias = dict[str, Any]
 WIDTHS = (44, 26, 26)  # characters for problem, base answer, trained answer
 
@@ -102,7 +102,7 @@ def closing_text(
     weights_folder: Path,
 ) -> str:
     """The last words of a run; of the answers, those to the same problems are shown."""
-    named = [("plot", folder / PLOT), ("metrics", folder / METRICS)]
+    named = [("plot", folder / PLOT), ("report", folder / PAGE), ("metrics", folder / METRICS)]
     return "\n".join(
         [
             *_sample_lines(before, after),

@@ -3,7 +3,8 @@
 Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
 goes on from the newest checkpoint and the journal, with nothing trained twice.
 
-Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording.
+Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording,
+page.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
-from peralta_zmq.trainer import broadcast, evaluations, folders
+from peralta_zmq.trainer import broadcast, evaluations, folders, page
 from peralta_zmq.trainer.intake import Intake
 from peralta_zmq.trainer.recording import Recorder
 from peralta_zmq.trainer.roster import Roster
@@ -60,6 +61,7 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
+        page.check(config)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -86,6 +88,7 @@ class Trainer:
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
         self._recorder = Recorder(self._books, self._tokenizer)
+        page.show(config, stack, self._books)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
         self._stop.listen()
@@ -274,7 +277,9 @@ class Trainer:
             **self._roster.fares(row),
             "step_time": step_time,
         }
-        self._recorder.record(self._learner.step, groups, full)
+        self._recorder.record(
+            self._learner.step, groups, full, advantages=self._learner.advantages
+        )
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""

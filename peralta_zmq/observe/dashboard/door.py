@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     token = read_token(asked.token_file, option="--token-file")
     page = Dashboard(asked.runs, host=asked.host, port=asked.port, token=token)
     with contextlib.closing(page), contextlib.suppress(KeyboardInterrupt):
-        sys.stdout.write("".join(f"{line}\n" for line in greeting(page, wanted=asked.port)))
+        sys.stdout.write("".join(f"{line}\n" for line in page.greeting))
         sys.stdout.flush()
         page.run()
     return 0
@@ -55,19 +55,6 @@ def start() -> int:
     except PeraltaError as error:
         sys.stderr.write(f"dashboard: error: {error}\n")
         return 2
-
-
-def greeting(page: Dashboard, *, wanted: int) -> list[str]:
-    """Where the page is, and what is to be known about that."""
-    lines = [f"page: {page.address}"]
-    if page.moved:
-        lines[0] += f" (port {wanted} is taken)"
-    if page.is_open:
-        lines.append(
-            "warning: other machines reach the page, unencrypted, with the token: "
-            f"{page.address}/?token=..."
-        )
-    return lines
 
 
 def _check(folder: Path) -> None:

@@ -20,7 +20,6 @@ from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.metrics import finite
 
-REPORT = "report.html"
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script defer src="([\w.-]+)"></script>')
 ICON = re.compile(r'<link rel="icon"[^>]*>\n')

@@ -7,6 +7,7 @@ by a trainer only in the thread, beside its work.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import socket
 import threading
@@ -20,7 +21,6 @@ from peralta_zmq.errors import ConfigError
 if TYPE_CHECKING:
     from uvicorn import Server
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NUM_PORTS = 20  # tried from the wanted one on
 WAYS_ON = "pip install 'peralta_zmq[dashboard]'"
 logger = logging.getLogger(__name__)
@@ -39,25 +39,36 @@ class Dashboard:
     ) -> None:  # fmt: skip
         if any(find_spec(name) is None for name in ("starlette", "uvicorn")):
             raise ConfigError(f"the page needs starlette and uvicorn; {WAYS_ON}")
-        self.is_open = host not in LOOPBACK  # to other machines
-        if self.is_open and token is None:
+        self._is_open = not is_loopback(host)  # to other machines
+        if self._is_open and token is None:
             raise ConfigError(
                 f"dashboard.host {host} would show this run to whoever reaches it; set "
-                "dashboard.token_file to a file of mode 0600 with a password"
+                "dashboard.token_file (--token-file) to a file of mode 0600 with a password"
             )
         self._folders, self._host, self._token, self._live = folders, host, token, live
         self._socket = _listening(host, port)
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.port = int(self._socket.getsockname()[1])
-        self.moved = port not in (0, self.port)  # the wanted port was taken
+        self._wanted, self.port = port, int(self._socket.getsockname()[1])
 
     @property
     def address(self) -> str:
         """Where a browser finds the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
+
+    @property
+    def greeting(self) -> list[str]:
+        """Where the page is, and what is to be known about that; lines for a person."""
+        moved = self._wanted not in (0, self.port)
+        lines = [f"page: {self.address}{f' (port {self._wanted} is taken)' if moved else ''}"]
+        if self._is_open:
+            lines.append(
+                "warning: other machines reach the page, without encryption, by the token: "
+                f"{self.address}/?token=..."
+            )
+        return lines
 
     def start(self) -> None:
         """Answer in a daemon thread; what goes wrong there is logged and ends there."""
@@ -100,6 +111,14 @@ class Dashboard:
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         return self._server
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _listening(host: str, port: int) -> socket.socket:
