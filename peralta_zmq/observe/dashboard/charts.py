@@ -38,7 +38,6 @@ class Chart:
     title: str
     lines: tuple[Line, ...] = ()
     unit: str = ""
-    right_unit: str = ""
     each_generator: str = ""
 
 
@@ -59,20 +58,20 @@ CHARTS = (
     )),
     Chart("staleness", "Staleness and drops", (
         Line("staleness/mean", "mean"), Line("staleness/max", "max"),
-        Line("dropped", "dropped, sum", right=True),
-    ), unit="steps", right_unit="groups"),
+        Line("dropped", "dropped groups, sum", right=True),
+    ), unit="steps"),
     Chart("speed", "Tokens per second of each generator", each_generator="tokens_per_s"),
     Chart("time", "Where a step's time goes", (
         Line("time/forward_backward", "compute", "stack"),
         Line("time/waiting", "wait for rollouts", "stack"),
         Line("time/journal", "journal", "stack"),
         Line("time/publish", "publish", "stack"), Line("time/rest", "rest", "stack"),
-    ), unit="s"),
+    ), unit="seconds"),
     Chart("queue", "Groups waiting for the trainer", (Line("queue/depth", "queue"),)),
     Chart("weights", "Publish and reload", (
         Line("weights/seconds", "publish"), Line("reload/max", "slowest reload"),
-        Line("weights/megabytes", "version", right=True),
-    ), unit="s", right_unit="MB"),
+        Line("weights/megabytes", "version, MB", right=True),
+    ), unit="seconds"),
     Chart("length", "Completion length", (Line("completions/mean_length", "mean"),),
           unit="tokens"),
 )  # fmt: skip
@@ -100,7 +99,6 @@ def _drawn(chart: Chart, table: Table, evaluations: Mapping[float, float], after
         "id": chart.id,
         "title": chart.title,
         "unit": chart.unit,
-        "right_unit": chart.right_unit,
         "lines": [_line(line) for line in lines],
         "x": x,
         "columns": [

@@ -195,9 +195,9 @@ def _cards(run: RunFiles) -> list[Json]:
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
               f"{text(newest['tokens_per_s'], 0)} tokens/s"),
         _card("wait", "Trainer waits", text(share, 0, "%"), f"of the last {len(recent)} steps"),
-        _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups at the step's start"),
+        _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
         _card("staleness", "Staleness", text(mean, 1), f"steps, at most {text(worst, 0)}"),
-        _card("dropped", "Dropped", text(newest["dropped"], 0), "groups since the start"),
+        _card("dropped", "Dropped", text(newest["dropped"], 0), "groups in all"),
         _card("generators", "Generators up", text(number(row, "generators", up), 0),
               f"of {len(known)} seen"),
     ]  # fmt: skip
@@ -223,9 +223,9 @@ def _evaluated(run: RunFiles) -> tuple[str, str]:
         return "-", "none yet"
     first, last = min(run.evaluations), max(run.evaluations)
     value = number(run.evaluations[last], "accuracy")
-    note = f"at step {last:.0f}"
+    note = f"step {last:.0f}"
     if first < last:
-        note += f", {text(number(run.evaluations[first], 'accuracy'), 3)} at step {first:.0f}"
+        note += f"; {text(number(run.evaluations[first], 'accuracy'), 3)} at {first:.0f}"
     return text(value, 3), note
 
 

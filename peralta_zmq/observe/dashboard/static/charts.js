@@ -1,10 +1,10 @@
 // Charts with a shared cursor. Knows columns, colours and uPlot; knows nothing of where the
-// numbers come from. A chart is {id, title, unit, right_unit, lines, x, columns}.
+// numbers come from. A chart is {id, title, unit, lines, x, columns}.
 "use strict";
 
 const Charts = (() => {
   const COLOURS = ["blue", "amber", "teal", "rose", "violet", "slate"];
-  const STACKED = ["blue", "amber", "slate", "teal", "faint"];
+  const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
   const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
   const HEIGHT = 190;
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
@@ -63,9 +63,12 @@ const Charts = (() => {
   // One run as it is; several as one line each and colour by run.
   function plan(versions, names) {
     const first = versions[0];
+    const left = first.lines.some(line => !line.right); // else there is nothing to be right of
+    versions = versions.map(version => ({ ...version,
+      lines: version.lines.map(line => ({ ...line, right: line.right && left })) }));
     if (versions.length === 1) {
       let stacked = 0, plain = 0;
-      const lines = first.lines.map(line => ({
+      const lines = versions[0].lines.map(line => ({
         ...line, dash: [], colour: line.kind === "stack" ? STACKED[stacked++ % STACKED.length]
           : line.kind === "band" ? "band" : COLOURS[plain++ % COLOURS.length],
       }));
@@ -102,7 +105,10 @@ const Charts = (() => {
       this.box.tabIndex = 0;
       this.box.dataset.testid = `chart-${chart.id}`;
       const title = document.createElement("h2");
-      title.append(chart.title);
+      const name = document.createElement("span"), unit = document.createElement("small");
+      unit.textContent = chart.unit;
+      name.append(chart.title, " ", unit);
+      title.append(name);
       this.at = document.createElement("span");
       this.at.className = "at";
       title.append(this.at);
@@ -121,14 +127,14 @@ const Charts = (() => {
       const { lines, data, shown: values } = plan(versions, names);
       this.values = values;
       this.title = versions[0].title;
-      const shape = JSON.stringify([lines, versions[0].unit]);
+      const shape = JSON.stringify(lines);
       const stacked = stackedUp(lines, data);
       const known = data[0].length > 0 && data.slice(1).some(column => column.some(v => v != null));
       if (shape !== this.shape || known !== this.known || !this.u) {
         this.shape = shape;
         this.known = known;
         this.lines = lines;
-        this.build(versions[0], stacked);
+        this.build(stacked);
       } else {
         this.u.setData(stacked, this.u.scales.x.min === this.u.data[0][0] ||
           this.whole());
@@ -143,7 +149,7 @@ const Charts = (() => {
       return !x.length || this.u.scales.x.max >= x[x.length - 1];
     }
 
-    build(chart, data) {
+    build(data) {
       if (this.u) this.u.destroy();
       this.u = null;
       this.plot.replaceChildren();
@@ -155,18 +161,17 @@ const Charts = (() => {
         this.plot.append(nothing);
         return;
       }
-      this.u = new uPlot(this.options(chart), data, this.plot);
+      this.u = new uPlot(this.options(), data, this.plot);
     }
 
-    options(chart) {
+    options() {
       const [ink, gridline] = [colour("muted"), colour("grid")];
       const right = this.lines.some(line => line.right);
       const percent = this.lines.some(line => line.percent);
       const font = `11px ${getComputedStyle(document.body).fontFamily}`;
       const axis = { stroke: ink, font, grid: { stroke: gridline, width: 1 },
         ticks: { show: false }, gap: 6 };
-      const labels = unit => (u, splits) => splits.map((value, place) =>
-        shown(value, percent) + (unit && place === splits.length - 1 ? ` ${unit}` : ""));
+      const labels = (u, splits) => splits.map(value => shown(value, percent));
       const steps = (u, splits) => splits.map(value =>
         Number.isInteger(value) ? value.toLocaleString("en-US") : "");
       return {
@@ -178,9 +183,9 @@ const Charts = (() => {
         scales: { x: { time: false }, y: { range }, right: { range } },
         axes: [
           { ...axis, size: 26, values: steps, grid: { show: false }, space: 60 },
-          { ...axis, size: 54, values: labels(chart.unit), space: 36 },
+          { ...axis, size: 54, values: labels, space: 36 },
           ...(right ? [{ ...axis, side: 1, scale: "right", size: 54, space: 36,
-            values: labels(chart.right_unit), grid: { show: false } }] : []),
+            values: labels, grid: { show: false } }] : []),
         ],
         series: [{}, ...this.lines.map(series)],
         bands: bandsOf(this.lines),
