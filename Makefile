@@ -33,6 +33,9 @@ test-slow: setup  ## The tests that train for minutes
 test-chaos: setup  ## The tests that kill processes (under 15 minutes)
 	@$(BIN)/python -m pytest -m chaos --timeout 900 $(ARGS)
 
+test-browser: setup  ## The page in Debian's chromium-headless-shell
+	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
+
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
 	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)
 
@@ -69,7 +72,7 @@ fresh:
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	@$(MAKE) --no-print-directory torch
-	@$(PIP) --editable '.[plot,math,dev]'
+	@$(PIP) --editable '.[plot,math,dashboard,dev]'
 	@touch $@
 
 # CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.
@@ -84,4 +87,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos soak test test-slow test-chaos test-lab lab-soak fuzz compare-losses lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos soak test test-slow test-chaos test-browser test-lab lab-soak fuzz compare-losses lint data base-model clean fresh torch

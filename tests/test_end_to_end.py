@@ -23,6 +23,7 @@ from throttle import Link
 
 from peralta_zmq import policy
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.observe.names import meaning_of
 from peralta_zmq.recovery.journal import read_records
 from peralta_zmq.rollout import Message
 
@@ -30,9 +31,16 @@ REPO = Path(__file__).parent.parent
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
-STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
+STEP_KEYS = {
+    "step", "time", "step_time", "reward", "reward_std", "frac_reward_zero_std",
+    "completions/mean_length", "completions/clipped_ratio", "loss", "grad_norm", "learning_rate",
+    "entropy", "mismatch_kl", "staleness/mean", "staleness/max", "dropped/stale", "queue/depth",
+    "num_tokens", "num_rollouts", "generators", "time/wait_for_batch", "time/forward_backward",
+    "time/publish", "time/journal",
+}  # fmt: skip
+GENERATOR_KEYS = {"groups", "step", "tokens_per_s", "blocked_frac", "queue_frac", "reload_s"}
 SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
-                "seconds", "steps", "restarts", "accounting"}  # fmt: skip
+                "seconds", "steps", "restarts", "accounting", "verdict"}  # fmt: skip
 
 
 def free_ports() -> int:
@@ -138,6 +146,10 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
     assert "; versions as here" in trainer.printed
+    assert not {key for row in machine.rows() for key in row if meaning_of(key) is None}
+    name = f"gen/{socket.gethostname()}-0"
+    known = {key for row in machine.rows() for key in row}
+    assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
     assert json.loads((machine.run / "summary.json").read_text()).keys() == SUMMARY_KEYS
     assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
     weights = machine.run / "weights" / "step_00000003"

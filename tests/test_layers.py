@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
-WORDS = {"rollout", "errors", "durable", "failpoints"}
+WORDS = {"rollout", "errors", "durable", "failpoints", "password"}
 LEAVES = {"config", "registry", "wire", "policy", "tasks", "learning", "curriculum", "stores",
           "recovery", "observe", "guard"}  # fmt: skip
 LOOPS = {"trainer", "generator", "verifier", "base"}
@@ -43,6 +43,8 @@ DOORS = {
     "rich": {"observe"},
     "matplotlib": {"observe"},
     "tokenizers": {"base"},
+    "starlette": {"observe.dashboard.app", "observe.dashboard.guard"},
+    "uvicorn": {"observe.dashboard.server"},
 }
 WITHOUT_TORCH = {*WORDS, "config", "registry", "guard", "wire", "tasks", "curriculum",
                  "stores.watch", "observe", "operate"}  # fmt: skip

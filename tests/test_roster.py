@@ -1,57 +1,67 @@
-"""The roster of generators: who joins, what they say of themselves, and what is told of it."""
+"""Who works for the trainer: who comes, who leaves, how they fare.
+
+.venv/bin/python -m pytest tests/test_roster.py
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes import RUN
-from sockets import ANYWHERE
+from fakes import BOOT, RUN
+from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
 from peralta_zmq.observe.books import Books
 from peralta_zmq.observe.metrics import EVENTS, read_rows
-from peralta_zmq.trainer.roster import Roster
+from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
 
-HERE = {"python": "3.11.7", "torch": "2.13.0"}
-HELLO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
-
-
-def opened(stack: ExitStack, folder: Path) -> Roster:
-    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
-    return Roster(counters, stack.enter_context(Books(folder, run="demo", max_steps=1)), HERE)
+pytestmark = pytest.mark.timeout(20)
+SAID = wire.Counters(
+    RUN, "ann", BOOT, step=4, tokens_per_s=100.0, blocked_frac=0.5, queue_frac=0.25, reload_s=1.0
+)
 
 
-def events(folder: Path) -> list[tuple[object, object]]:
-    return [(row["event"], row["hello"]) for row in read_rows(folder / EVENTS)]
+@pytest.fixture
+def roster(tmp_path: Path) -> Iterator[Roster]:
+    """One that has heard from ann."""
+    with (
+        closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)) as receiver,
+        closing(wire.CounterSender(receiver.address)) as sender,
+        Books(tmp_path, run="run", max_steps=9) as books,
+    ):
+        roster = Roster(receiver, books, {})
+
+        def heard() -> bool:
+            sender.send(SAID)
+            roster.hear(step=1)
+            return bool(roster.live())
+
+        eventually(heard)
+        yield roster
 
 
-def test_join_is_recorded_with_the_hello_and_told_once(
-    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
+    assert roster.fares({}) == {
+        "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
+        "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unjudged": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_groups", "told"), [(3, 4), (6, 6)])
+def test_its_step_is_the_newest_that_a_report_or_a_group_tells(
+    roster: Roster, of_groups: int, told: int
 ) -> None:
-    roster = opened(stack, tmp_path)
-    for _ in range(3):
-        roster.meet("ann/00", step=1, hello=HELLO)
-    assert events(tmp_path) == [("join", HELLO)]
-    printed = capsys.readouterr().out
-    assert printed.count("generator ann: cpu; Python 3.10.12 (here 3.11.7)") == 1
+    assert roster.fares({"gen/ann/step": of_groups})["gen/ann/step"] == told
 
 
-def test_hello_that_comes_after_the_first_group_is_recorded_too(
-    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    roster = opened(stack, tmp_path)
-    roster.meet("ann/00", step=1)
-    assert "generator ann" not in capsys.readouterr().out
-    roster.meet("ann/00", step=1, hello=HELLO)
-    roster.meet("ann/00", step=1)
-    assert events(tmp_path) == [("join", {}), ("hello", HELLO)]
-    assert "generator ann" in capsys.readouterr().out
-
-
-def test_each_start_says_hello(stack: ExitStack, tmp_path: Path) -> None:
-    roster = opened(stack, tmp_path)
-    roster.meet("ann/00", step=1, hello=HELLO)
-    roster.meet("ann/01", step=1, hello=HELLO)
-    assert [event for event, _ in events(tmp_path)] == ["join", "join"]
+def test_one_unheard_for_long_has_left_and_is_told_once(roster: Roster, tmp_path: Path) -> None:
+    roster.excuse(-SILENCE_SECONDS)
+    assert roster.live() == roster.live() == []
+    rows = read_rows(tmp_path / EVENTS)
+    assert [row["event"] for row in rows] == ["join", "leave"]
+    assert (rows[1]["generator"], rows[1]["boot"]) == ("ann", BOOT.hex())
+    assert abs(float(str(rows[1]["time"])) - time.time()) < 20

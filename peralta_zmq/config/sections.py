@@ -232,6 +232,19 @@ class SecuritySection(Section):
     """listen beyond this machine without keys"""
 
 
+class DashboardSection(Section):
+    """The page that the trainer shows."""
+
+    enabled: bool = True
+    """whether there is one while the trainer runs"""
+    host: Text = "127.0.0.1"
+    """address on which it listens; any other than this machine's own needs a token_file"""
+    port: Port = 8470
+    """port of the page; a taken one gives way to the next"""
+    token_file: Text | None = None
+    """file of mode 0600 with the password of the page; None = none"""
+
+
 class LogSection(Section):
     """Messages."""
 
@@ -262,6 +275,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
+    dashboard: DashboardSection = DashboardSection()
 
     @property
     def run_folder(self) -> Path:
@@ -416,6 +430,12 @@ def _check_security(config: Config) -> None:
             f"wire.bind {bind} lets other machines connect, and there are no keys; "
             "make them with bin/doctor keygen --security.keys DIR, "
             "or allow everyone with --security.insecure"
+        )
+    page = config.dashboard
+    if page.enabled and not (_is_loopback(page.host) or page.token_file):
+        raise ConfigError(
+            f"dashboard.host {page.host} would show the run to whoever reaches it; "
+            "set dashboard.token_file to a file of mode 0600 with a password"
         )
 
 

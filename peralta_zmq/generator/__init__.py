@@ -111,7 +111,8 @@ class Generator:
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
         self._unjudged = 0  # groups without a reward
-        self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
+        self._tokens, self._blocked, self._queued = 0, 0.0, 0.0  # since a report
+        self._reported = time.monotonic()
         self._silence_said = time.monotonic()
         self._is_left = False  # by a trainer that has nothing more to do
         self._reload_seconds = 0.0  # of the latest change of weights
@@ -342,7 +343,8 @@ class Generator:
         """Tell the trainer how we fare."""
         now, self._tokens, tokens = time.monotonic(), 0, self._tokens
         elapsed, self._reported = max(now - self._reported, 1e-3), now
-        blocked, self._blocked = self._blocked, 0.0
+        queued, self._queued = self._queued, 0.0
+        blocked, self._blocked = self._blocked + queued, 0.0
         self._line.counters.send(
             wire.Counters(
                 run_id=self._version.run_id,
@@ -355,6 +357,7 @@ class Generator:
                 step=self._version.step,
                 tokens_per_s=tokens / elapsed,
                 blocked_frac=min(1.0, blocked / elapsed),
+                queue_frac=min(1.0, queued / elapsed),
                 reload_s=self._reload_seconds,
                 wants_keyframe=self._follower.wants_keyframe,
                 hello=self._hello,
@@ -449,5 +452,5 @@ class Generator:
             if time.monotonic() - said > WAITING_SECONDS:
                 said = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", said - started)
-        self._blocked += time.monotonic() - started
+        self._queued += time.monotonic() - started
         return True

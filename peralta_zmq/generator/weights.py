@@ -12,9 +12,9 @@ from collections.abc import Callable
 from peralta_zmq import policy, registry, wire
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import StoreError
+from peralta_zmq.password import read_token
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.place import open_place
-from peralta_zmq.stores.serve import read_token
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 

@@ -63,6 +63,7 @@ class Cut:
     pieces: tuple[Piece, ...]
     num_truncated: int  # rollouts that lost their end
     num_dropped: int  # rollouts that are not trained
+    advantages: tuple[tuple[float, ...], ...]  # of each group's rollouts; none without signal
 
 
 def cut(
@@ -100,7 +101,9 @@ def cut(
                 counts["truncated"] -= 1
                 counts["dropped"] += 1
         pieces += _pieces(kept, max_tokens if share_prompts else 0)
-    return Cut(tuple(pieces), counts["truncated"], counts["dropped"])
+    told = dict(zip(signal, map(tuple, worths), strict=True))
+    advantages = tuple(told.get(number, ()) for number in range(len(groups)))
+    return Cut(tuple(pieces), counts["truncated"], counts["dropped"], advantages)
 
 
 def make_batches(

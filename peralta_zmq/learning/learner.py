@@ -56,6 +56,7 @@ class Learner:
     ) -> None:
         self.step = 0
         self.problem = ""
+        self.advantages: Sequence[Sequence[float]] = ()  # of the newest step, as Cut has them
         self._num_skipped = 0  # in a row
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
@@ -83,6 +84,7 @@ class Learner:
             max_tokens=self._max_tokens, oversize=self._oversize,
             share_prompts=self._share_prompts,
         )  # fmt: skip
+        self.advantages = pieces.advantages
         metrics = self._update(pieces)
         return {
             **describe(groups, step=self.step),

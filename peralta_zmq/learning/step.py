@@ -76,9 +76,9 @@ def take_step(
 
     The loss divides by the totals of the whole step, so that no split into micro-batches or
     ranks changes the gradient. A step whose gradient is not finite is skipped and says why.
-    Metrics: loss, grad_norm, mismatch_kl, ess, skipped, and the loss's own. Raises ConfigError
-    when the loss does not keep its contract. A loss that wants the entropy of the policy is given
-    `score_with_entropy`, which is asked instead of `score`.
+    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the loss's own. Raises
+    ConfigError when the loss does not keep its contract. A loss that wants the entropy of the
+    policy is given `score_with_entropy`, which is asked instead of `score`.
     """
     step_tokens, step_sequences = _totals(batches, add_up)
     sums: dict[str, Tensor] = {}
@@ -91,7 +91,8 @@ def take_step(
         tokens = replace(_tokens(batch, logprobs, step_tokens, step_sequences), entropy=entropy)
         value, own = _checked(loss, tokens)
         value.backward()
-        for name, each in {**own, **_diagnostics(tokens), "loss": value}.items():
+        told = {"entropy": _entropy(tokens), **own, **_diagnostics(tokens), "loss": value}
+        for name, each in told.items():
             sums[name] = sums.get(name, 0.0) + each.detach().cpu().double()
     metrics = _added_up(sums, add_up)
     unlikely = metrics.pop("not_finite", 0.0)
@@ -170,6 +171,16 @@ def _diagnostics(tokens: Tokens) -> dict[str, Tensor]:
         "ratio_square": (tokens.mask * ratio.square()).sum(),
         "not_finite": (~tokens.logprobs.isfinite()).sum(),
     }
+
+
+@torch.no_grad()
+def _entropy(tokens: Tokens) -> Tensor:
+    """The policy's entropy in nats, estimated from the sampled tokens: E_mu[-ratio pi].
+
+    Exact in the mean when nothing is cut off in sampling; a loss that computes it says it itself.
+    """
+    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return -(tokens.mask * apart.exp() * tokens.logprobs).sum() / tokens.step_tokens
 
 
 def _added_up(sums: dict[str, Tensor], add_up: AddUp) -> dict[str, float]:

@@ -3,7 +3,8 @@
 Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
 goes on from the newest checkpoint and the journal, with nothing trained twice.
 
-Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording.
+Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording,
+page.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.statistics import by_environment
 from peralta_zmq.observe.books import Books
 from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
-from peralta_zmq.trainer import broadcast, evaluations, folders
+from peralta_zmq.trainer import broadcast, evaluations, folders, page
 from peralta_zmq.trainer.intake import Intake
 from peralta_zmq.trainer.recording import Recorder
 from peralta_zmq.trainer.roster import Roster
@@ -60,6 +62,7 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
+        page.check(config)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -86,6 +89,7 @@ class Trainer:
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
         self._recorder = Recorder(self._books, self._tokenizer)
+        page.show(config, stack, self._books)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
         self._stop.listen()
@@ -163,6 +167,7 @@ class Trainer:
         complete = step >= self._config.train.max_steps
         self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if complete else broadcast.STOP_SECONDS)
         if not complete:
+            self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
         self._evaluations.leave()
@@ -172,6 +177,7 @@ class Trainer:
         store = self._broadcast.store
         newest = store.newest()
         folder = newest.folder if newest else store.folder
+        self._books.end("complete", step=step)
         self._books.close_run(folder, self._intake.accounting())
 
     # Opening.
@@ -271,14 +277,18 @@ class Trainer:
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
     ) -> None:
+        several = len(self._config.environments) > 1
         full = {
             **row,
+            **(by_environment(groups) if several else {}),
             **self._intake.figures(),
             "generators": len(self._roster.live()),
-            **self._roster.fares(),
+            **self._roster.fares(row),
             "step_time": step_time,
         }
-        self._recorder.record(self._learner.step, groups, full)
+        self._recorder.record(
+            self._learner.step, groups, full, advantages=self._learner.advantages
+        )
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""

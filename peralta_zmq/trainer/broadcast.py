@@ -17,10 +17,11 @@ from peralta_zmq import parts, policy
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.books import Books
+from peralta_zmq.password import read_token
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.probe import Probe
 from peralta_zmq.stores.publisher import Keep, Publisher, Report
-from peralta_zmq.stores.serve import Server, read_token
+from peralta_zmq.stores.serve import Server
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 from peralta_zmq.trainer.speaker import Speaker

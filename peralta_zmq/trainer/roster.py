@@ -15,7 +15,7 @@ from peralta_zmq.observe.hello import hello_text
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 MAX_LIVE = 4096  # generators spoken to
-FARES = ("tokens_per_s", "blocked_frac", "reload_s", "step", "unjudged")
+FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
 class Roster:
@@ -73,18 +73,24 @@ class Roster:
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
         """Senders heard in the last so many seconds."""
         now = time.monotonic()
-        self._heard = {
-            sender: at for sender, at in self._heard.items() if now - at < SILENCE_SECONDS
-        }
+        for sender in [each for each, at in self._heard.items() if now - at >= SILENCE_SECONDS]:
+            del self._heard[sender]
+            name, _, boot = sender.rpartition("/")
+            self._books.event("leave", generator=name, boot=boot)
         return [sender for sender, at in self._heard.items() if now - at < within][:MAX_LIVE]
 
-    def fares(self) -> dict[str, float]:
-        """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE."""
-        return {
+    def fares(self, known: Mapping[str, float]) -> dict[str, float]:
+        """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.
+
+        Its groups, in the row `known`, may be from newer weights than its last report.
+        """
+        told = {
             f"gen/{report.generator_id}/{name}": getattr(report, name)
             for sender in self.live() if (report := self.reports.get(sender))
             for name in FARES
         }  # fmt: skip
+        newer = {key: known[key] for key in told if key.endswith("/step") and key in known}
+        return told | {key: max(step, told[key]) for key, step in newer.items()}
 
     def told_beyond(self, seen: dict[str, int]) -> int:
         """Groups that were made, as their generators report, beyond the highest that came."""

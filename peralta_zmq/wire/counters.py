@@ -30,6 +30,7 @@ class Counters:
     step: int = 0  # of the weights in use
     tokens_per_s: float = 0.0
     blocked_frac: float = 0.0  # share of the time without a turn to sample
+    queue_frac: float = 0.0  # share of the time with a full queue, a part of the former
     reload_s: float = 0.0  # seconds of the latest change of weights
     wants_keyframe: bool = False  # no version can be followed from the one in use
     hello: dict[str, str] = field(default_factory=dict[str, str])
@@ -42,7 +43,7 @@ class Counters:
 
 
 COUNTS = ("made", "lost", "resent", "unjudged", "step")
-MEASURES = ("tokens_per_s", "blocked_frac", "reload_s")
+MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),
     **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "hello": dict,

@@ -221,6 +221,21 @@ def test_effective_sample_size_by_hand() -> None:
     assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
 
 
+def test_entropy_is_estimated_by_hand() -> None:
+    # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    assert step_by_hand(parameter, [batch, other]).metrics["entropy"] == pytest.approx(1.5)
+
+
+def test_entropy_of_a_loss_that_computes_it_stands_before_the_estimate() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"entropy": torch.tensor(0.25)}
+
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch], loss=loss).metrics["entropy"] == 0.25
+
+
 def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
     parameter, batch = by_hand(old=-1.0)
     other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))

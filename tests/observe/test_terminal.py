@@ -11,6 +11,7 @@ import pytest
 
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal, duration
+from peralta_zmq.observe.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -93,6 +94,38 @@ def test_on_a_terminal_the_table_names_run_progress_and_time_left() -> None:
     for heading in ("step", "reward", "no signal", "staleness", "queue", "wait", "rollouts/s"):
         assert heading in seen
     assert re.search(r"12 .*0\.71.*12%.*0\.9.*3.*0\.21s.*146.*2", seen)
+
+
+WAITS = Verdict("the trainer waits 60% of its time for rollouts", "add a generator", "warn")
+BALANCED = Verdict("balanced: the trainer waits 8%", "", "ok")
+
+
+def verdicts(*shown: tuple[float, Verdict]) -> list[str]:
+    """Lines beside those of the steps, for verdicts at these times."""
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        for moment, verdict in shown:
+            terminal.step(ROW | {"time": moment}, verdict)
+    return [line for line in stream.getvalue().splitlines() if not line.startswith("step=")]
+
+
+def test_off_a_terminal_a_verdict_is_a_line_when_another_one_holds() -> None:
+    later = Verdict("the trainer waits 63% of its time for rollouts", "add a generator", "warn")
+    assert verdicts((1, WAITS), (2, later), (3, BALANCED), (4, BALANCED)) == [
+        "verdict: the trainer waits 60% of its time for rollouts; add a generator",
+        "verdict: balanced: the trainer waits 8%",
+    ]
+
+
+def test_verdicts_that_come_and_go_are_told_once_a_minute() -> None:
+    flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
+    assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
+
+
+def test_on_a_terminal_the_verdict_stands_below_the_table() -> None:
+    seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS))
+    told = "the trainer waits 60% of its time for rollouts; add a generator"
+    assert seen.index("0.71") < seen.index(told)
 
 
 def test_the_table_keeps_the_last_twelve_steps() -> None:
