@@ -6,6 +6,7 @@ restart needs: the weights tell it how far the run is.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from peralta_zmq.curriculum.evaluation import examples_for
 from peralta_zmq.curriculum.order import Draws, walk
 from peralta_zmq.curriculum.pools import is_resting
 from peralta_zmq.engines import ask
+from peralta_zmq.engines.adapted import AdaptedEngine
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
@@ -495,6 +497,8 @@ def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Ve
         return current
     started = time.monotonic()
     try:
+        if staged.version.says("adapts") != current.says("adapts"):
+            raise ValueError("it is an adapter for another base than that of the one served")
         engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
         follower.settle(refused=str(error))
@@ -563,11 +567,14 @@ def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy
     device = policy.choose_device(config.model.device)
     dtype, reason = policy.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    model = policy.load_model(staged.folder, device=device, dtype=dtype)
-    tokenizer = policy.load_tokenizer(staged.folder)
-    engine = registry.resolve("engine", config.engine.name)
-    made = engine(
-        model, tokenizer, step=staged.version.step,
+    version, adapts = staged.version, staged.version.says("adapts") is not None
+    folder = parts.base_of(config, version) if adapts else staged.folder
+    model = policy.load_model(folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(folder)
+    make = functools.partial(
+        registry.resolve("engine", config.engine.name), model, tokenizer, step=version.step,
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
-    return made, tokenizer
+    if adapts:
+        return AdaptedEngine(make, model, staged.tensors, version.step), tokenizer
+    return make(), tokenizer

@@ -7,21 +7,108 @@ import functools
 import json
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from peralta_zmq import durable, objective, policy
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.schedules import learning_rate
+from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
+from peralta_zmq.stores import tensors as sets
+from peralta_zmq.stores.version import WEIGHTS, Version
 
 logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
+
+
+def load_policy(config: Config, folder: Path) -> policy.Model:
+    """The model to be trained, fp32, with adapters when [lora] asks for them."""
+    device = policy.choose_device(config.model.device)
+    model = policy.load_model(folder, device=device, dtype=torch.float32)
+    lora = config.lora
+    if lora.rank is not None:
+        adapters.add_adapters(
+            model, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout,
+            target_modules=lora.target_modules, seed=config.run.seed,
+        )  # fmt: skip
+        trained = adapters.trained_parameters(model).values()
+        logger.info("lora rank=%d trained=%d", lora.rank, sum(each.numel() for each in trained))
+    return model
+
+
+def published_beside(
+    config: Config, folder: Path, model: policy.Model
+) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The files that go with the weights that are published, and what the manifest says of them.
+
+    A whole model has its config and tokenizer with it; an adapter names the base it is for.
+    """
+    if not adapters.has_adapters(model):
+        return policy.companion_files(folder), {}
+    name = config.model.name
+    described = adapters.config_file(model, base=name if Path(name) != folder else str(folder))
+    about = {"adapts": adapters.digest_of(folder), "adapts_name": name}
+    return {adapters.CONFIG_FILE: described}, about
+
+
+def base_of(config: Config, version: Version) -> Path:
+    """The folder of the model that a published adapter is for. Raises ConfigError for another."""
+    folder = policy.model_folder(config.model.name)
+    if adapters.digest_of(folder) != version.says("adapts"):
+        raise ConfigError(
+            f"version {version.number} is an adapter for {version.says('adapts_name')} "
+            f"({version.says('adapts')}), and model.name {config.model.name} is another model; "
+            "give the one that the trainer has, with the same files"
+        )
+    return folder
+
+
+def export_adapted(config: Config, folder: Path, model_folder: Path, model: policy.Model) -> Path:
+    """Write the adapter for peft and the whole model for transformers; returns the latter's folder.
+
+    In `folder`, over what an earlier end of the run left. Raises OSError.
+    """
+    dtype = policy.DTYPES[config.weights.dtype]
+    adapter = sets.copy_set(adapters.published_weights(model), dtype)
+    companions, about = published_beside(config, model_folder, model)
+    _write_weights(folder / "adapter", adapters.WEIGHTS_FILE, adapter, companions, about)
+    return write_merged(
+        folder / "merged", adapters.base_weights(model), adapter,
+        companions=policy.companion_files(model_folder), dtype=dtype,
+    )  # fmt: skip
+
+
+def write_merged(
+    target: Path,
+    base: Mapping[str, torch.Tensor],
+    adapter: Mapping[str, torch.Tensor],
+    *,
+    companions: Mapping[str, bytes],
+    dtype: torch.dtype,
+) -> Path:
+    """A folder for `from_pretrained` with the adapter merged in. Raises OSError."""
+    whole = sets.copy_set(adapters.merged(base, adapter), dtype)
+    _write_weights(target, WEIGHTS, whole, companions, {})
+    return target
+
+
+def _write_weights(
+    target: Path,
+    name: str,
+    weights: Mapping[str, torch.Tensor],
+    companions: Mapping[str, bytes],
+    about: Mapping[str, str],
+) -> None:
+    durable.remove_folder(target)
+    durable.write_folder(target, {name: sets.file_of(weights, {}), **companions}, about)
 
 
 def learner_of(config: Config, model: policy.Model) -> Learner:
@@ -35,7 +122,7 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         raise ConfigError("loss.teacher_tau needs a teacher, and this run has none; set it to 0")
     score = scorer_of(config, model)
     return Learner(
-        dict(model.named_parameters()),
+        adapters.trained_parameters(model),
         score=score,
         share_prompts=score.packs,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,

@@ -21,8 +21,6 @@ from statistics import fmean
 from types import FrameType
 from typing import IO, Any
 
-import torch
-
 from peralta_zmq import parts, policy, registry, wire
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.curriculum.evaluation import Evaluation, figures
@@ -33,6 +31,7 @@ from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
 from peralta_zmq.observe.books import Books
+from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
@@ -187,9 +186,16 @@ class Trainer:
         self._leave_evaluation()
         self._announce(done=True)
         self._evaluate()
+        self._books.close_run(self._loadable(), self._accounting())
+
+    def _loadable(self) -> Path:
+        """A folder that transformers loads the last weights from."""
+        if adapters.has_adapters(self._model):
+            return parts.export_adapted(
+                self._config, self._folder, self._model_folder, self._model
+            )
         newest = self._store.newest()
-        folder = newest.folder if newest else self._store.folder
-        self._books.close_run(folder, self._accounting())
+        return newest.folder if newest else self._store.folder
 
     # Opening: everything that can be refused is tried before anything is written.
 
@@ -206,9 +212,11 @@ class Trainer:
                 f"{MAX_POSITIONS} at most"
             )
         self._model_folder = policy.model_folder(config.model.name)
-        device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
-        self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
+        self._model = parts.load_policy(config, self._model_folder)
+        self._companions, self._about = parts.published_beside(
+            config, self._model_folder, self._model
+        )
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens([*train.problems, *self._held_out.problems], len(self._tokenizer))
         self._learner = parts.learner_of(config, self._model)
@@ -296,7 +304,8 @@ class Trainer:
         weights = self._config.weights
         return Publisher(
             self._store,
-            companions=policy.companion_files(self._model_folder),
+            companions=self._companions,
+            about=self._about,
             dtype=policy.DTYPES[weights.dtype],
             keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
@@ -470,6 +479,11 @@ class Trainer:
                 f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
                 "choose another --run.name, or the model it was made with"
             ) from None
+        if saved.progress.get("adapts") != self._about.get("adapts"):
+            raise JournalError(
+                f"checkpoint of step {saved.step} in {self._folder} has adapters for other weights "
+                f"than those of model.name {self._config.model.name}; choose another --run.name"
+            )
         self._progress = saved.progress
         self._admission.ledger = Ledger(saved.progress["ledger"])
         self._pools.restore(saved.progress.get("pools", {}))
@@ -526,7 +540,7 @@ class Trainer:
         step = self._learner.step
         whole = self._wanted or step >= self._config.train.max_steps
         self._wanted = False
-        return self._publisher.publish(step, policy.weights_of(self._model), whole=whole)
+        return self._publisher.publish(step, adapters.published_weights(self._model), whole=whole)
 
     def _newest_publication(self) -> dict[str, float]:
         """What the newest finished publication cost; it may be of an earlier step."""
@@ -669,6 +683,7 @@ class Trainer:
             "duplicates": self._admission.duplicates,
             "pools": self._pools.saved(),
             "next_draw": self._next_draw,
+            "adapts": self._about.get("adapts"),
         }
 
     def _accounting(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ DOORS = {
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
+    "peft": {"policy.adapters"},
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "zstandard": {"stores"},
     "obstore": {"stores.objects"},

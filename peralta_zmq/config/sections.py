@@ -29,7 +29,13 @@ from peralta_zmq.config.environments import (
     check_environments,
 )
 from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
-from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
+from peralta_zmq.config.objective import (
+    AdvantageSection,
+    FilterSection,
+    LoraSection,
+    LossSection,
+    Table,
+)
 from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
 
@@ -250,6 +256,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = GeneratorSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
     filter: FilterSection = FilterSection()
