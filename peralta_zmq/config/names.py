@@ -75,6 +75,7 @@ FOREIGN = {
     "lora.rank": "lora.r lora.lora_r lora_r lora_rank r use_peft",
     "lora.target_modules": "lora.lora_target_modules lora_target_modules target_modules",
     "model.dtype": "precision torch_dtype",
+    "model.teacher": "teacher teacher_model teacher_model_name teacher_model_name_or_path",
     "model.name": "base_model model_id model_name model_name_or_path model_path",
     "run.dir": "output_dir outputs_dir run_dir",
     "run.num_local_generators": "local_generators num_generators num_local_workers",
@@ -111,6 +112,8 @@ FOREIGN = {
     "train.max_tokens_per_microbatch": "max_tokens_per_batch max_tokens_per_mb "
     "micro_batch_tokens token_budget",
     "train.num_workers": "workers threads num_threads",
+    "train.ref_mixup_alpha": "ref_model_mixup_alpha",
+    "train.ref_sync_steps": "ref_model_sync_steps ref_update_interval sync_ref_model",
     "train.token_batch_size": "batch_tokens tokens_per_batch tokens_per_step",
     "train.warmup_steps": "lr_warmup_steps num_warmup_steps warmup",
     "train.weight_decay": "wd",

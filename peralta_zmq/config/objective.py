@@ -28,6 +28,8 @@ class LossSection(Section):
     """the same above 1; None = epsilon (gspo: 4e-4). reinforce: clamp the ratio as its weight"""
     c_clip: AboveOne | None = None
     """grpo, decoupled_ppo: a negative advantage costs at most so many times itself (dual clip)"""
+    use_decoupled_loss: bool = True
+    """decoupled_ppo: false = without prox, which is PPO on the weights that sampled"""
     behav_imp_weight_cap: PositiveFloat | None = None
     """decoupled_ppo: tokens whose weight exp(prox - mu) is above it are left out"""
     beta: NonNegativeFloat | None = None

@@ -81,6 +81,7 @@ class Publisher:
         self._reports: list[Report] = []
         self._failure: BaseException | None = None
         self._busy = self._closing = self._stuck = False
+        self._said = ""  # why versions are whole
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -206,7 +207,8 @@ class Publisher:
         if self._base is None or snapshot.whole:
             return None
         if reason := delta.unsuitable(snapshot.tensors):
-            if self._base[0].depth == 0:
+            if reason != self._said:
+                self._said = reason
                 logger.info("publishing whole versions: %s", reason)
             return None
         return self._base if self._base[0].depth + 1 < self._keyframe_interval else None
