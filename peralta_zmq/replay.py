@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import parts, policy, wire
+from peralta_zmq import adapted, parts, policy, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
@@ -70,7 +70,7 @@ def replay(
     Raises JournalError when the journal does not reach back far enough.
     """
     policy.use_threads(config.train.num_workers)
-    model = parts.load_policy(config, policy.model_folder(config.model.name))
+    model = adapted.load_policy(config, policy.model_folder(config.model.name))
     learner = parts.learner_of(config, model)
     there = journal.steps_in(folder / "journal")
     if not there:
@@ -106,10 +106,10 @@ def _export(config: Config, step: int, target: Path) -> Version:
         return write_version(store, step, target)
     if target.exists():
         raise StoreError(f"{target} is there already; name a new folder")
-    folder = parts.base_of(config, version)
+    folder = adapted.base_of(config, version)
     base = policy.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     with store.load(version) as local:
-        parts.write_merged(
+        adapted.write_merged(
             target, policy.weights_of(base), MappedTensors(local / WEIGHTS),
             companions=policy.companion_files(folder), dtype=policy.DTYPES[config.weights.dtype],
         )  # fmt: skip

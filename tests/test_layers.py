@@ -23,9 +23,11 @@ MAY_IMPORT = {
     "engines": WORDS | {"policy"},
     "objective": BELOW,
     "environments": BELOW,
-    "parts": BELOW | {"objective"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments"}),
-    "replay": BELOW | {"parts"},
+    "adapted": BELOW,
+    "frozen": BELOW | {"objective"},
+    "parts": BELOW | {"objective", "frozen"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "adapted", "environments"}),
+    "replay": BELOW | {"parts", "adapted"},
     "operate": WORDS | {"config", "observe", "wire"},
 }
 DOORS = {

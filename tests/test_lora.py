@@ -17,9 +17,10 @@ import pytest
 import torch
 from fakes import group_of, tiny_model
 
-from peralta_zmq import generator, parts, policy
+from peralta_zmq import adapted, parts, policy
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.generator.weights import make_engine, refresh
 from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -44,10 +45,10 @@ def config_of(*arguments: str) -> Config:
     return load_config("bin/trainer", ["--train.batch-size=8", "--lora.rank=4", *EXACT, *arguments])
 
 
-def adapted(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
+def trained(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
     """The embedded model with adapters as a trainer has it."""
     config = config_of(*arguments, f"--run.seed={seed}", "--train.learning-rate=0.01")
-    return config, parts.load_policy(config, policy.EMBEDDED)
+    return config, adapted.load_policy(config, policy.EMBEDDED)
 
 
 def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[RolloutGroup]:
@@ -55,9 +56,9 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    companions, about = parts.published_beside(config, policy.EMBEDDED, model)
+    beside = adapted.published_beside(config, policy.EMBEDDED, model)
     weights = adapters.published_weights(model)
-    return store.publish(step, weights, companions=companions, about=about)
+    return store.publish(step, weights, companions=beside.companions, about=beside.about)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def served(config: Config, follower: Follower) -> tuple[Version, Any, Any]:
     """What a generator does with the first version that it finds."""
     staged = follower.ready(timeout=20)
     assert staged is not None
-    engine, tokenizer = generator.make_engine(config, staged)
+    engine, tokenizer = make_engine(config, staged)
     follower.settle()
     return staged.version, engine, tokenizer
 
@@ -86,7 +87,7 @@ def until_step(engine: Any, follower: Follower, version: Version, step: int) -> 
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
         follower.ready(timeout=0.2)
-        version = generator.refresh(engine, follower, version)
+        version = refresh(engine, follower, version)
     return version
 
 
@@ -112,7 +113,7 @@ def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
 
 
 def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints() -> None:
-    config, model = adapted("--lora.target-modules", TARGETS)
+    config, model = trained("--lora.target-modules", TARGETS)
     before = {name: each.clone() for name, each in adapters.base_weights(model).items()}
     learner = parts.learner_of(config, model)
     learner.learn(some_groups(1))
@@ -130,7 +131,7 @@ def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints(
 
 
 def test_a_fresh_adapter_changes_nothing() -> None:
-    _, model = adapted()
+    _, model = trained()
     plain = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     ids = torch.arange(3, 20)[None]
     assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -140,7 +141,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
 def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
     engine: str, store: WeightStore, follower: Follower
 ) -> None:
-    config, model = adapted("--lora.alpha=7", "--engine.name", engine)
+    config, model = trained("--lora.alpha=7", "--engine.name", engine)
     learner = parts.learner_of(config, model)
     published(config, model, store, 0)
     version, sampler, _ = served(config, follower)
@@ -157,7 +158,7 @@ def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
 def test_what_a_version_added_is_gone_when_the_next_comes(
     store: WeightStore, follower: Follower
 ) -> None:
-    config, model = adapted()
+    config, model = trained()
     learner = parts.learner_of(config, model)
     first = {name: each.clone() for name, each in adapters.published_weights(model).items()}
     published(config, model, store, 0)
@@ -175,7 +176,7 @@ def test_what_a_version_added_is_gone_when_the_next_comes(
 
 
 def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: WeightStore) -> None:
-    config, model = adapted()
+    config, model = trained()
     version = published(config, model, store, 0)
     assert set(version.manifest.files) == {"model.safetensors", "adapter_config.json"}
     assert version.kind == "keyframe"
@@ -190,32 +191,30 @@ def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: Weigh
 def test_an_adapter_for_another_base_is_refused_at_the_start(
     store: WeightStore, follower: Follower, tmp_path: Path
 ) -> None:
-    config, model = adapted()
+    config, model = trained()
     published(config, model, store, 0)
     other = tmp_path / "other"
-    elsewhere = policy.load_model(
-        policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16
-    )
+    elsewhere = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16)
     cast(Any, elsewhere).model.norm.weight.data[0] += 1
     elsewhere.save_pretrained(other)
     staged = follower.ready(timeout=20)
     assert staged is not None
     words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), and model\.name \S*other is an"
     with pytest.raises(ConfigError, match=words):
-        generator.make_engine(config_of("--model.name", str(other)), staged)
+        make_engine(config_of("--model.name", str(other)), staged)
 
 
 def test_an_adapter_for_another_base_is_refused_in_flight(
     store: WeightStore, follower: Follower
 ) -> None:
-    config, model = adapted()
+    config, model = trained()
     published(config, model, store, 0)
     version, sampler, _ = served(config, follower)
     before = sampled(sampler)
     weights = adapters.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
     assert follower.ready(timeout=20) is not None
-    assert generator.refresh(sampler, follower, version) is version
+    assert refresh(sampler, follower, version) is version
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
@@ -224,7 +223,7 @@ def test_an_adapter_for_another_base_is_refused_in_flight(
 def test_an_adapter_that_does_not_fit_changes_nothing(
     damage: str, store: WeightStore, follower: Follower
 ) -> None:
-    config, model = adapted()
+    config, model = trained()
     published(config, model, store, 0)
     _, sampler, _ = served(config, follower)
     before = sampled(sampler)
@@ -242,14 +241,14 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
 
 @pytest.mark.parametrize("dropout", ["0", "0.3"])
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
-    config, model = adapted("--lora.dropout", dropout)
+    config, model = trained("--lora.dropout", dropout)
     learner = parts.learner_of(config, model)
     learner.learn(some_groups(1))
     saved = checkpoint.Checkpoint(1, learner.state(), {})
     checkpoint.save(tmp_path, saved, run_id="run", keep_last=1)
     expected = [learner.learn(some_groups(step))["loss"] for step in (2, 3)]
     torch.manual_seed(5)  # a new process has another state
-    other = parts.learner_of(config, again := parts.load_policy(config, policy.EMBEDDED))
+    other = parts.learner_of(config, again := adapted.load_policy(config, policy.EMBEDDED))
     restored = checkpoint.restore(tmp_path, run_id="run")
     assert restored is not None
     other.restore(restored.step, restored.tensors)
@@ -259,7 +258,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
 
 
 def test_dropout_is_for_gradients_only() -> None:
-    _, model = adapted("--lora.dropout=0.5")
+    _, model = trained("--lora.dropout=0.5")
     with torch.no_grad():
         for name, each in model.named_parameters():
             if "lora_B" in name:
@@ -274,12 +273,12 @@ def test_dropout_is_for_gradients_only() -> None:
 def test_the_last_version_is_loaded_by_transformers_and_by_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    config, model = adapted("--lora.alpha=5", "--lora.target-modules", TARGETS)
+    config, model = trained("--lora.alpha=5", "--lora.target-modules", TARGETS)
     parts.learner_of(config, model).learn(some_groups(1))
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits.detach()
     for _ in range(2):  # the same run may end twice
-        merged = parts.export_adapted(config, tmp_path, policy.EMBEDDED, model)
+        merged = adapted.export(config, tmp_path, policy.EMBEDDED, model)
     cpu = torch.device("cpu")
     whole = policy.load_model(merged, device=cpu, dtype=torch.float32)
     assert not adapters.has_adapters(whole)
@@ -296,14 +295,14 @@ def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
         last = strange.rpartition(",")[2]
         words = rf"target_modules has '{last}', which is no linear layer .*from down_proj, gate_pr"
         with pytest.raises(ConfigError, match=words):
-            adapted("--lora.target-modules", strange)
+            trained("--lora.target-modules", strange)
 
 
 def test_adapters_of_a_seed_are_the_same_and_leave_the_dice_alone() -> None:
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
-    one, same, other = (adapted(seed=each)[1] for each in (1, 1, 2))
+    one, same, other = (trained(seed=each)[1] for each in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
     first, second, third = (adapters.published_weights(each) for each in (one, same, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
