@@ -33,6 +33,8 @@ def load_policy(config: Config, folder: Path) -> policy.Model:
             model, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout,
             target_modules=lora.target_modules, seed=config.run.seed,
         )  # fmt: skip
+        if lora.dropout:
+            torch.manual_seed(config.run.seed)  # from here on a checkpoint keeps the dice
         trained = adapters.trained_parameters(model).values()
         logger.info("lora rank=%d trained=%d", lora.rank, sum(each.numel() for each in trained))
     return model

@@ -35,6 +35,7 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         adapters.trained_parameters(model),
         score=score,
         share_prompts=score.packs,
+        keep_zero_std=train.keep_zero_std,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
         loss=loss,
         advantage=objective.advantage_of(config),

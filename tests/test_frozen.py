@@ -129,6 +129,23 @@ def test_a_reference_is_refreshed_as_the_settings_say() -> None:
     assert [each == 0 for each in kl] == [True, False, True, False]
 
 
+def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept() -> None:
+    equal = group_of([1, 1, 1, 1], lengths=[6, 5, 7, 4])
+    found = {}
+    for keep in ("--no-train.keep-zero-std", "--train.keep-zero-std"):
+        model = embedded()
+        learner = parts.learner_of(config_of("--loss.name=grpo_kl", "--loss.beta=1", keep), model)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(0.9)
+        found[keep] = learner.learn([equal])
+    left_out, kept = found.values()
+    assert left_out["grad_norm"] == 0
+    assert kept["grad_norm"] > 0 and kept["kl"] > 0
+    assert left_out["frac_reward_zero_std"] == kept["frac_reward_zero_std"] == 1
+    assert kept["loss"] == pytest.approx(kept["kl"], rel=0.5)  # no advantage, only the distance
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

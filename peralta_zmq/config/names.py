@@ -101,6 +101,7 @@ FOREIGN = {
     "train.adam_beta2": "beta2 betas2",
     "train.batch_size": "batch generation_batch_size global_batch_size "
     "per_device_train_batch_size rollouts_per_step train_batch_size",
+    "train.keep_zero_std": "filter_zero_advantage keep_zero_advantage skip_zero_std",
     "train.learning_rate": "lr",
     "train.lr_scheduler_type": "lr_decay_style lr_schedule lr_scheduler schedule scheduler",
     "train.max_async_level": "async_level async_steps max_head_offpolicyness steps_ahead",

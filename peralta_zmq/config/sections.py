@@ -159,6 +159,9 @@ class TrainSection(Section):
     """tokens in one forward and backward pass; less memory, same gradient"""
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
+    keep_zero_std: bool = False
+    """learn also from groups whose rewards are all equal: their advantages are 0, but a
+    reference, a teacher or an entropy bonus pulls there too"""
     num_iterations: PositiveInt = 1
     """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
     ref_sync_steps: PositiveInt | None = None

@@ -50,6 +50,7 @@ class Learner:
         num_iterations: int = 1,
         oversize: Oversize = "truncate",
         share_prompts: bool = True,
+        keep_zero_std: bool = False,
         reference: Reference | None = None,
         teacher: Frozen | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
@@ -66,7 +67,7 @@ class Learner:
         self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._oversize: Oversize = oversize
-        self._share_prompts = share_prompts
+        self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -82,7 +83,7 @@ class Learner:
         pieces = cut(
             groups, self._advantage, stays=stays,
             max_tokens=self._max_tokens, oversize=self._oversize,
-            share_prompts=self._share_prompts,
+            share_prompts=self._share_prompts, keep_zero_std=self._keep_zero_std,
         )  # fmt: skip
         metrics = self._update(pieces)
         if self._reference is not None:
