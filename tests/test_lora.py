@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 from fakes import group_of, tiny_model
+from test_end_to_end import REPO, three_free_ports
 
 from peralta_zmq import adapted, parts, policy
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weights import make_engine, refresh
+from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -315,3 +319,31 @@ def test_peft_that_is_missing_is_named_with_the_way_to_get_it(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"lora\.rank needs peft .*pip install .*\[lora\]"):
         adapters.add_adapters(tiny_model(), rank=2, alpha=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
+               "--wire.port", str(three_free_ports()), "--lora.rank", "16",
+               "--train.learning-rate", "1e-3", "--train.max-steps", "30"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
+    assert ended.returncode == 0, ended.stderr
+    run = tmp_path / "demo"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["reward_last5"] > summary["reward_first"] + 0.3
+    assert summary["eval_after"] > summary["eval_before"] + 0.3
+    rows = read_rows(run / "metrics.jsonl")
+    whole = (policy.EMBEDDED / "model.safetensors").stat().st_size
+    assert all(int(str(row["weights/bytes"])) < whole / 7 for row in rows if "weights/bytes" in row)
+    assert max(float(str(row["mismatch_kl"])) for row in rows) < 0.01
+    exported = [sys.executable, str(REPO / "bin" / "replay"), "export", str(run), "30",
+                str(tmp_path / "again")]  # fmt: skip
+    ended = subprocess.run(exported, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (run / "merged" / name).read_bytes()
+    replayed = [sys.executable, str(REPO / "bin" / "replay"), str(run), "--from", "21"]
+    ended = subprocess.run(replayed, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "as published" in ended.stdout

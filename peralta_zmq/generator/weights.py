@@ -13,6 +13,7 @@ from collections.abc import Callable
 from peralta_zmq import adapted, policy, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines.adapted import AdaptedEngine
+from peralta_zmq.errors import StoreError
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.serve import read_token
@@ -76,10 +77,17 @@ def open_engine(
     """An engine over the newest version that can be read; waits for one, saying so every 5 s,
     and asking the run that is announced for a keyframe when there are only deltas.
 
-    The weights are loaded once; later versions go in place.
+    The weights are loaded once; later versions go in place. Raises StoreError when
+    weights.wait_for_weights_timeout is over.
     """
     started = said = time.monotonic()
+    patience = config.weights.wait_for_weights_timeout or float("inf")
     while (staged := follower.ready(timeout=0.2)) is None:
+        if time.monotonic() - started > patience:
+            raise StoreError(
+                f"no weights in {config.weights_address} after {patience:g} s "
+                "(weights.wait_for_weights_timeout). Start the trainer: bin/trainer @ CONFIG"
+            )
         heard = listener.listen()
         if heard is not None and follower.wants_keyframe:
             ask_for_keyframe(heard.run_id)

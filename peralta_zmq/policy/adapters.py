@@ -190,7 +190,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 def _peft() -> Any:
     try:
-        import peft
+        import peft  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             f"lora.rank needs peft ({error}): pip install 'peralta_zmq[lora]', "
