@@ -4,6 +4,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 CONFIG ?= configs/demo.toml
+EXTRAS ?= plot,math,dashboard,dev
 SECONDS ?= 60
 MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
@@ -72,7 +73,7 @@ fresh:
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	@$(MAKE) --no-print-directory torch
-	@$(PIP) --editable '.[plot,math,dashboard,dev]'
+	@$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.

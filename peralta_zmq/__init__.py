@@ -24,6 +24,8 @@ Layers, each importing only from above:
                 guard
     engines     ways to sample
     objective   from the settings to the loss, the advantages and the filters
+    frozen      from the settings to the models that a loss asks beside the policy
+    adapted     from the settings to adapters, and from adapters to whole weights
     environments from the settings to what is asked, and who judges
     parts       from the settings to what more than one loop needs
     loops       generator trainer verifier (and base, which teaches the embedded model)

@@ -23,9 +23,11 @@ MAY_IMPORT = {
     "engines": WORDS | {"policy"},
     "objective": BELOW,
     "environments": BELOW,
-    "parts": BELOW | {"objective"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments"}),
-    "replay": BELOW | {"parts"},
+    "adapted": BELOW,
+    "frozen": BELOW | {"objective"},
+    "parts": BELOW | {"objective", "frozen"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "adapted", "environments"}),
+    "replay": BELOW | {"parts", "adapted"},
     "operate": WORDS | {"config", "observe", "wire"},
 }
 EXAMINED = {"wire", "policy", "stores", "environments"}  # by a doctor, each when it is its turn
@@ -34,6 +36,7 @@ DOORS = {
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
+    "peft": {"policy.adapters"},
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "zstandard": {"stores"},
     "obstore": {"stores.objects"},

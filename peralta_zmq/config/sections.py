@@ -29,7 +29,13 @@ from peralta_zmq.config.environments import (
     check_environments,
 )
 from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
-from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
+from peralta_zmq.config.objective import (
+    AdvantageSection,
+    FilterSection,
+    LoraSection,
+    LossSection,
+    Table,
+)
 from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
 from peralta_zmq.errors import ConfigError
 
@@ -54,6 +60,8 @@ class ModelSection(Section):
     """a Hugging Face folder, a name in the local hub cache, or 'embedded'"""
     device: Text = "auto"
     """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
+    teacher: Text | None = None
+    """model of the same vocabulary to which loss.teacher_tau pulls; None = the base itself"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format in which generators compute; the trainer's master weights are float32"""
 
@@ -151,8 +159,15 @@ class TrainSection(Section):
     """tokens in one forward and backward pass; less memory, same gradient"""
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
+    keep_zero_std: bool = False
+    """learn also from groups whose rewards are all equal: their advantages are 0, but a
+    reference, a teacher or an entropy bonus pulls there too"""
     num_iterations: PositiveInt = 1
     """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
+    ref_sync_steps: PositiveInt | None = None
+    """steps between two refreshes of the reference from the policy; None = it stays the base"""
+    ref_mixup_alpha: Fraction = 1.0
+    """share of the policy in a refreshed reference; the rest is the reference before"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of the matrix products; weights, gradients and optimizer stay float32"""
     gradient_checkpointing: bool = False
@@ -265,6 +280,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = GeneratorSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
     filter: FilterSection = FilterSection()
@@ -333,6 +349,7 @@ class Config(Section):
         _check_names(self)
         _check_batch(self)
         _check_temperature(self.sampling)
+        _check_reference(self)
         _check_ranges(self)
         _check_security(self)
         _check_environments(self)
@@ -392,6 +409,17 @@ def _check_temperature(sampling: SamplingSection) -> None:
             raise ConfigError(
                 f"sampling.temp_scheduler {kind} needs sampling.{name}; give it a temperature"
             )
+
+
+def _check_reference(config: Config) -> None:
+    alpha = config.train.ref_mixup_alpha
+    if alpha != 1 and config.train.ref_sync_steps is None:
+        raise ConfigError(f"train.ref_mixup_alpha {alpha} needs train.ref_sync_steps; give both")
+    if alpha != 1 and config.lora.rank is not None:
+        raise ConfigError(
+            f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
+            "mixed adapters are not the adapters of mixed weights; leave one of them out"
+        )
 
 
 def _check_ranges(config: Config) -> None:

@@ -5,12 +5,14 @@ Knows the store, the engines and the config; knows nothing of groups.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 
-from peralta_zmq import policy, registry, wire
+from peralta_zmq import adapted, policy, registry, wire
 from peralta_zmq.config import Config, files_given
+from peralta_zmq.engines.adapted import AdaptedEngine
 from peralta_zmq.errors import StoreError
 from peralta_zmq.password import read_token
 from peralta_zmq.stores.follow import Follower, Staged
@@ -32,6 +34,8 @@ def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Ve
         return current
     started = time.monotonic()
     try:
+        if staged.version.says("adapts") != current.says("adapts"):
+            raise ValueError("it is an adapter for another base than that of the one served")
         engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
         follower.settle(refused=str(error))
@@ -109,15 +113,21 @@ def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -
 
 
 def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
-    """The configured engine over weights that lie here."""
+    """The configured engine over weights that lie here.
+
+    Raises ConfigError for an adapter whose base is not the model of this machine's settings.
+    """
     device = policy.choose_device(config.model.device)
     dtype, reason = policy.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    model = policy.load_model(staged.folder, device=device, dtype=dtype)
-    tokenizer = policy.load_tokenizer(staged.folder)
-    engine = registry.resolve("engine", config.engine.name)
-    made = engine(
-        model, tokenizer, step=staged.version.step,
+    version, adapts = staged.version, staged.version.says("adapts") is not None
+    folder = adapted.base_of(config, version) if adapts else staged.folder
+    model = policy.load_model(folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(folder)
+    make = functools.partial(
+        registry.resolve("engine", config.engine.name), model, tokenizer, step=version.step,
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
-    return made, tokenizer
+    if adapts:
+        return AdaptedEngine(make, model, staged.tensors, version.step), tokenizer
+    return make(), tokenizer

@@ -73,16 +73,18 @@ def cut(
     max_tokens: int,
     oversize: Oversize = "truncate",
     share_prompts: bool = True,
+    keep_zero_std: bool = False,
     stays: Sequence[Sequence[bool]] | None = None,
 ) -> Cut:
     """Groups with signal as pieces of at most `max_tokens` tokens.
 
-    Siblings share what they begin with unless `share_prompts` is off. A rollout that is too long
-    loses its end, or is dropped, as `oversize` says. `stays` tells of each rollout of each group
-    whether the filters leave it in; it counts in the baseline anyhow.
+    `keep_zero_std` takes those without signal too. Siblings share what they begin with unless
+    `share_prompts` is off. A rollout that is too long loses its end, or is dropped, as `oversize`
+    says. `stays` tells of each rollout of each group whether the filters leave it in; it counts in
+    the baseline anyhow.
     """
     pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
-    signal = [number for number, group in enumerate(groups) if group.has_signal]
+    signal = [number for number, group in enumerate(groups) if keep_zero_std or group.has_signal]
     worths = advantages_of([groups[number] for number in signal], advantage)
     for number, worth_of in zip(signal, worths, strict=True):
         kept = list[tuple[Rollout, float]]()

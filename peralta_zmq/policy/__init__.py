@@ -183,6 +183,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """Every token of the tokenizer in `folder` with its number. Raises ConfigError."""
+    try:
+        return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model folder {folder} has no usable tokenizer: {reason}") from None
+
+
 def new_model(settings: Mapping[str, Any], *, seed: int) -> Model:
     """A randomly initialised fp32 model from the settings of a config.json."""
     torch.manual_seed(seed)

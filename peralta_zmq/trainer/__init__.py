@@ -13,11 +13,10 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from peralta_zmq import parts, policy, registry, wire
+from peralta_zmq import adapted, parts, policy, registry, wire
 from peralta_zmq.config import Config, earlier_config, write_resolved
 from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
@@ -25,6 +24,7 @@ from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.statistics import by_environment
 from peralta_zmq.observe.books import Books
+from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
@@ -76,7 +76,7 @@ class Trainer:
         self._books, journal = self._open_folder(stack, store)
         self._broadcast = broadcast.Broadcast(
             config, store, stack,
-            model_folder=self._model_folder, books=self._books,
+            beside=self._beside, books=self._books,
             speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
         self._roster = Roster(counters, self._books, self._hello)
@@ -174,24 +174,28 @@ class Trainer:
         self._intake.announce(step, begun=step, done=True)
         self._evaluations.evaluate(step)
         self._roster.hear(step=step)
-        store = self._broadcast.store
-        newest = store.newest()
-        folder = newest.folder if newest else store.folder
         self._books.end("complete", step=step)
-        self._books.close_run(folder, self._intake.accounting())
+        self._books.close_run(self._loadable(), self._intake.accounting())
+
+    def _loadable(self) -> Path:
+        """A folder that transformers loads the last weights from."""
+        if adapters.has_adapters(self._model):
+            return adapted.export(self._config, self._folder, self._model_folder, self._model)
+        newest = self._broadcast.store.newest()
+        return newest.folder if newest else self._broadcast.store.folder
 
     # Opening.
 
     def _open_model(self, problems: Sequence[Problem]) -> None:
         config = self._config
         self._model_folder = policy.model_folder(config.model.name)
-        device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
-        self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
+        self._model = adapted.load_policy(config, self._model_folder)
+        self._beside = adapted.published_beside(config, self._model_folder, self._model)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
         dtype, _ = training_dtype(self._model, config.train.dtype)
-        self._hello = policy.facts_of(device, dtype)
+        self._hello = policy.facts_of(self._model.device, dtype)
         self._learner = parts.learner_of(config, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
@@ -260,7 +264,7 @@ class Trainer:
         if problem := self._learner.problem:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")
-        self._progress = self._intake.saved()
+        self._progress = {**self._intake.saved(), **self._beside.about}
         return row
 
     def _publish(self) -> float:
@@ -272,7 +276,7 @@ class Trainer:
         step = self._learner.step
         whole = self._roster.wants_keyframe or step >= self._config.train.max_steps
         self._roster.wants_keyframe = False
-        return self._broadcast.publish(step, policy.weights_of(self._model), whole=whole)
+        return self._broadcast.publish(step, adapters.published_weights(self._model), whole=whole)
 
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
@@ -339,6 +343,7 @@ class Trainer:
                 f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
                 "choose another --run.name, or the model it was made with"
             ) from None
+        adapted.check_base(self._beside, saved.progress, where=self._folder)
         self._progress = saved.progress
         self._intake.restore(saved.progress)
         self._saved_step = saved.step

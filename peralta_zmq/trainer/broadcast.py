@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 from torch import Tensor
 
 from peralta_zmq import parts, policy
+from peralta_zmq.adapted import Beside
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.books import Books
@@ -42,7 +42,7 @@ class Broadcast:
         store: WeightStore,
         stack: ExitStack,
         *,
-        model_folder: Path,
+        beside: Beside,
         books: Books,
         speaker: Speaker,
         stop: Stop,
@@ -58,7 +58,8 @@ class Broadcast:
             stack.enter_context(closing(server))
         self._publisher = Publisher(
             store,
-            companions=policy.companion_files(model_folder),
+            companions=beside.companions,
+            about=beside.about,
             dtype=policy.DTYPES[weights.dtype],
             keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
