@@ -187,7 +187,7 @@ def existing(folder: Path) -> Path:
 
 def _place(address: str, token_file: str | None) -> Place:
     from peralta_zmq.stores.place import open_place
-    from peralta_zmq.stores.serve import read_token
+    from peralta_zmq.password import read_token
 
     return open_place(address, token=read_token(token_file))
 
