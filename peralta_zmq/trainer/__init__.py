@@ -290,9 +290,7 @@ class Trainer:
             **self._roster.fares(row),
             "step_time": step_time,
         }
-        self._recorder.record(
-            self._learner.step, groups, full, advantages=self._learner.advantages
-        )
+        self._recorder.record(self._learner.step, groups, full, advantages=self._learner.advantages)
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""

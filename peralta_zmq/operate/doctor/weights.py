@@ -186,8 +186,8 @@ def existing(folder: Path) -> Path:
 
 
 def _place(address: str, token_file: str | None) -> Place:
-    from peralta_zmq.stores.place import open_place
     from peralta_zmq.password import read_token
+    from peralta_zmq.stores.place import open_place
 
     return open_place(address, token=read_token(token_file))
 
