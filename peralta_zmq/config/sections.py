@@ -176,6 +176,10 @@ class TrainSection(Section):
     """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """groups sampled by weights older than this many steps are dropped"""
+    max_mismatch_kl: PositiveFloat = 0.1
+    """a generator whose logprobs are farther than this from the trainer's is reported"""
+    on_mismatch: Literal["report", "set_aside"] = "report"
+    """what becomes of the groups of such a generator: trained all the same, or set aside"""
     num_workers: PositiveInt = 1
     """processes that share the cores of the trainer's machine"""
 

@@ -3,8 +3,8 @@
 Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
 goes on from the newest checkpoint and the journal, with nothing trained twice.
 
-Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording,
-page.
+Its rooms: intake (groups), roster and doubts (generators), broadcast (weights), evaluations,
+recording, page.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from peralta_zmq.environments import Environments, check_tokens, open_environmen
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.statistics import by_environment
+from peralta_zmq.learning.trust import figures
 from peralta_zmq.observe.books import Books
 from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import training_dtype
@@ -31,6 +32,7 @@ from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.trainer import broadcast, evaluations, folders, page
+from peralta_zmq.trainer.doubts import Doubts
 from peralta_zmq.trainer.intake import Intake
 from peralta_zmq.trainer.recording import Recorder
 from peralta_zmq.trainer.roster import Roster
@@ -88,6 +90,7 @@ class Trainer:
             roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
+        self._doubts = Doubts(config, self._books, self._intake.admission)
         self._recorder = Recorder(self._books, self._tokenizer)
         page.show(config, stack, self._books)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
@@ -142,6 +145,7 @@ class Trainer:
         failpoint("trainer.collected")
         row = self._learn(groups)
         failpoint("trainer.stepped")
+        self._doubts.judge(step=self._learner.step)
         self._roster.excuse(time.monotonic() - collected)
         publishing = self._publish()
         row |= {
@@ -265,7 +269,8 @@ class Trainer:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")
         self._progress = {**self._intake.saved(), **self._beside.about}
-        return row
+        self._doubts.note(self._learner.mismatch)
+        return row | figures(self._learner.mismatch)
 
     def _publish(self) -> float:
         """Hand this step's weights over to be published; returns the seconds it took.
