@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         return status.show(hosts)
     chosen = select(hosts, options.names)
     if options.command == "logs":
-        return tail.follow(chosen, again, lines=tail.SOME)
+        tail.follow(chosen, again, lines=tail.SOME)
+        return 0
     return _order(options.command, chosen)
 
 
@@ -223,9 +224,9 @@ def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
 
 
 def _show(hosts: Hosts, again: str, lines: int) -> int:
-    """The logs until all is over; then how the trainer ended."""
-    code = tail.follow(select(hosts, ()), again, lines=lines)
-    return code or status.trainer_code(hosts)
+    """The logs until all is over, and then how the trainer ended; 0 when nobody waits for it."""
+    over = tail.follow(select(hosts, ()), again, lines=lines)
+    return status.trainer_code(hosts) if over else 0
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:

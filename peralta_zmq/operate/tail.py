@@ -22,8 +22,8 @@ FROM_NOW, SOME = 0, 20  # lines of the past that are shown
 RETRY_SECONDS = 5.0
 
 
-def follow(chosen: Sequence[tuple[Host, list[str]]], again: str, *, lines: int) -> int:
-    """Show the logs until all these workers have ended, or Ctrl-C; 0 either way.
+def follow(chosen: Sequence[tuple[Host, list[str]]], again: str, *, lines: int) -> bool:
+    """Show the logs until all these workers have ended; False when Ctrl-C came first.
 
     `again` are the options with which bin/lan finds the same hosts.
     """
@@ -45,7 +45,7 @@ def follow(chosen: Sequence[tuple[Host, list[str]]], again: str, *, lines: int) 
     finally:
         for viewer in viewers:
             viewer.leave()
-    return 0
+    return not over.is_set()
 
 
 class Viewer:
