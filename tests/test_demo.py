@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, STEP_KEYS, three_free_ports
+from test_end_to_end import REPO, STEP_KEYS, free_ports
 
 from peralta_zmq.observe.metrics import read_rows
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
 def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
-               "--loss.name", loss, "--wire.port", str(three_free_ports())]  # fmt: skip
+               "--loss.name", loss, "--wire.port", str(free_ports())]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())

@@ -35,15 +35,15 @@ SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
                 "seconds", "steps", "restarts", "accounting"}  # fmt: skip
 
 
-def three_free_ports() -> int:
-    """A port that is free together with the two after it."""
+def free_ports() -> int:
+    """A port that is free together with the three after it."""
     while True:
         with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+            probes = [stack.enter_context(socket.socket()) for _ in range(4)]
             try:
                 probes[0].bind(("127.0.0.1", 0))
                 port = int(probes[0].getsockname()[1])
-                for number in (1, 2):
+                for number in (1, 2, 3):
                     probes[number].bind(("127.0.0.1", port + number))
             except (OSError, OverflowError):
                 continue
@@ -75,7 +75,7 @@ class Machine:
         self.run = folder / "run"
         self._folder = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",
-                          "--wire.port", str(three_free_ports()), *SMALL)  # fmt: skip
+                          "--wire.port", str(free_ports()), *SMALL)  # fmt: skip
         self._started: list[Door] = []
 
     def start(self, door: str, *settings: str) -> Door:
@@ -236,7 +236,7 @@ def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigt
 def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
     machine: Machine, tmp_path: Path, interval: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = three_free_ports()
+    port = free_ports()
     trainer = machine.start(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
         "--weights.keyframe-interval", str(interval), "--train.max-off-policy-steps", "8",

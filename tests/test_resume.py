@@ -18,7 +18,7 @@ from fakes import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
@@ -61,7 +61,7 @@ class Session:
     """A trainer that is fed all groups from the first on, as a generator's outbox would."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
-        port = three_free_ports()
+        port = free_ports()
         arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(port)]
         self.trainer = Trainer(load_config("bin/trainer", arguments), stack)
         self.trainer.recover()
@@ -114,7 +114,7 @@ def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None
         first = Session(stack, tmp_path)
         pools = [first.advance() for _ in range(4)][-1]["pools"]
     assert pools["easy"] and pools["hard"]
-    port = three_free_ports()
+    port = free_ports()
     arguments = [*SETTINGS, "--run.dir", str(tmp_path), "--wire.port", str(port)]
     with ExitStack() as stack:
         chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])

@@ -15,7 +15,7 @@ Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]  # the three after it are used too
 
 
 def _split(given: object) -> object:

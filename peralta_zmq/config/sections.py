@@ -171,7 +171,7 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements and counters use the two after it"""
+    """port for rollouts; announcements, counters and hellos use the three after it"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1

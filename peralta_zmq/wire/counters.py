@@ -15,8 +15,6 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import strict
 
-MAX_HELLO = 32  # facts in one report
-
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -35,7 +33,7 @@ class Counters:
     reload_s: float = 0.0  # seconds of the latest change of weights
     wants_keyframe: bool = False  # no version can be followed from the one in use
     hello: dict[str, str] = field(default_factory=dict[str, str])
-    """Facts that stay: versions of python, torch, transformers; device, dtype, threads."""
+    """Facts that stay: package, python, torch, transformers; device, dtype, threads."""
 
     @property
     def sender(self) -> str:
@@ -78,9 +76,5 @@ def _counters_of(fields: dict[str, Any]) -> Counters:
     for name in (*COUNTS, *MEASURES):
         if not 0 <= getattr(counters, name) < math.inf:  # NaN too
             raise ValueError(f"{name} is negative or not finite")
-    if len(counters.hello) > MAX_HELLO:
-        raise ValueError(f"more than {MAX_HELLO} facts")
-    for key, value in counters.hello.items():
-        strict.typed(key, str, "hello")
-        strict.typed(value, str, "hello")
+    strict.check_facts(counters.hello)
     return counters
