@@ -21,12 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from peralta_zmq.config import run_plain_door
 from peralta_zmq.durable import replace_file
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.operate import units
 from peralta_zmq.operate.crew import BAD_CONFIG, NUM_LOG_LINES, Record, Worker, supervise
-from peralta_zmq.operate.supervise import recorder
 
 FOLDER = Path(".lan")
 HALF_COPIED = FOLDER / "copying"  # there while, and only while, the code is being copied
@@ -34,7 +32,6 @@ START_SECONDS = 20.0  # until a supervisor has its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save
 KILL_SECONDS = 10.0
 LOOK_SECONDS = 0.2
-NUM_PORTS = 3  # that a trainer listens on
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class Life:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """start [NAME ...] (or jobs as JSON lines), run NAME, stop, status, follow, ports, enable, disable."""
+    """start [NAME ...] (or jobs as JSON lines), run NAME, stop, status, follow, enable, disable."""
     command, *names = arguments
     if command == "start":
         return start([read_job(name) for name in names] or jobs_of(sys.stdin.read()))
@@ -70,8 +67,6 @@ def main(arguments: Sequence[str]) -> int:
         return say_status(names)
     if command == "follow":
         return follow(names[1:], lines=int(names[0]))
-    if command == "ports":
-        return check_ports(names[0], bind=names[1], port=int(names[2]))
     if command in ("enable", "disable"):
         return units.main(command, names)
     raise ConfigError(f"{command!r} is not a command of the keeper")
@@ -116,7 +111,7 @@ def run(job: Job) -> int:
         life = Life(since=time.time())
         _write_life(job.name, life)
         restarts = 0
-        forward = recorder(Path(job.run)) if job.run else None
+        forward = _recorder(job)
 
         def record(event: str, **fields: object) -> None:
             nonlocal restarts
@@ -125,7 +120,7 @@ def run(job: Job) -> int:
             if forward:
                 forward(event, **fields)
 
-        code = _supervise(job, record)
+        code = supervise([Worker(job.name, job.command)], record=record)
         _write_life(job.name, replace(life, restarts=restarts, code=code))
         return code
 
@@ -180,15 +175,6 @@ def follow(names: Sequence[str], *, lines: int) -> int:
             return 0
 
 
-def check_ports(name: str, *, bind: str, port: int) -> int:
-    """Raise WireError when a trainer could not bind; `name` may, it runs already."""
-    from peralta_zmq.wire.sockets import check_ports
-
-    if not supervisor_of(name):
-        check_ports(f"tcp://{bind}:{port}", num_ports=NUM_PORTS)
-    return 0
-
-
 def supervisor_of(name: str) -> int | None:
     """The process id of a worker's supervisor, None when there is none."""
     try:
@@ -231,9 +217,12 @@ def _lock(name: str) -> Iterator[None]:
         yield
 
 
-def _supervise(job: Job, record: Record) -> int:
-    program, *rest = job.command
-    return supervise([Worker(job.name, (program, *rest))], record=record)
+def _recorder(job: Job) -> Record | None:
+    if job.run is None:
+        return None
+    from peralta_zmq.operate.supervise import recorder  # slow to import: it reads the config
+
+    return recorder(Path(job.run))
 
 
 def _detach(name: str) -> None:
@@ -340,4 +329,8 @@ def _file(name: str, kind: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(run_plain_door(main, "bin/lan"))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PeraltaError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(BAD_CONFIG)

@@ -12,7 +12,6 @@ Knows the hosts file and the order of the steps; knows nothing of what they do.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from peralta_zmq.config import load_config, run_door, run_plain_door, toml_text
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import status, steps, tail
-from peralta_zmq.operate.shell import on, run, unreachable
+from peralta_zmq.operate.shell import Standing, on, run, unreachable
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
@@ -34,6 +33,7 @@ PROGRAM = "bin/lan"
 LOCAL = ("local", "chaos")
 EVERYWHERE = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
+DOCTOR_ANSWERS = "answering the doctors"
 LOOPBACK = ("127.0.0.1", "localhost")
 Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and steps by host's name
 
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
 
     options, settings = _parser().parse_known_args(arguments)
     if settings and options.command not in ("up", "sync"):
-        raise ConfigError(f"{options.command} takes no {settings[0]}; settings belong to bin/lan up")
+        raise ConfigError(f"{options.command} takes no {settings[0]}; settings are for bin/lan up")
     path = options.hosts or (HOSTS_FILE if HOSTS_FILE.exists() else EXAMPLE)
     hosts = load_hosts(path)
     again = f"--hosts {path}"
     if options.command in ("up", "sync"):
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
-        _check_places(hosts, config)
+        check_places(hosts, config)
         crew = Fleet(hosts, config, partial=options.partial, dry_run=options.dry_run)
         if options.command == "sync":
             return crew.sync()
@@ -105,54 +105,38 @@ class Fleet:
 
     def up(self) -> int:
         """Everything up to running workers; an exit code."""
-        for phase in [*self._prepared(), *self._checked()]:
-            if not self._pass(phase):
-                self._clean_up()
-                return 1
-        self._clean_up()
-        return int(not self._pass(("start", {
-            host.name: steps.start(host, steps.jobs_of(host, self.hosts, self.config))
-            for host in self.hosts.host
-        })))  # fmt: skip
+        ready = all(map(self._pass, [*self._prepared(), self._settings()])) and self._examine()
+        return int(not (ready and self._pass(("start", self._each(self._start)))))
 
     def _prepared(self) -> Iterator[Phase]:
         yield "look", self._each(steps.probe)
         yield "copy", self._each(steps.sync)
         yield "install", self._each(steps.install)
 
-    def _checked(self) -> Iterator[Phase]:
-        config, trainer, keys = self.config, self.hosts.trainer, self.config.keys_folder
-        settings = toml_text(config)
+    def _settings(self) -> Phase:
+        keys, settings = self.config.keys_folder, toml_text(self.config)
         if keys and not self.dry_run:
             _make_keys(keys, self.hosts.generators)
-        yield "hand over", self._each(lambda host: steps.hand_over(host, settings, keys))
-        yield "ports", {trainer.name: steps.ports(trainer, config)}
-        folders = self._shared_folders()
-        if folders:
-            first = folders[trainer.name]
-            yield "token", {trainer.name: steps.leave_token(trainer, first, self._token)}
-            yield "same weights folder", {
-                host.name: steps.find_token(host, folders[host.name], self._token, trainer)
-                for host in self.hosts.host if host is not trainer
-            }  # fmt: skip
-        yield "doctor", self._each(lambda host: steps.doctor(host, config))
+        return "hand over", self._each(lambda host: steps.hand_over(host, settings, keys))
 
-    def _clean_up(self) -> None:
-        folders, trainer = self._shared_folders(), self.hosts.trainer
-        if folders and trainer.name not in self.failed:
-            gone = steps.remove_token(trainer, folders[trainer.name], self._token)
-            self._pass(("remove token", {trainer.name: gone}))
+    def _examine(self) -> bool:
+        """The doctors: the trainer's answers the others, so it begins first and ends last."""
+        trainer, config = self.hosts.trainer, self.config
+        others = {host.name: [steps.doctor(host, config)]
+                  for host in self.hosts.host if host is not trainer}  # fmt: skip
+        if self.dry_run:
+            self._pass(("doctor", {trainer.name: [steps.doctor(trainer, config)]}))
+            return self._pass(("doctor", others))
+        step = steps.doctor(trainer, config)
+        with Standing(step.command, DOCTOR_ANSWERS) as standing:
+            passed = self._pass(("doctor", others))
+            result = standing.end()
+        problem = unreachable(trainer, result) or step.judge(result)
+        self._note(trainer, "doctor", problem)
+        return passed and self._may_go_on()
 
-    @property
-    def _token(self) -> str:
-        return f".same-folder-{os.getpid()}"
-
-    def _shared_folders(self) -> dict[str, str]:
-        """The weights folder by host, when several machines share one."""
-        folders = {host.name: host.weights_dir or self.config.weights.dir or ""
-                   for host in self.hosts.host}  # fmt: skip
-        is_folder = all(folders.values()) and not any("://" in each for each in folders.values())
-        return folders if is_folder and len(folders) > 1 else {}
+    def _start(self, host: Host) -> list[Step]:
+        return steps.start(host, steps.jobs_of(host, self.hosts, self.config))
 
     def _each(self, steps_of: Callable[[Host], list[Step]]) -> Mapping[str, list[Step]]:
         return {host.name: steps_of(host) for host in self.hosts.host}
@@ -170,13 +154,17 @@ class Fleet:
         with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
             problems = list(pool.map(lambda host: _do(host, work[host.name]), hosts))
         for host, problem in zip(hosts, problems, strict=True):
-            if problem:
-                self.failed[host.name] = problem
-                sys.stderr.write(f"{host.name}: {title}: {problem}\n")
-            else:
-                sys.stdout.write(f"{host.name}: {title}: ok\n")
-        sys.stdout.flush()
+            self._note(host, title, problem)
         return self._may_go_on()
+
+    def _note(self, host: Host, title: str, problem: str | None) -> bool:
+        if problem:
+            self.failed[host.name] = problem
+            sys.stderr.write(f"{host.name}: {title}: {problem}\n")
+        else:
+            sys.stdout.write(f"{host.name}: {title}: ok\n")
+        sys.stdout.flush()
+        return not problem
 
     def _may_go_on(self) -> bool:
         if not self.failed:
@@ -237,7 +225,7 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
             sys.stdout.write(f"key of {name}: made in {folder}\n")
 
 
-def _check_places(hosts: Hosts, config: Config) -> None:
+def check_places(hosts: Hosts, config: Config) -> None:
     """Raise ConfigError for hosts that could not find the weights, or the trainer."""
     for host in hosts.host:
         if len(hosts.host) > 1 and not (host.weights_dir or config.weights.dir):
@@ -253,12 +241,11 @@ def _check_places(hosts: Hosts, config: Config) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in EVERYWHERE:
         command = commands.add_parser(name, allow_abbrev=False)
-        command.add_argument("--hosts", type=Path, metavar="FILE", help="default: configs/hosts.toml")
+        command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
         if name in ("up", "sync"):
             command.add_argument("--dry-run", action="store_true", help="print every command")
             command.add_argument("--partial", action="store_true",

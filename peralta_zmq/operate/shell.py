@@ -100,6 +100,35 @@ def run(command: Command) -> Result:
     return Result(ended.returncode, ended.stdout, ended.stderr)
 
 
+class Standing:
+    """A command that serves others until it is told to end. Use with `with`."""
+
+    def __init__(self, command: Command, sign: str) -> None:
+        """Start it, and wait until it prints a line that begins with `sign`, or ends."""
+        self._process = subprocess.Popen(
+            command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace",
+        )  # fmt: skip
+        assert self._process.stdout
+        self._said: list[str] = []
+        for line in self._process.stdout:
+            self._said.append(line)
+            if line.startswith(sign):
+                return
+
+    def end(self) -> Result:
+        """Close its standard input and take what it has to say."""
+        out, err = self._process.communicate(timeout=MOMENT)
+        return Result(self._process.returncode, "".join([*self._said, out]), err)
+
+    def __enter__(self) -> Standing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 def unreachable(host: Host, result: Result) -> str | None:
     """Why ssh did not get there, with the remedy; None when it did."""
     if not host.ssh or result.code != SSH_FAILED:

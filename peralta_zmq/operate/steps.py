@@ -28,6 +28,7 @@ SETTINGS, KEYS = FOLDER / "config.toml", FOLDER / "keys"
 PYTHON = ".venv/bin/python"
 KEEPER = f"{PYTHON} -m peralta_zmq.operate.keeper"
 NO_SPACE = "No space left"
+DOCTOR_WAITS = {"trainer": "900", "generator": "20"}  # seconds: to answer, to be answered
 
 PROBE = """
 p={folder}; while [ ! -e "$p" ]; do p=$(dirname "$p"); done
@@ -40,14 +41,6 @@ echo free=$(df -Pk "$p" | awk 'NR == 2 {{print $4}}')
 [ -n "$(ls -A {folder} 2>/dev/null)" ] && echo full=yes
 [ -e {folder}/.venv/ready ] && echo ready=yes
 exit 0
-"""
-LOOK = """
-cd {folder} 2>/dev/null || {{ echo missing; exit 1; }}
-for i in 1 2 3 4 5 6 7 8 9 10; do
-  ls -A | grep -q {token} && exit 0
-  sleep 0.5
-done
-test -e {token}
 """
 
 
@@ -119,49 +112,18 @@ def key_files(host: Host, keys: Path) -> list[str]:
     return [*every, *(str(keys / f"{name}.secret") for name in mine)]
 
 
-def doctor(host: Host, config: Config) -> list[Step]:
-    """bin/doctor there, with the settings of the host."""
-    words = [PYTHON, "bin/doctor", "@", str(SETTINGS), "--json", *own_settings(host, config)]
+def doctor(host: Host, config: Config) -> Step:
+    """bin/doctor there, with the settings of the host.
+
+    The trainer's goes on, until its standard input ends, to answer those of the generators.
+    """
+    words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAITS[host.role],
+             "@", str(SETTINGS), *own_settings(host, config)]  # fmt: skip
+    if host.role == "generator":
+        words += ["--generator.name", host.generators[0]]
     settings = [f"{name}={value}" for name, value in host.env.items()]
     script = inside(host, shlex.join(["env", *settings, *words] if settings else words))
-    return [Step(on(host, script, seconds=LONG), _examined)]
-
-
-def ports(host: Host, config: Config) -> list[Step]:
-    """Whether the trainer could bind; not asked while it runs already."""
-    words = f"{KEEPER} ports {host.name}-trainer {shlex.quote(config.wire.bind)} {config.wire.port}"
-    return [Step(on(host, inside(host, words)), _plain(None))]
-
-
-def leave_token(host: Host, folder: str, token: str) -> list[Step]:
-    """A file in the trainer's weights folder, to be seen by the others in theirs."""
-    place = shlex.quote(folder)
-    script = inside(host, f"mkdir -p {place} && touch {place}/{token}")
-    remedy = f"weights_dir {folder} cannot be written; is it mounted, and yours?"
-    return [Step(on(host, script), _plain(remedy))]
-
-
-def find_token(host: Host, folder: str, token: str, trainer: Host) -> list[Step]:
-    """The same file through this host's mount."""
-    script = LOOK.format(folder=shlex.quote(folder), token=token)
-
-    def judge(result: Result) -> str | None:
-        if result.code == 0:
-            return None
-        if "missing" in result.out:
-            return f"weights_dir {folder} does not exist; mount the shared folder there"
-        return (
-            f"weights_dir {folder} is another folder than {trainer.name}'s; "
-            "mount the same share on both, or correct weights_dir"
-        )
-
-    return [Step(program_on(host, script), judge)]
-
-
-def remove_token(host: Host, folder: str, token: str) -> list[Step]:
-    """Leave the weights folder as it was."""
-    script = inside(host, f"rm -f {shlex.quote(folder)}/{token}")
-    return [Step(on(host, script), lambda _: None)]
+    return Step(on(host, script, seconds=LONG), _examined)
 
 
 def start(host: Host, jobs: Sequence[Job]) -> list[Step]:
@@ -272,7 +234,6 @@ def _plain(remedy: str | None) -> Judge:
     def judge(result: Result) -> str | None:
         if result.code == 0:
             return None
-        said = result.last_words.removeprefix("bin/lan: error: ")
-        return f"{said}; {remedy}" if remedy else said
+        return f"{result.last_words}; {remedy}" if remedy else result.last_words
 
     return judge

@@ -1,4 +1,4 @@
-"""systemd and launchd: whether a worker can be theirs now, and units that start it with the machine.
+"""systemd and launchd: whether a worker can be theirs now, and units for the machine's start.
 
 Knows the two templates in docs/ and where the systems want them; knows nothing of ssh.
 """

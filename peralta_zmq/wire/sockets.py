@@ -66,14 +66,6 @@ def next_port(address: str, by: int = 1) -> str:
     return f"{host}:{int(port) + by}"
 
 
-def check_ports(address: str, *, num_ports: int) -> None:
-    """Raise WireError, which names the holder, unless this port and the next ones are free."""
-    for by in range(num_ports):
-        opened = open_socket(zmq.PULL, hwm=1)
-        bind(opened, next_port(address, by))
-        opened.close(linger=0)
-
-
 def answers(address: str, *, timeout: float = 1.0) -> bool:
     """Whether anything accepts a TCP connection at tcp://HOST:PORT."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
