@@ -49,6 +49,8 @@ def run(config: Config) -> None:
     Raises ConfigError, TaskError; waits, saying so, for weights and for the trainer.
     """
     threads = policy.use_threads(config.generator.num_workers)
+    device = policy.choose_device(config.model.device)
+    hello = policy.facts_of(device, policy.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
@@ -62,7 +64,8 @@ def run(config: Config) -> None:
 
         def ask_for_keyframe(run_id: str) -> None:
             if counters.due:
-                counters.send(wire.Counters(run_id, name, boot, wants_keyframe=True))
+                report = wire.Counters(run_id, name, boot, wants_keyframe=True, hello=hello)
+                counters.send(report)
 
         version, engine, tokenizer = open_engine(
             config, follower, listener, address, ask_for_keyframe
@@ -71,7 +74,7 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
-        worker = Generator(config, name, boot, follower, line, version)
+        worker = Generator(config, name, boot, follower, line, version, hello)
         check_tokens(environments.problems, len(tokenizer))
         worker.work(engine, tokenizer, environments)
 
@@ -100,9 +103,10 @@ class Generator:
         follower: Follower,
         line: Line,
         version: Version,
+        hello: dict[str, str],
     ) -> None:
         self._config, self._follower, self._line = config, follower, line
-        self._name = name
+        self._name, self._hello = name, hello
         self._begin(version, boot)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
@@ -353,7 +357,7 @@ class Generator:
                 blocked_frac=min(1.0, blocked / elapsed),
                 reload_s=self._reload_seconds,
                 wants_keyframe=self._follower.wants_keyframe,
-                hello=policy.versions(),
+                hello=self._hello,
             )
         )
 

@@ -55,10 +55,12 @@ class Life:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """start [NAME ...] (or jobs as JSON lines), run NAME, stop, status, follow, enable, disable."""
+    """start (jobs as JSON lines), restart, run NAME, stop, status, follow, enable, disable."""
     command, *names = arguments
     if command == "start":
-        return start([read_job(name) for name in names] or jobs_of(sys.stdin.read()))
+        return start(jobs_of(sys.stdin.read()))
+    if command == "restart":
+        return restart(names)
     if command == "run":
         return run(read_job(names[0]))
     if command == "stop":
@@ -85,8 +87,7 @@ def job_text(job: Job) -> str:
 
 def start(jobs: Sequence[Job]) -> int:
     """Start each detached; one that runs already stays. Raises ConfigError, before any starts."""
-    if HALF_COPIED.exists():
-        raise ConfigError("the code here is half copied, a sync was cut off; run bin/lan sync")
+    _check_whole()
     for job in jobs:
         if supervisor_of(job.name) and read_job(job.name) != job:
             raise ConfigError(
@@ -102,6 +103,13 @@ def start(jobs: Sequence[Job]) -> int:
         _detach(job.name)
         sys.stdout.write(f"{job.name}: started pid={_started(job.name)}\n")
     return 0
+
+
+def restart(names: Sequence[str]) -> int:
+    """Stop, then start as before. Raises ConfigError, before any is stopped."""
+    _check_whole()
+    jobs = [read_job(name) for name in names]
+    return max(map(stop, names), default=0) or start(jobs)
 
 
 def run(job: Job) -> int:
@@ -195,6 +203,11 @@ def read_job(name: str) -> Job:
     except FileNotFoundError:
         raise ConfigError(f"{name} was never started here; run bin/lan up") from None
     return job
+
+
+def _check_whole() -> None:
+    if HALF_COPIED.exists():
+        raise ConfigError("the code here is half copied, a sync was cut off; run bin/lan sync")
 
 
 @contextmanager

@@ -129,11 +129,12 @@ class Fleet:
             return self._pass(("doctor", others))
         step = steps.doctor(trainer, config)
         with Standing(step.command, DOCTOR_ANSWERS) as standing:
-            passed = self._pass(("doctor", others))
+            passed = not standing.serves or self._pass(("doctor", others))
             result = standing.end()
-        problem = unreachable(trainer, result) or step.judge(result)
-        self._note(trainer, "doctor", problem)
-        return passed and self._may_go_on()
+        self._note(trainer, "doctor", unreachable(trainer, result) or step.judge(result))
+        if standing.serves or self.failed:
+            return passed and self._may_go_on()
+        return self._pass(("doctor", others))  # a trainer that runs already answers them itself
 
     def _start(self, host: Host) -> list[Step]:
         return steps.start(host, steps.jobs_of(host, self.hosts, self.config))
@@ -192,16 +193,13 @@ def _do(host: Host, work: Sequence[Step]) -> str | None:
 
 def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
     """A word to the keepers of these workers; prints what they answer, returns an exit code."""
-    commands = {"restart": ("stop", "start"), "down": ("stop",)}.get(command, (command,))
+    word = "stop" if command == "down" else command
 
     def obey(host: Host, names: Sequence[str]) -> str | None:
-        for each in commands:
-            script = steps.inside(host, " ".join([steps.KEEPER, each, *names]))
-            result = run(on(host, script, seconds=steps.LONG))
-            sys.stdout.write(result.out)
-            if result.code:
-                return unreachable(host, result) or result.last_words
-        return None
+        script = steps.inside(host, " ".join([steps.KEEPER, word, *names]))
+        result = run(on(host, script, seconds=steps.LONG))
+        sys.stdout.write(result.out)
+        return unreachable(host, result) or result.last_words if result.code else None
 
     with ThreadPoolExecutor(max_workers=len(chosen)) as pool:
         problems = list(pool.map(lambda pair: obey(*pair), chosen))

@@ -111,9 +111,11 @@ class Standing:
         )  # fmt: skip
         assert self._process.stdout
         self._said: list[str] = []
+        self.serves = False  # it ended instead
         for line in self._process.stdout:
             self._said.append(line)
             if line.startswith(sign):
+                self.serves = True
                 return
 
     def end(self) -> Result:
