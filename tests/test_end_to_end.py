@@ -133,6 +133,11 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     assert generator.ends() == 0, generator.printed
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert all(row.keys() >= STEP_KEYS for row in machine.rows())
+    hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
+    assert [hello.keys() for hello in hellos] == [
+        {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
+    ]
+    assert "; versions as here" in trainer.printed
     assert json.loads((machine.run / "summary.json").read_text()).keys() == SUMMARY_KEYS
     assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
     weights = machine.run / "weights" / "step_00000003"
@@ -283,3 +288,20 @@ def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
     (row,) = machine.rows()
     assert row["num_rollouts"] == 48
     assert row["completions/mean_length"] == pytest.approx(48, abs=24)
+
+
+@pytest.mark.timeout(60)
+def test_doctor_of_a_generator_is_answered_by_a_trainer_at_work(machine: Machine) -> None:
+    trainer = machine.start("trainer", "--no-eval.eval-base-model")
+    until(lambda: machine.published_step() == 0, trainer)
+    found = machine.start("doctor", "--role", "generator")
+    assert found.ends() == 0, found.printed
+    for said in ("the trainer of run run answers in", "the same folder as the trainer's",
+                 "of the newest version; a whole model takes", "all is well"):  # fmt: skip
+        assert said in found.printed
+    here = machine.start("doctor", "--role", "trainer")
+    assert here.ends() == 0, here.printed
+    assert "the trainer of run run has" in here.printed
+    trainer.process.terminate()
+    assert trainer.ends() == 0, trainer.printed
+    assert not list((machine.run / "weights").glob("doctor-*"))

@@ -21,7 +21,7 @@ from fakes import group_of, tiny_model
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import Environments
-from peralta_zmq.errors import EngineError
+from peralta_zmq.errors import EngineError, StoreError
 from peralta_zmq.generator import Generator, Line, NewRunError
 from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
 from peralta_zmq.generator.weights import open_engine, open_follower, refresh
@@ -224,6 +224,17 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         store.publish(7, first, companions=companions, base=(versions[-1], base))
         assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
         assert torch.equal(served["model.norm.weight"], before)
+
+
+def test_a_generator_gives_up_waiting_for_weights_when_it_is_told_to(tmp_path: Path) -> None:
+    arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
+    config = load_config("bin/generator", arguments)
+    with (
+        closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
+        closing(open_follower(config, "ann")) as follower,
+        pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
+    ):
+        open_engine(config, follower, listener, "tcp://127.0.0.1:9", lambda run_id: None)
 
 
 def damaged(weights: dict[str, torch.Tensor], damage: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@
 Knows nothing of models, sockets or rewards; never imports torch.
 """
 
-from peralta_zmq.config.load import load_config, run_door, run_plain_door
+from peralta_zmq.config.load import files_given, load_config, run_door, run_plain_door
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
 from peralta_zmq.config.sections import Config
 
@@ -17,6 +17,7 @@ __all__ = [
     "RESOLVED",
     "Config",
     "earlier_config",
+    "files_given",
     "load_config",
     "run_door",
     "run_plain_door",

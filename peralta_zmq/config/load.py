@@ -78,6 +78,12 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
         raise ConfigError(" ".join(reason_of(error, program).split())) from None
 
 
+def files_given(arguments: Sequence[str] | None = None) -> str:
+    """The files on our command line, as they follow a door's name: ' @ configs/lan.toml'."""
+    words = _with_separate_signs(sys.argv[1:] if arguments is None else arguments)
+    return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
+
+
 def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
     words: list[str] = []
     for argument in arguments:

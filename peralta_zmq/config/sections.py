@@ -161,6 +161,10 @@ class TrainSection(Section):
     """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """groups sampled by weights older than this many steps are dropped"""
+    max_mismatch_kl: PositiveFloat = 0.1
+    """a generator whose logprobs are farther than this from the trainer's is reported"""
+    on_mismatch: Literal["report", "set_aside"] = "report"
+    """what becomes of the groups of such a generator: trained all the same, or set aside"""
     num_workers: PositiveInt = 1
     """processes that share the cores of the trainer's machine"""
 
@@ -196,6 +200,8 @@ class WeightsSection(Section):
     """older versions stay so long for slow readers; 600 suits a NAS"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two looks at the folder when nothing was announced"""
+    wait_for_weights_timeout: PositiveFloat | None = None
+    """seconds after which a generator gives up waiting for its first weights; None = never"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
     """apply a new version between two tokens, or when no group is under way"""
     max_mbit_per_s: PositiveFloat | None = None

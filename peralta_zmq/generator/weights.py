@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from peralta_zmq import policy, registry, wire
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, files_given
+from peralta_zmq.errors import StoreError
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.serve import read_token
@@ -72,26 +73,39 @@ def open_engine(
     """An engine over the newest version that can be read; waits for one, saying so every 5 s,
     and asking the run that is announced for a keyframe when there are only deltas.
 
-    The weights are loaded once; later versions go in place.
+    The weights are loaded once; later versions go in place. Raises StoreError when
+    weights.wait_for_weights_timeout is over.
     """
     started = said = time.monotonic()
+    patience = config.weights.wait_for_weights_timeout or float("inf")
     while (staged := follower.ready(timeout=0.2)) is None:
+        if time.monotonic() - started > patience:
+            raise StoreError(
+                f"no weights in {config.weights_address} after {patience:g} s "
+                "(weights.wait_for_weights_timeout). Start the trainer: bin/trainer @ CONFIG"
+            )
         heard = listener.listen()
         if heard is not None and follower.wants_keyframe:
             ask_for_keyframe(heard.run_id)
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
-            reply = "it answers" if wire.answers(address) else "no TCP answer"
-            logger.info(
-                "waiting for trainer %s (%.0f s): %s, no version in %s. "
-                "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
-                address, said - started, reply, config.weights_address,
-            )  # fmt: skip
+            seconds, answers = said - started, wire.answers(address)
+            logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
     started = time.monotonic()
     made = make_engine(config, staged)
     follower.settle()
     _log_loaded(staged, apply_seconds=time.monotonic() - started)
     return staged.version, *made
+
+
+def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
+    """What is missing, and what to do about it."""
+    files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
+    diagnose = f"Diagnose: bin/doctor{files}"
+    if answers:
+        reason = f"it answers, but {weights} has no version. Is that its weights.dir?"
+        return f"{start}: {reason} {diagnose}"
+    return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
 
 
 def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:

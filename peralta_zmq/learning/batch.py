@@ -31,6 +31,7 @@ class Piece:
     places: tuple[Int64Array, ...]  # of each rollout, where its tokens are
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # of each rollout
+    sender: str = ""  # of their group
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +51,7 @@ class Batch:
     mask: Tensor  # float32 [N], 1 where a token counts
     sequence: Tensor  # int64 [N], which rollout of this micro-batch
     num_sequences: int
+    senders: tuple[str, ...] = ()  # of the rollouts of this micro-batch
     temperatures: Tensor | float = 1.0  # float32 [N], that sampled each token; a number for all
     prox_logprobs: Tensor | None = None  # float32 [N], see tokens
     ref_logprobs: Tensor | None = None
@@ -99,7 +101,8 @@ def cut(
             elif oversize == "truncate" and shorter is not rollout:  # nothing but prompt is left
                 counts["truncated"] -= 1
                 counts["dropped"] += 1
-        pieces += _pieces(kept, max_tokens if share_prompts else 0)
+        cut_up = _pieces(kept, max_tokens if share_prompts else 0)
+        pieces += [replace(each, sender=groups[number].sender) for each in cut_up]
     return Cut(tuple(pieces), counts["truncated"], counts["dropped"])
 
 
@@ -198,6 +201,7 @@ def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.dev
         mask=torch.ones_like(old),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
+        senders=tuple(piece.sender for piece in pieces for _ in piece.rollouts),
         temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
         if callable(temperature)
         else temperature,

@@ -20,13 +20,15 @@ from peralta_zmq.learning.filters import Filter, apply_filters
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
 from peralta_zmq.learning.tokens import TokenLoss
+from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # steps in a row without a finite gradient
 
 
 class Learner:
-    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped.
+    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped,
+    `mismatch` how far each sender's logprobs were from ours in it.
 
     `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
     so is `score_with_entropy` the policy itself, for a loss that wants its entropy too.
@@ -56,6 +58,7 @@ class Learner:
     ) -> None:
         self.step = 0
         self.problem = ""
+        self.mismatch: dict[str, Mismatch] = {}  # by sender, of the last step
         self._num_skipped = 0  # in a row
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
@@ -109,6 +112,7 @@ class Learner:
             for batches in [each for each in dealt if each] or [[]]
         ]  # fmt: skip
         self._judge(taken)
+        self.mismatch = taken[0].mismatch  # later mini-batches meet a policy that has moved
         names = list(dict.fromkeys(name for each in taken for name in each.metrics))
         return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
 

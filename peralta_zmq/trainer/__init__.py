@@ -3,7 +3,8 @@
 Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
 goes on from the newest checkpoint and the journal, with nothing trained twice.
 
-Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording.
+Its rooms: intake (groups), roster and doubts (generators), broadcast (weights), evaluations,
+recording.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.trust import figures
 from peralta_zmq.observe.books import Books
+from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.trainer import broadcast, evaluations, folders
+from peralta_zmq.trainer.doubts import Doubts
 from peralta_zmq.trainer.intake import Intake
 from peralta_zmq.trainer.recording import Recorder
 from peralta_zmq.trainer.roster import Roster
@@ -75,7 +79,7 @@ class Trainer:
             model_folder=self._model_folder, books=self._books,
             speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
-        self._roster = Roster(counters, self._books)
+        self._roster = Roster(counters, self._books, self._hello)
         self._evaluations = evaluations.Evaluations(
             config, held_out, self._engine, self._tokenizer, self._books, self._speaker
         )
@@ -84,6 +88,7 @@ class Trainer:
             roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
+        self._doubts = Doubts(config, self._books, self._intake.admission)
         self._recorder = Recorder(self._books, self._tokenizer)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
@@ -137,6 +142,7 @@ class Trainer:
         failpoint("trainer.collected")
         row = self._learn(groups)
         failpoint("trainer.stepped")
+        self._doubts.judge(step=self._learner.step)
         self._roster.excuse(time.monotonic() - collected)
         publishing = self._publish()
         row |= {
@@ -183,6 +189,8 @@ class Trainer:
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
+        dtype, _ = training_dtype(self._model, config.train.dtype)
+        self._hello = policy.facts_of(device, dtype)
         self._learner = parts.learner_of(config, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
@@ -203,6 +211,12 @@ class Trainer:
         stack.enter_context(closing(announcer))
         counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
         stack.enter_context(closing(counters))
+        greeting = wire.Greeting(
+            self._config.run.name, run_id=self._run_id, hello=self._hello
+        )  # fmt: skip
+        show = broadcast.open_probe(self._config, stack)
+        greeter = wire.Greeter(wire.next_port(address, 3), greeting, show=show, gate=gate)
+        stack.enter_context(closing(greeter))
         first = wire.Announcement(self._run_id, boot=os.urandom(8), train_set=train_set)
         self._speaker = Speaker(announcer, first)
         return receiver, counters
@@ -246,7 +260,8 @@ class Trainer:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")
         self._progress = self._intake.saved()
-        return row
+        self._doubts.note(self._learner.mismatch)
+        return row | figures(self._learner.mismatch)
 
     def _publish(self) -> float:
         """Hand this step's weights over to be published; returns the seconds it took.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.books import Books
 from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.probe import Probe
 from peralta_zmq.stores.publisher import Keep, Publisher, Report
 from peralta_zmq.stores.serve import Server, read_token
 from peralta_zmq.stores.store import WeightStore
@@ -129,6 +130,13 @@ def open_store(config: Config) -> WeightStore:
         )
     read_token(config.weights.token_file)  # tried before anything is written
     return WeightStore(open_place(config.weights_address))
+
+
+def open_probe(config: Config, stack: ExitStack) -> Callable[[], str] | None:
+    """What shows a doctor that its weights folder is ours; None when ours is a bucket."""
+    if "://" in config.weights_address:
+        return None
+    return stack.enter_context(closing(Probe(config.weights_folder))).show
 
 
 def claim(store: WeightStore, config: Config, *, run_id: str, stop: Stop) -> None:

@@ -30,7 +30,7 @@ from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, r
 LOOK_SECONDS = 0.2  # until a closed greeter ends
 MAX_REQUEST = 256 << 10  # bytes
 PIECE = 64 << 10  # bytes of one request of a burst
-WINDOW = 16  # requests of a burst that are under way together
+WINDOW = 8  # requests of a burst that are under way together
 Show = Callable[[], str]  # makes a new file in the weights folder and names it; OSError
 logger = logging.getLogger(__name__)
 
@@ -125,14 +125,14 @@ class Guest:
     def burst(self, *, seconds: float, timeout: float) -> float:
         """Bytes per second that arrive there, measured for so long. Raises WireError, as `ask`."""
         frame = encode_request("take", bytes(PIECE))
-        for _ in range(WINDOW):
-            self._send(frame)
-        started, pieces = time.monotonic(), 0
-        while time.monotonic() < started + seconds or not pieces:
+        started, sent, answered = time.monotonic(), 0, 0
+        while time.monotonic() < started + seconds or answered < sent:
+            while sent - answered < WINDOW and time.monotonic() < started + seconds:
+                self._send(frame)
+                sent += 1
             self._receive(started + timeout)
-            pieces += 1
-            self._send(frame)
-        return pieces * PIECE / (time.monotonic() - started)
+            answered += 1
+        return answered * PIECE / (time.monotonic() - started)
 
     def close(self) -> None:
         """Close at once; answers under way are lost."""
@@ -146,5 +146,8 @@ class Guest:
         while not ready(self._socket, zmq.POLLIN, LOOK_SECONDS):
             self._turnstile.check()
             if time.monotonic() > deadline:
-                raise WireError(f"{self._address} accepts connections, but says no hello")
+                raise WireError(
+                    f"{self._address} says no hello; use the same version on both sides, "
+                    "with no proxy between them"
+                )
         return decode_greeting(self._socket.recv_multipart()[-1])

@@ -58,6 +58,8 @@ def test_folder_that_cannot_be_written_is_told(stack: ExitStack) -> None:
 def test_burst_counts_what_arrives(stack: ExitStack) -> None:
     asker = guest(stack, greeter(stack).address)
     assert asker.burst(seconds=0.1, timeout=DEADLINE) > 1e5  # bytes per second, on loopback
+    asker.ask("hello", timeout=DEADLINE)
+    assert not asker._socket.poll(100), "an answer of the burst is left over"
 
 
 def test_bad_request_gets_nothing_and_the_next_one_is_answered(stack: ExitStack) -> None:

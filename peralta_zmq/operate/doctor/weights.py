@@ -154,7 +154,11 @@ def check_speed(
     place, folder = _place(str(where), token_file), where if isinstance(where, Path) else None
     newest = max(_versions(place), default=None)
     if newest is not None:
-        files = _files_of(place, newest)
+        try:
+            files = _files_of(place, newest)
+        except (OSError, *durable.MALFORMED):
+            return Check("speed", False, f"{newest} cannot be read in {place.where}",
+                         "start the trainer: it publishes anew")  # fmt: skip
         largest = max(files, key=lambda name: files[name])
         read, seconds = _read(place, f"{newest}/{largest}", folder)
         kind = "of the newest version"
