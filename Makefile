@@ -21,6 +21,9 @@ run-chaos: setup  ## The same while workers are killed, with a report (SEED=7: t
 	@rm -rf runs/chaos
 	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
 
+run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml; without one, on this machine
+	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
+
 soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to docs/reliability.md
 	@$(BIN)/python -m peralta_zmq.operate.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 	  --document docs/reliability.md
@@ -39,6 +42,9 @@ test-browser: setup  ## The page in Debian's chromium-headless-shell
 
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
 	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)
+
+test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
+	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
 lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
 	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
@@ -88,4 +94,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos soak test test-slow test-chaos test-browser test-lab lab-soak fuzz compare-losses lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan lab-soak fuzz compare-losses lint data base-model clean fresh torch
