@@ -22,7 +22,8 @@ def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert 0.25 <= summary["reward_first"] <= 0.40
+    # Of 128 answers of 16 prompts; the base's mean is near .32, one step's lies within .2 of it.
+    assert 0.12 <= summary["reward_first"] <= 0.52
     assert summary["reward_last5"] >= 0.95
     assert summary["eval_before"] <= 0.60
     assert summary["eval_after"] >= 0.95
