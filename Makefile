@@ -66,6 +66,9 @@ data: setup  ## Rewrite the shipped data files from their seeds
 	@$(BIN)/python -m peralta_zmq.tasks.calculator_rows
 	@$(BIN)/python -m peralta_zmq.tasks.generated
 
+docs: setup  ## Write docs/config.md anew from the settings
+	@$(BIN)/python -m peralta_zmq.config.document
+
 base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
 	@$(BIN)/python -m peralta_zmq.base
 
@@ -94,4 +97,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan lab-soak fuzz compare-losses lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan lab-soak fuzz compare-losses lint data base-model clean fresh torch docs

@@ -2,7 +2,7 @@
 
     sections   the knobs: default, bounds and one line of meaning each; environments are apart
     names      foreign and misspelt names, answered with the right one
-    help       the text of --help
+    help       the text of --help; document, the same as docs/config.md
     load       command line and TOML to a Config; errors become one line
     resolved   the settings a run was made with, kept in its folder
 

@@ -31,6 +31,8 @@ FREE_SETTINGS = {
     "run.dir",
     "run.num_local_generators",
     "task.reward_timeout",
+    "train.max_mismatch_kl",
+    "train.on_mismatch",  # what a person sets after a warning, to go on without a worker
     "train.num_workers",
 }
 GROWING_SETTINGS = {"train.max_steps"}

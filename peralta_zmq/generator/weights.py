@@ -86,7 +86,7 @@ def open_engine(
         if time.monotonic() - started > patience:
             raise StoreError(
                 f"no weights in {config.weights_address} after {patience:g} s "
-                "(weights.wait_for_weights_timeout). Start the trainer: bin/trainer @ CONFIG"
+                f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
             )
         heard = listener.listen()
         if heard is not None and follower.wants_keyframe:

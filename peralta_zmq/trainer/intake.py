@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peralta_zmq import parts, wire
@@ -281,9 +281,12 @@ class Intake:
         if now - said < SILENCE_SECONDS:
             return said
         aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
-        of_others = f", but for those of {', '.join(aside)}, set aside" if aside else ""
-        self._books.note(
-            f"no rollouts for {now - started:.0f} s on {self._receiver.address}{of_others}. "
-            f"Start a generator: bin/generator{files_given()}"
-        )
+        self._books.note(silence_text(now - started, self._receiver.address, aside))
         return now
+
+
+def silence_text(seconds: float, address: str, aside: Sequence[str]) -> str:
+    """What is missing, and how to get it; `aside` are generators whose groups do not count."""
+    but = f", but for those of {', '.join(aside)}, which are set aside" if aside else ""
+    start = f"Start a generator: bin/generator{files_given()}"
+    return f"no rollouts for {seconds:.0f} s on {address}{but}. {start}"
