@@ -25,6 +25,7 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )  # fmt: skip
+from peralta_zmq.observe.progress import Progress
 from peralta_zmq.observe.terminal import Terminal
 from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import BEGINS, WINDOW, Verdict, verdict
@@ -94,6 +95,10 @@ class Books:
     def note(self, text: str) -> None:
         """A line for the person who watches."""
         self._terminal.note(text)
+
+    def progress(self, what: str, total: int) -> Progress:
+        """How far something beside the steps is, for the person who watches."""
+        return self._terminal.progress(what, total)
 
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
         """Write a step's metrics and one whole group; False when it is already written."""
