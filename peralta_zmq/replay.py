@@ -18,6 +18,7 @@ from peralta_zmq import parts, policy, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.recovery import checkpoint, journal
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.stores.export import export as write_version
@@ -77,13 +78,17 @@ def replay(
     if not there:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _start(learner, folder, min(there), first)
-    while last is None or learner.step < last:
-        groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
-        if not parts.is_full(config, groups):
-            return
-        metrics = learner.learn(groups)
-        if first is None or learner.step >= first:
-            yield learner.step, metrics, fingerprint(policy.weights_of(model))
+    begin, end = learner.step, max(there) if last is None else min(last, max(there))
+    with progress_on("replaying", end - begin) as progress:
+        while last is None or learner.step < last:
+            groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
+            if not parts.is_full(config, groups):
+                return
+            metrics = learner.learn(groups)
+            progress.hide()
+            if first is None or learner.step >= first:
+                yield learner.step, metrics, fingerprint(policy.weights_of(model))
+            progress.reach(learner.step - begin)
 
 
 def export(arguments: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ FREE_SETTINGS = {
     "model.device",
     "run.dir",
     "run.num_local_generators",
+    "run.report_to",
     "task.reward_timeout",
     "train.num_workers",
 }

@@ -53,7 +53,8 @@ def test_training_and_a_death_are_seen_on_the_page(
 ) -> None:
     port, page_port = three_free_ports(), free_port()
     settings = ("@", str(ROOT / "configs" / "demo.toml"), "--run.dir", str(tmp_path),
-                "--wire.port", str(port), "--train.max-steps", "400", "--train.learning-rate", "5e-5",
+                "--wire.port", str(port), "--train.max-steps", "400",
+                "--train.learning-rate", "5e-5",
                 "--dashboard.port", str(page_port))  # fmt: skip
     start(str(ROOT / "bin" / "lan"), "local", *settings, "--eval.num-examples", "50")
     third = start(str(ROOT / "bin" / "generator"), *settings, "--generator.name", "ann")
