@@ -18,6 +18,7 @@ from peralta_zmq import adapted, parts, policy, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint, journal
 from peralta_zmq.rollout import RolloutGroup
@@ -76,13 +77,17 @@ def replay(
     if not there:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _start(learner, folder, min(there), first)
-    while last is None or learner.step < last:
-        groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
-        if not parts.is_full(config, groups):
-            return
-        metrics = learner.learn(groups)
-        if first is None or learner.step >= first:
-            yield learner.step, metrics, fingerprint(adapters.published_weights(model))
+    begin, end = learner.step, max(there) if last is None else min(last, max(there))
+    with progress_on("replaying", end - begin) as progress:
+        while last is None or learner.step < last:
+            groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
+            if not parts.is_full(config, groups):
+                return
+            metrics = learner.learn(groups)
+            progress.hide()
+            if first is None or learner.step >= first:
+                yield learner.step, metrics, fingerprint(adapters.published_weights(model))
+            progress.reach(learner.step - begin)
 
 
 def export(arguments: Sequence[str]) -> int:

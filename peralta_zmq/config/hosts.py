@@ -122,9 +122,7 @@ def load_hosts(path: Path) -> Hosts:
 
 def _check_host(host: Host) -> None:
     if not PLAIN_NAME.fullmatch(host.name):
-        raise ConfigError(
-            f"host {host.name!r} is not a plain name; use letters, digits, . _ and -"
-        )
+        raise ConfigError(f"host {host.name!r} is not a plain name; use letters, digits, . _ and -")
     folder = host.dir or HOME_FOLDER
     if not PLAIN_FOLDER.fullmatch(folder) or ".." in folder.split("/"):
         raise ConfigError(
@@ -174,7 +172,7 @@ def _check_roles(hosts: tuple[Host, ...]) -> None:
     if len(trainers) > 1:
         raise ConfigError(
             f"hosts {' and '.join(trainers)} are both the trainer; a run has one, so give the "
-            "others role = \"generator\""
+            'others role = "generator"'
         )
     if not trainers:
         raise ConfigError('no host is the trainer; give one of them role = "trainer"')
@@ -182,4 +180,3 @@ def _check_roles(hosts: tuple[Host, ...]) -> None:
         raise ConfigError(
             f"nobody generates; add a host, or give {trainers[0]} count = 1 for a generator there"
         )
-

@@ -30,6 +30,7 @@ FREE_SETTINGS = {
     "model.device",
     "run.dir",
     "run.num_local_generators",
+    "run.report_to",
     "task.reward_timeout",
     "train.max_mismatch_kl",
     "train.on_mismatch",  # what a person sets after a warning, to go on without a worker

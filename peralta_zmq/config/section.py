@@ -20,7 +20,9 @@ Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]  # the three after it ar
 
 def _split(given: object) -> object:
     """`1,2` on the command line is [1, 2] in a file."""
-    return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    return [each.strip() for each in given.split(",")] if given.strip() else []
 
 
 Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_split)]

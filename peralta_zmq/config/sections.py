@@ -36,8 +36,10 @@ from peralta_zmq.config.objective import (
     LossSection,
     Table,
 )
-from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
+from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Names, Port, Section, Text
 from peralta_zmq.errors import ConfigError
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 class RunSection(Section):
@@ -51,6 +53,8 @@ class RunSection(Section):
     """source of all randomness of the run"""
     num_local_generators: PositiveInt = 2
     """generators that `bin/lan local` starts beside the trainer on this machine"""
+    report_to: Names = ()
+    """where the trainer sends its metrics besides the run's folder: tensorboard, trackio, wandb"""
 
 
 class ModelSection(Section):
@@ -379,6 +383,11 @@ def known_fields() -> dict[str, dict[str, object]]:
 
 
 def _check_names(config: Config) -> None:
+    for tracker in config.run.report_to:
+        if tracker not in TRACKERS:
+            raise ConfigError(
+                f"run.report_to has {tracker!r}; choose from {', '.join(TRACKERS)}, or leave it out"
+            )
     names = {"run.name": config.run.name, "generator.name": config.generator.name}
     for key, name in names.items():
         if name is not None and not PLAIN_NAME.fullmatch(name):

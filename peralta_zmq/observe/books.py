@@ -26,7 +26,9 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )  # fmt: skip
+from peralta_zmq.observe.progress import Progress
 from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import BEGINS, WINDOW, Verdict, verdict
 from peralta_zmq.rollout import Answer
 
@@ -38,7 +40,9 @@ NUM_EVENTS = 1000  # the newest, which the verdict looks at
 class Books:
     """The run's files and its table, open for one session. Use with `with`."""
 
-    def __init__(self, folder: Path, *, run: str, max_steps: int) -> None:
+    def __init__(
+        self, folder: Path, *, run: str, max_steps: int, trackers: Sequence[Tracker] = ()
+    ) -> None:
         events = read_rows(folder / EVENTS)
         self.resuming = any(row.get("event") == "start" for row in events)
         self._folder = folder
@@ -51,6 +55,7 @@ class Books:
             self._samples = stack.enter_context(JsonLines(folder / SAMPLES))
             self._evaluations = stack.enter_context(JsonLines(folder / EVALUATIONS))
             self._events = stack.enter_context(Events(folder / EVENTS))
+            self._trackers = [stack.enter_context(each) for each in trackers]
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
 
@@ -92,6 +97,10 @@ class Books:
         """A line for the person who watches."""
         self._terminal.note(text)
 
+    def progress(self, what: str, total: int) -> Progress:
+        """How far something beside the steps is, for the person who watches."""
+        return self._terminal.progress(what, total)
+
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
         """Write a step's metrics and one whole group; False when it is already written."""
         step = int(number(row, "step"))
@@ -101,6 +110,7 @@ class Books:
         self._metrics.append(row)
         self._samples.append(sample)
         self._newest_rows.append(dict(row))
+        self._track(step, row)
         self._terminal.step(dict(row), self.verdict())
         return True
 
@@ -130,9 +140,15 @@ class Books:
         self._evaluations.append(
             row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
         )
+        told = {f"eval/{name}": figure for name, figure in figures.items()}
+        self._track(step, {"eval/accuracy": accuracy, **told})
         several = figures if len(figures) > 2 else {}  # avg@1 and pass@1 say nothing new
         more = "".join(f"  {name} {value:.3f}" for name, value in several.items())
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{more}")
+
+    def _track(self, step: int, row: Mapping[str, object]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, row)
 
     def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
         """Summary, plot and last words, all from the run's files."""

@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.bar import Bar
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.progress import Progress, duration
 from peralta_zmq.observe.verdict import Level, Verdict
 
 NUM_SHOWN = 12
@@ -39,6 +40,7 @@ class Terminal:
         self._run = run
         self._stream = stream or sys.stdout
         self._rows: deque[Row] = deque(maxlen=NUM_SHOWN)
+        self._shown: RenderableType = Text("waiting for the first step")
         self._said: dict[str, float] = {}  # kind of verdict -> time of the row it was said at
         self._kind = ""  # of the newest verdict
         console = Console(file=self._stream, highlight=False)
@@ -48,7 +50,7 @@ class Terminal:
     def __enter__(self) -> Terminal:
         if self._live:
             self._live.start()
-            self._live.update(Text("waiting for the first step"), refresh=True)
+            self._live.update(self._shown, refresh=True)
         return self
 
     def __exit__(
@@ -68,6 +70,16 @@ class Terminal:
         else:
             self._say(text)
 
+    def progress(self, what: str, total: int) -> Progress:
+        """Show how far something is, below the table if there is one."""
+        return Progress(what, total, show=self._show_progress, lively=self._live is not None)
+
+    def _show_progress(self, text: str) -> None:
+        if self._live:
+            self._live.update(Group(self._shown, Text(text)) if text else self._shown, refresh=True)
+        else:
+            self._say(text)
+
     def end(self, text: str) -> None:
         """The last words, below the table, which stays as it is."""
         if self._live:
@@ -82,7 +94,8 @@ class Terminal:
         self._rows.append(row)
         if self._live:
             shown = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
-            self._live.update(Group(self._table(), shown), refresh=True)
+            self._shown = Group(self._table(), shown)
+            self._live.update(self._shown, refresh=True)
             return
         self._say(self._line())
         if verdict is not None and self._is_news(verdict, number(row, "time", 0.0)):
@@ -145,18 +158,6 @@ class Terminal:
         seconds = number(last, "time") - number(first, "time")
         pace = seconds / num_steps if num_steps > 0 else number(last, "step_time")
         return duration(pace * max(0.0, self._max_steps - number(last, "step")))
-
-
-def duration(seconds: float) -> str:
-    """42s, 3m05s, 1h02m; a dash for NaN."""
-    if math.isnan(seconds):
-        return "-"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.statistics import by_environment
 from peralta_zmq.learning.trust import figures
 from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.trackers import check_trackers, open_trackers
 from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.recovery import checkpoint
@@ -65,6 +66,7 @@ class Trainer:
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
         page.check(config)
+        check_trackers(config.run.report_to)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -252,8 +254,13 @@ class Trainer:
                 "choose another with --run.dir"
             ) from None
         journal = stack.enter_context(closing(Journal(folder / "journal")))
+        trackers = open_trackers(
+            config.run.report_to, folder=folder, run_id=self._run_id,
+            settings=config.model_dump(mode="json"),
+        )  # fmt: skip
         name, max_steps = config.run.name, config.train.max_steps
-        return stack.enter_context(Books(folder, run=name, max_steps=max_steps)), journal
+        books = Books(folder, run=name, max_steps=max_steps, trackers=trackers)
+        return stack.enter_context(books), journal
 
     # One step.
 

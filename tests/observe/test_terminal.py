@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.terminal import Terminal, duration
+from peralta_zmq.observe.terminal import Terminal
 from peralta_zmq.observe.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(20)
@@ -143,14 +143,6 @@ def test_on_a_terminal_a_note_is_printed_as_it_is() -> None:
     assert "held-out [before] 0.5" in seen
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599, "59m59s"), (3720, "1h02m")],
-)
-def test_a_duration_is_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_last_words_stand_below_the_table() -> None:
     def show(terminal: Terminal) -> None:
         terminal.step(ROW)
@@ -170,3 +162,22 @@ def test_a_full_disk_behind_the_output_ends_the_talk_and_not_the_run(
         terminal.step({"step": 1})
         terminal.end("the last words")
     assert caplog.messages == ["no more output here: No space left on device"]
+
+
+def test_on_a_terminal_progress_stands_below_the_table_and_goes_away() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.step(ROW, BALANCED)
+        terminal._show_progress("evaluating step 12: 5 of 10")
+        terminal._show_progress("")
+
+    seen = on_a_terminal(show)
+    before, _, after = seen.partition("evaluating step 12: 5 of 10")
+    assert "balanced" in before and "balanced" in after
+    assert "evaluating" not in after
+
+
+def test_off_a_terminal_progress_is_a_line_in_its_time() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal, terminal.progress("evaluating step 0", 10) as progress:
+        progress.reach(5)  # at once: nobody waits yet
+    assert stream.getvalue() == ""
