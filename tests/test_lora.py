@@ -17,10 +17,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from fakes import group_of, tiny_model
+from fakes import group_of
 from test_end_to_end import REPO, free_ports
 
-from peralta_zmq import adapted, parts, policy
+from peralta_zmq import adapted, parts, policy, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weights import make_engine, refresh
@@ -157,6 +157,18 @@ def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
         stale = ratios_of(config, model, group)
         assert float((stale - 1).abs().max()) > 1e-3  # the step moved the policy
         version = until_step(sampler, follower, version, step)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: str) -> None:
+    config, model = trained()
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    live = registry.resolve("engine", engine)(model, tokenizer, live=True, slots=4)
+    before = sampled(live)
+    parts.learner_of(config, model).learn(some_groups(1))
+    ratios = ratios_of(config, model, group := sampled(live))
+    assert float((ratios - 1).abs().max()) < 1e-4
+    assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
 def test_what_a_version_added_is_gone_when_the_next_comes(
@@ -311,14 +323,6 @@ def test_adapters_of_a_seed_are_the_same_and_leave_the_dice_alone() -> None:
     first, second, third = (adapters.published_weights(each) for each in (one, same, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(first[name], third[name]) for name in first)
-
-
-def test_peft_that_is_missing_is_named_with_the_way_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"lora\.rank needs peft .*pip install .*\[lora\]"):
-        adapters.add_adapters(tiny_model(), rank=2, alpha=4)
 
 
 @pytest.mark.slow

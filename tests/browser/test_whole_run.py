@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_end_to_end import three_free_ports
+from test_end_to_end import free_ports
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "page.png"
@@ -51,7 +51,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_training_and_a_death_are_seen_on_the_page(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], tab: Callable
 ) -> None:
-    port, page_port = three_free_ports(), free_port()
+    port, page_port = free_ports(), free_port()
     settings = ("@", str(ROOT / "configs" / "demo.toml"), "--run.dir", str(tmp_path),
                 "--wire.port", str(port), "--train.max-steps", "400",
                 "--train.learning-rate", "5e-5",
