@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -114,23 +114,23 @@ def restart(names: Sequence[str]) -> int:
 
 def run(job: Job) -> int:
     """Supervise until the worker is done, stopped, or given up; an exit code."""
-    with _lock(job.name):
-        os.environ.update(job.env)
-        life = Life(since=time.time())
-        _write_life(job.name, life)
-        restarts = 0
-        forward = _recorder(job)
+    _lock(job.name)
+    os.environ.update(job.env)
+    life = Life(since=time.time())
+    _write_life(job.name, life)
+    restarts = 0
+    forward = _recorder(job)
 
-        def record(event: str, **fields: object) -> None:
-            nonlocal restarts
-            restarts += event == "restart"
-            _write_life(job.name, replace(life, restarts=restarts))
-            if forward:
-                forward(event, **fields)
+    def record(event: str, **fields: object) -> None:
+        nonlocal restarts
+        restarts += event == "restart"
+        _write_life(job.name, replace(life, restarts=restarts))
+        if forward:
+            forward(event, **fields)
 
-        code = supervise([Worker(job.name, job.command)], record=record)
-        _write_life(job.name, replace(life, restarts=restarts, code=code))
-        return code
+    code = supervise([Worker(job.name, job.command)], record=record)
+    _write_life(job.name, replace(life, restarts=restarts, code=code))
+    return code
 
 
 def stop(name: str) -> int:
@@ -210,24 +210,20 @@ def _check_whole() -> None:
         raise ConfigError("the code here is half copied, a sync was cut off; run bin/lan sync")
 
 
-@contextmanager
-def _lock(name: str) -> Iterator[None]:
-    """Hold the worker's lock. Raises ConfigError when another supervisor does."""
+def _lock(name: str) -> None:
+    """Hold the worker's lock to the end of this process. Raises ConfigError when another does."""
     deadline = time.monotonic() + 2.0  # somebody who only looks holds it for a moment
-    with _file(name, "lock").open("a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"{name} runs already; bin/lan stop {name} first") from None
-                time.sleep(0.02)
-        lock.seek(0)
-        lock.truncate()
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
+    lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # the kernel closes it
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{name} runs already; bin/lan stop {name} first") from None
+            time.sleep(0.02)
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
 
 
 def _recorder(job: Job) -> Record | None:
