@@ -104,7 +104,7 @@ class Crowd:
         while not self._ended.is_set():
             members = family(os.getpid())
             cpu = sum(map(_cpu_seconds, members)) + _reaped() - self._gone
-            self.looks.append(Look(time.time(), cpu, sum(map(_own_bytes, members))))
+            self.looks.append(Look(time.time(), cpu, sum(map(own_bytes, members))))
             self._ended.wait(PERIOD)
 
 
@@ -158,7 +158,8 @@ def _cpu_seconds(process: int) -> float:
     return sum(map(int, fields[11:15])) / TICKS if fields else 0.0
 
 
-def _own_bytes(process: int) -> int:
+def own_bytes(process: int) -> int:
+    """Memory of its own, no mapped files; 0 when it is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text("utf-8").splitlines()
     except OSError:
