@@ -17,19 +17,22 @@ from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.filters import Filter, apply_filters
+from peralta_zmq.learning.reference import Frozen, Reference
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
 from peralta_zmq.learning.tokens import TokenLoss
+from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # steps in a row without a finite gradient
 
 
 class Learner:
-    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped.
+    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped,
+    `mismatch` how far each sender's logprobs were from ours in it.
 
     `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
-    so is `score_with_entropy` the policy itself, for a loss that wants its entropy too.
+    `score_with_entropy` is the policy itself, for a loss that wants its entropy too.
     `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
     """
 
@@ -49,13 +52,16 @@ class Learner:
         num_iterations: int = 1,
         oversize: Oversize = "truncate",
         share_prompts: bool = True,
-        reference: Score | None = None,
-        teacher: Score | None = None,
+        keep_zero_std: bool = False,
+        reference: Reference | None = None,
+        teacher: Frozen | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
         filters: Sequence[Filter] = (),
     ) -> None:
         self.step = 0
         self.problem = ""
+        self.advantages: Sequence[Sequence[float]] = ()  # of the newest step, as Cut has them
+        self.mismatch: dict[str, Mismatch] = {}  # by sender, of the last step
         self._num_skipped = 0  # in a row
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
@@ -65,7 +71,7 @@ class Learner:
         self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._oversize: Oversize = oversize
-        self._share_prompts = share_prompts
+        self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -81,9 +87,12 @@ class Learner:
         pieces = cut(
             groups, self._advantage, stays=stays,
             max_tokens=self._max_tokens, oversize=self._oversize,
-            share_prompts=self._share_prompts,
+            share_prompts=self._share_prompts, keep_zero_std=self._keep_zero_std,
         )  # fmt: skip
+        self.advantages = pieces.advantages
         metrics = self._update(pieces)
+        if self._reference is not None:
+            self._reference.follow(self.step)
         return {
             **describe(groups, step=self.step),
             **caught,
@@ -109,6 +118,7 @@ class Learner:
             for batches in [each for each in dealt if each] or [[]]
         ]  # fmt: skip
         self._judge(taken)
+        self.mismatch = taken[0].mismatch  # later mini-batches meet a policy that has moved
         names = list(dict.fromkeys(name for each in taken for name in each.metrics))
         return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
 
@@ -120,11 +130,12 @@ class Learner:
             device=next(iter(self._parameters.values())).device,
             padded=not self._share_prompts,
         )  # fmt: skip
-        reference, teacher = self._reference, self._teacher
-        if reference is not None:
-            batches = [replace(b, ref_logprobs=logprobs_of(reference, b)) for b in batches]
-        if teacher is not None:
-            batches = [replace(b, teacher_logprobs=logprobs_of(teacher, b)) for b in batches]
+        if self._reference is not None:
+            with self._reference.at_work() as score:
+                batches = [replace(b, ref_logprobs=logprobs_of(score, b)) for b in batches]
+        if self._teacher is not None:
+            with self._teacher.at_work() as score:
+                batches = [replace(b, teacher_logprobs=logprobs_of(score, b)) for b in batches]
         return batches
 
     def _with_prox(self, batch: Batch) -> Batch:
@@ -141,10 +152,13 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch."""
+        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch;
+        and reference/NAME of a reference that follows the policy."""
         tensors = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             tensors |= {f"adamw/{kind}/{name}": tensor for kind, tensor in kinds.items()}
+        if self._reference is not None:
+            tensors |= self._reference.state()
         return tensors | {"rng/torch": torch.get_rng_state()}
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -163,6 +177,8 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(masters[name])
+        if self._reference is not None:
+            self._reference.restore(tensors)
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith("adamw/"):
