@@ -3,8 +3,8 @@
 The trainer's side is a process of its own with the real receiver, ledger, journal, roster and
 announcer; it takes batches and learns nothing. Generators are three sockets each, in four
 processes: one pushes encoded groups of the embedded task, one hears the announcements (only one
-of each process reads what it hears), one reports every two seconds. They push one group a second
-each, and then as fast as they are let. `--quick`: up to 100 of them, for three seconds.
+of each process reads what it hears), one reports every two seconds. They make one group a second
+each, and then as many as the real pace allows; a step takes one group of each. `--quick`: up to 100 of them, for three seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from benchmarks.crowd import own_bytes
 from benchmarks.harness import REPO, Claim, progress
+from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.curriculum.pools import Pools
@@ -39,7 +40,7 @@ from peralta_zmq.trainer.roster import Roster
 from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
-RUN, VOCAB_SIZE = "bench-00112233", 468
+VOCAB_SIZE = 468
 NUM_PROCESSES = 4
 RATE = 1.0  # groups per second of each generator, where it is set
 COUNTS = (1, 10, 100, 1000)
@@ -109,9 +110,10 @@ def trainer(asked: dict[str, Any]) -> None:
     count = int(asked["count"])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-")))
-        intake, roster, address = open_intake(stack, folder, max(MIN_GROUPS, count))
+        num_groups = max(MIN_GROUPS, count)
+        intake, roster, address = open_intake(stack, folder, num_groups)
         crowd = [
-            stack.enter_context(generators(address, share, asked["rate"]))
+            stack.enter_context(generators(address, share, asked["rate"], num_groups))
             for share in shares(count)
         ]
         step = arrive(intake, roster, count)
@@ -145,7 +147,7 @@ def open_intake(stack: ExitStack, folder: Path, num_groups: int) -> tuple[Intake
     (folder / "books").mkdir()
     books = stack.enter_context(Books(folder / "books", run="scale", max_steps=1))
     speaker = Speaker(announcer, wire.Announcement(RUN, boot=os.urandom(8)))
-    roster, nobody = Roster(counters, books), cast(Any, None)
+    roster, nobody = Roster(counters, books, {}), cast(Any, None)
     evaluations = Evaluations(config, nobody, nobody, nobody, books, speaker)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
@@ -162,9 +164,12 @@ def shares(count: int) -> list[range]:
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def generators(address: str, share: range, rate: float) -> subprocess.Popen[bytes]:
+def generators(
+    address: str, share: range, rate: float, groups_per_step: int
+) -> subprocess.Popen[bytes]:
     """A process that plays some."""
-    asked = {"address": address, "first": share.start, "end": share.stop, "rate": rate}
+    asked = {"address": address, "first": share.start, "end": share.stop, "rate": rate,
+             "groups_per_step": groups_per_step}  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.scale_crowd", json.dumps(asked)]
     return subprocess.Popen(command, cwd=REPO)
 

@@ -1,6 +1,7 @@
 """Some of the generators of the bench `scale`, in one process and one thread, until it is killed.
 
-Each has the three sockets of a real one. Its groups are of the step that was announced last.
+Each has the three sockets of a real one, and begins a group when the real pace allows it. Its
+groups are of the step that was announced last.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import zmq
 
-from benchmarks.scale import RUN
-from benchmarks.wire import group_of
+from benchmarks.wire import RUN, group_of
 from peralta_zmq import wire
-from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.generator.pace import Pace
+from peralta_zmq.rollout import RolloutGroup, sender_of
 from peralta_zmq.wire.counting import REPORT_SECONDS
 from peralta_zmq.wire.sockets import open_socket
 
 SIBLINGS, NUM_PROMPT, NUM_GENERATED = 8, 31, 12
-IMPATIENCE = 0.01  # seconds until a full queue is tried again
+MAX_AHEAD = 1  # train.max_async_level of a run that says nothing of it
+IMPATIENCE = 0.01  # seconds until one that may not begin, or has a full queue, tries again
 
 
 @dataclass(slots=True)
@@ -34,17 +36,32 @@ class Scripted:
     """One generator."""
 
     name: str
-    sender: wire.RolloutSender
+    rollouts: wire.RolloutSender
     counters: wire.CounterSender
     boot: bytes
+    pace: Pace
     sequence: int = 0
+
+    def may_begin(self, heard: wire.Announcement | None, step: int) -> bool:
+        """As a real one asks itself."""
+        if heard is None:
+            return not self.sequence
+        sender = sender_of(self.name, self.boot)
+        return self.pace.allows(
+            step=step,
+            begun=heard.begun,
+            under_way=self.sequence - heard.taken.get(sender, -1) - 1,
+            generators=len(heard.recv),
+            hungry=heard.waiting and heard.recv.get(sender, -1) + 1 == self.sequence,
+        )
 
     def push(self, group: RolloutGroup) -> bool:
         """One more group, when the queue has room."""
         mine = replace(group, generator_id=self.name, boot=self.boot, sequence=self.sequence)
-        if not self.sender.send(wire.encode_group(mine), timeout=0):
+        if not self.rollouts.send(wire.encode_group(mine), timeout=0):
             return False
         self.sequence += 1
+        self.pace.count()
         return True
 
 
@@ -53,24 +70,27 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 8192)
     with ExitStack() as stack:
-        crowd = [opened(stack, asked["address"], n) for n in range(asked["first"], asked["end"])]
+        crowd = [
+            opened(stack, asked["address"], f"g{number}", Pace(asked["groups_per_step"], MAX_AHEAD))
+            for number in range(asked["first"], asked["end"])
+        ]
         listener = wire.Listener(wire.next_port(asked["address"]))
         stack.enter_context(closing(listener))
-        for each in range(len(crowd) - 1):  # the others hear, and do not read
-            deaf(stack, asked["address"], each)
+        for _ in crowd[1:]:  # the others hear, and do not read
+            deaf(stack, asked["address"])
         work(crowd, listener, rate=asked["rate"])
 
 
-def opened(stack: ExitStack, address: str, number: int) -> Scripted:
+def opened(stack: ExitStack, address: str, name: str, pace: Pace) -> Scripted:
     """Connected, and reporting."""
     sender = wire.RolloutSender(address)
     stack.enter_context(closing(sender))
     counters = wire.CounterSender(wire.next_port(address, 2))
     stack.enter_context(closing(counters))
-    return Scripted(f"g{number}", sender, counters, os.urandom(8))
+    return Scripted(name, sender, counters, os.urandom(8), pace)
 
 
-def deaf(stack: ExitStack, address: str, number: int) -> None:
+def deaf(stack: ExitStack, address: str) -> None:
     """A subscriber to the announcements that keeps the newest only."""
     socket = open_socket(zmq.SUB, hwm=1)
     socket.setsockopt(zmq.CONFLATE, 1)
@@ -80,7 +100,7 @@ def deaf(stack: ExitStack, address: str, number: int) -> None:
 
 
 def work(crowd: list[Scripted], listener: wire.Listener, *, rate: float) -> None:
-    """Each pushes `rate` groups a second, evenly, or as many as it can when that is 0."""
+    """Each pushes `rate` groups a second, evenly, or as many as it may when that is 0."""
     interval, chance = (1 / rate if rate else 0.0), random.Random(os.getpid())
     now = time.monotonic()
     due = [(now + chance.random() * interval, n) for n in range(len(crowd))]
@@ -90,17 +110,14 @@ def work(crowd: list[Scripted], listener: wire.Listener, *, rate: float) -> None
     while True:
         at, number = due[0]
         time.sleep(max(0.0, at - time.monotonic()))
-        sent = crowd[number].push(next(groups))
-        heapq.heapreplace(due, (at + interval if sent and rate else soon(sent), number))
+        group, one = next(groups), crowd[number]
+        sent = one.may_begin(listener.latest, group.policy_step) and one.push(group)
+        wait = interval if sent else IMPATIENCE
+        heapq.heapreplace(due, (max(at, time.monotonic() - interval) + wait, number))
         if time.monotonic() > reports:
             reports = time.monotonic() + REPORT_SECONDS
             for each in crowd:
                 each.counters.send(wire.Counters(RUN, each.name, each.boot, made=each.sequence))
-
-
-def soon(sent: bool) -> float:
-    """When to try the next group."""
-    return time.monotonic() + (0.0 if sent else IMPATIENCE)
 
 
 def newest(listener: wire.Listener) -> Iterator[RolloutGroup]:
