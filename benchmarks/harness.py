@@ -74,7 +74,9 @@ def main() -> int:
         help="one JSON object as the last line; with all, one line for each claim at the end",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
-    parser.add_argument("--document", type=Path, help="Markdown page whose tables are replaced")
+    parser.add_argument(
+        "--document", type=Path, nargs="+", help="Markdown pages whose tables are replaced"
+    )
     arguments = parser.parse_args()
     if arguments.name == "all":
         return run_all(available(), arguments)

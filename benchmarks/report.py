@@ -80,9 +80,11 @@ def write_between(document: Path, begin: str, end: str, text: str) -> None:
     document.write_text(f"{before}{begin}\n{text}{end}{after}", "utf-8")
 
 
-def document(file: Path, report: Mapping[str, Any]) -> None:
-    """Put the table of one bench into a page that has `<!-- bench NAME -->` for it."""
-    write_between(file, f"<!-- bench {report['bench']} -->", END, page(report))
+def document(files: Sequence[Path], report: Mapping[str, Any]) -> None:
+    """Put the table of one bench into the page that has `<!-- bench NAME -->` for it."""
+    mark = f"<!-- bench {report['bench']} -->"
+    with_place = [file for file in files if mark in file.read_text("utf-8")]
+    write_between((with_place or files)[0], mark, END, page(report))
 
 
 def machine() -> dict[str, object]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.crowd import own_bytes
-from benchmarks.harness import REPO, Claim, progress
+from benchmarks.harness import REPO, Claim, progress, spread
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
@@ -42,8 +42,10 @@ from peralta_zmq.trainer.stop import Stop
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4
+NUM_PARTS = 3  # of the time, each measured alone
 RATE = 1.0  # groups per second of each generator, where it is set
 COUNTS = (1, 10, 100, 1000)
+MANY = 10_000  # on paper: docs/scaling.md
 MIN_GROUPS = 16  # of a step; with more generators one group of each
 ARRIVAL_SECONDS = 60.0  # until the last one has been heard
 
@@ -54,6 +56,8 @@ class Taken:
 
     by_sender: Counter[str] = field(default_factory=Counter[str])
     stale: list[int] = field(default_factory=list[int])  # steps, of each group
+    rates: list[float] = field(default_factory=list[float])  # groups/s, of each part of the time
+    costs: list[float] = field(default_factory=list[float])  # CPU us per group, likewise
     steps: int = 0
 
     def add(self, groups: Sequence[RolloutGroup], *, step: int) -> None:
@@ -62,6 +66,18 @@ class Taken:
         self.by_sender.update(each.generator_id for each in groups)
         self.stale += [staleness(each, step=step) for each in groups]
 
+    def summary(self, count: int) -> dict[str, Any]:
+        """Rates, costs and shares; a generator of which nothing came has share 0."""
+        num_groups = self.by_sender.total()
+        poorest = min(self.by_sender.values()) if len(self.by_sender) == count else 0
+        return {
+            "rates": self.rates,
+            "costs": self.costs,
+            "staleness": statistics.fmean(self.stale),
+            "smallest": poorest * count / num_groups,
+            "steps": self.steps,
+        }
+
 
 def run(*, quick: bool) -> Iterable[Claim]:
     """Each number of generators in a fresh process, at a set rate and flat out."""
@@ -69,6 +85,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
     for count in COUNTS[:-1] if quick else COUNTS:
         paced, free = (measured(count, rate=rate, seconds=seconds) for rate in (RATE, 0.0))
         yield from claims(count, paced, free)
+    yield from on_paper(count, free)
 
 
 def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
@@ -86,20 +103,35 @@ def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
 
 def claims(count: int, paced: dict[str, Any], free: dict[str, Any]) -> Iterator[Claim]:
     """What is said of so many generators."""
-    offered = count * RATE
-    yield Claim(
-        f"groups_per_s_{count}_paced", paced["rate"], "groups/s, of those offered",
-        bound=offered, share=paced["rate"] / offered,
-    )  # fmt: skip
-    yield Claim(f"groups_per_s_{count}_free", free["rate"], "groups/s")
-    yield Claim(f"cpu_per_group_{count}_paced", paced["cpu"], "CPU us, trainer's side")
-    yield Claim(f"cpu_per_group_{count}_free", free["cpu"], "CPU us, trainer's side")
+    yield of_parts(f"groups_per_s_{count}_paced", paced["rates"], "groups/s", bound=count * RATE)
+    yield of_parts(f"groups_per_s_{count}_free", free["rates"], "groups/s")
+    yield of_parts(f"cpu_per_group_{count}_paced", paced["costs"], "CPU us, trainer's side")
+    yield of_parts(f"cpu_per_group_{count}_free", free["costs"], "CPU us, trainer's side")
     yield Claim(f"memory_{count}", paced["memory"], "bytes of its own, trainer's side")
+    yield Claim(f"announcement_{count}", paced["announcement"], "bytes, to each generator")
     yield Claim(f"staleness_{count}_paced", paced["staleness"], "steps, mean")
     yield Claim(
         f"smallest_share_{count}_free", free["smallest"], "groups of the poorest / mean",
         bound=1.0, share=free["smallest"],
     )  # fmt: skip
+
+
+def on_paper(count: int, free: dict[str, Any]) -> Iterator[Claim]:
+    """What the largest number that was measured would come to with MANY; nobody ran that."""
+    own = MANY / count * free["announcement"]
+    one_core = 1e6 / statistics.median(free["costs"])
+    yield Claim(f"announcement_{MANY}_on_paper", own, "bytes, to each generator")
+    yield Claim(f"announcing_{MANY}_on_paper", MANY * own, "bytes/s, once a second to all")
+    yield Claim("groups_per_s_of_one_core_on_paper", one_core, "groups/s, trainer's side")
+    yield Claim(f"seconds_per_group_{MANY}_on_paper", MANY / one_core,
+                "s, between two groups of one generator")  # fmt: skip
+
+
+def of_parts(name: str, values: Sequence[float], unit: str, bound: float | None = None) -> Claim:
+    """A claim of what was measured in each part of the time."""
+    median = statistics.median(values)
+    return Claim(name, median, unit, bound=bound, share=median / bound if bound else None,
+                 n=len(values), spread=spread(values))  # fmt: skip
 
 
 # The trainer's side.
@@ -111,25 +143,42 @@ def trainer(asked: dict[str, Any]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-")))
         num_groups = max(MIN_GROUPS, count)
-        intake, roster, address = open_intake(stack, folder, num_groups)
+        intake, roster, speaker, address = open_intake(stack, folder, num_groups)
         crowd = [
             stack.enter_context(generators(address, share, asked["rate"], num_groups))
             for share in shares(count)
         ]
         step = arrive(intake, roster, count)
-        began, before, taken = time.perf_counter(), cpu_seconds(), Taken()
-        while (lasted := time.perf_counter() - began) < asked["seconds"]:
-            groups, _ = intake.collect(step, lambda idle: None)
-            taken.add(groups, step=step)
-            intake.announce(step, begun=step)
-            step += 1
-        used = cpu_seconds() - before
+        taken = Taken()
+        for _ in range(NUM_PARTS):
+            step = take(intake, taken, step, seconds=asked["seconds"] / NUM_PARTS)
+        said = {
+            **taken.summary(count),
+            "memory": own_bytes(os.getpid()),
+            "announcement": len(wire.encode_announcement(speaker.said)),
+        }
         for each in crowd:
             each.kill()
-    sys.stdout.write(json.dumps(summary(taken, count, used=used, seconds=lasted)) + "\n")
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
-def open_intake(stack: ExitStack, folder: Path, num_groups: int) -> tuple[Intake, Roster, str]:
+def take(intake: Intake, taken: Taken, step: int, *, seconds: float) -> int:
+    """Take steps for so many seconds, at least one; the step that comes next."""
+    began, used, before = time.perf_counter(), cpu_seconds(), taken.by_sender.total()
+    while (lasted := time.perf_counter() - began) < seconds:
+        groups, _ = intake.collect(step, lambda idle: None)
+        taken.add(groups, step=step)
+        intake.announce(step, begun=step)
+        step += 1
+    num_groups = taken.by_sender.total() - before
+    taken.rates.append(num_groups / lasted)
+    taken.costs.append(1e6 * (cpu_seconds() - used) / num_groups)
+    return step
+
+
+def open_intake(
+    stack: ExitStack, folder: Path, num_groups: int
+) -> tuple[Intake, Roster, Speaker, str]:
     """The real thing without a model; nobody evaluates here."""
     config = load_config(
         "bin/trainer",
@@ -155,7 +204,7 @@ def open_intake(stack: ExitStack, folder: Path, num_groups: int) -> tuple[Intake
         config, receiver=receiver, vocab_size=VOCAB_SIZE, journal=journal, roster=roster,
         pools=pools, evaluations=evaluations, books=books, speaker=speaker, stop=Stop(),
     )  # fmt: skip
-    return intake, roster, address
+    return intake, roster, speaker, address
 
 
 def shares(count: int) -> list[range]:
@@ -190,20 +239,6 @@ def cpu_seconds() -> float:
     """Of all threads of this process, those of ZeroMQ too."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def summary(taken: Taken, count: int, *, used: float, seconds: float) -> dict[str, float]:
-    """Rates, costs and shares of what was taken; a generator of which nothing came has share 0."""
-    num_groups = taken.by_sender.total()
-    poorest = min(taken.by_sender.values()) if len(taken.by_sender) == count else 0
-    return {
-        "rate": num_groups / seconds,
-        "cpu": 1e6 * used / num_groups,
-        "memory": own_bytes(os.getpid()),
-        "staleness": statistics.fmean(taken.stale),
-        "smallest": poorest * count / num_groups,
-        "steps": taken.steps,
-    }
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_a_report_says_where_it_was_measured() -> None:
 def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("above\n<!-- bench wire -->\nold\n<!-- end -->\nbelow\n", "utf-8")
-    report.document(file, REPORT)
+    report.document([file], REPORT)
     text = file.read_text("utf-8")
     assert text.startswith("above\n<!-- bench wire -->\n| claim |")
     assert text.endswith("<!-- end -->\nbelow\n")
@@ -56,9 +56,10 @@ def test_a_page_without_the_mark_is_refused_with_a_remedy(tmp_path: Path) -> Non
     file = tmp_path / "page.md"
     file.write_text("nothing\n", "utf-8")
     with pytest.raises(SystemExit, match="lacks the lines <!-- bench wire -->"):
-        report.document(file, REPORT)
+        report.document([file], REPORT)
 
 
-def test_the_shipped_page_has_a_place_for_every_bench() -> None:
-    text = (REPO / "docs" / "benchmarks.md").read_text("utf-8")
+def test_the_shipped_pages_have_a_place_for_every_bench() -> None:
+    pages = [REPO / "docs" / "benchmarks.md", REPO / "docs" / "scaling.md"]
+    text = "".join(page.read_text("utf-8") for page in pages)
     assert [each for each in harness.available() if f"<!-- bench {each} -->" not in text] == []
