@@ -15,6 +15,7 @@ from peralta_zmq import durable, objective, policy
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
@@ -24,19 +25,22 @@ IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 
 
-def learner_of(config: Config, model: policy.Model) -> Learner:
+def learner_of(config: Config, model: policy.Model, ranks: Ranks = ALONE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
-    The model is still the base here: a loss that asks for a reference gets a copy of it.
+    The model is still the base here: a loss that asks for a reference gets a copy of it. Where
+    ranks share the parameters among them, the model itself is not what is trained.
     """
     train = config.train
     loss, asked = objective.loss_of(config), objective.wants(config)
     if "teacher" in asked:
         raise ConfigError("loss.teacher_tau needs a teacher, and this run has none; set it to 0")
-    score = scorer_of(config, model)
+    trained = ranks.prepared(model)
+    score = scorer_of(config, trained)
     return Learner(
-        dict(model.named_parameters()),
+        dict(trained.named_parameters()),
         score=score,
+        ranks=ranks,
         share_prompts=score.packs,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
         loss=loss,

@@ -32,7 +32,9 @@ from peralta_zmq.environments import Environments, check_tokens, open_environmen
 from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
+from peralta_zmq.learning.ranks import ALONE, OneRank
 from peralta_zmq.observe.books import Books
+from peralta_zmq.ranks import TrainerRanks, dismiss, enlist, follow, led
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
@@ -61,22 +63,25 @@ def run(config: Config) -> None:
     Raises ConfigError, TaskError, WireError, StoreError or JournalError before anything is
     written when a setting, a file, the port or a folder is at fault.
     """
-    policy.use_threads(config.train.num_workers)
+    config, ranks = enlist(config)
     policy.keep_memory()
+    if not isinstance(ranks, OneRank) and ranks.number > 0:
+        return follow(config, ranks)
     with ExitStack() as stack:
-        trainer = Trainer(config, stack)
+        trainer = Trainer(config, stack, ranks)
         trainer.recover()
         trainer.evaluate_base()
         while trainer.unfinished:
             trainer.advance()
         trainer.finish()
+        dismiss(ranks)
 
 
 class Trainer:
     """One session of a run: what it holds open, and what it does with it."""
 
-    def __init__(self, config: Config, stack: ExitStack) -> None:
-        self._config, self._folder = config, config.run_folder
+    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = ALONE) -> None:
+        self._config, self._folder, self._ranks = config, config.run_folder, ranks
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._boot = os.urandom(8)
         self._said = wire.Announcement("")  # last; `_speaking` guards it
@@ -211,7 +216,8 @@ class Trainer:
         self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens([*train.problems, *self._held_out.problems], len(self._tokenizer))
-        self._learner = parts.learner_of(config, self._model)
+        learner = parts.learner_of(config, self._model, self._ranks)
+        self._learner = led(learner, self._ranks, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
             slots=config.engine.slots, max_model_len=config.engine.max_model_len,

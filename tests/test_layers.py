@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "objective": BELOW,
     "environments": BELOW,
     "parts": BELOW | {"objective"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments"}),
+    "ranks": BELOW | {"parts"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments", "ranks"}),
     "replay": BELOW | {"parts"},
     "operate": WORDS | {"config", "observe", "wire"},
 }

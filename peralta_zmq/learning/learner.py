@@ -6,7 +6,7 @@ Knows parameters by name and a function that scores tokens; knows nothing of mod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,6 +17,7 @@ from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.filters import Filter, apply_filters
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
 from peralta_zmq.learning.tokens import TokenLoss
@@ -31,6 +32,7 @@ class Learner:
     `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
     so is `score_with_entropy` the policy itself, for a loss that wants its entropy too.
     `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
+    Of several `ranks` each makes the same calls with the same groups and takes its share of them.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Learner:
         teacher: Score | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
         filters: Sequence[Filter] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.step = 0
         self.problem = ""
@@ -65,7 +68,7 @@ class Learner:
         self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._oversize: Oversize = oversize
-        self._share_prompts = share_prompts
+        self._share_prompts, self._ranks = share_prompts, ranks
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -96,17 +99,19 @@ class Learner:
 
     def _update(self, pieces: Cut) -> dict[str, float]:
         """One update of the optimizer for each mini-batch of the step."""
+        # Fewer pieces than mini-batches: each update has one. Without any, it is one of nothing.
         count = self._num_iterations
-        dealt = [self._batches(pieces, number) for number in range(count)]
+        dealt = [self._batches(pieces, number) for number in range(count)
+                 if number < max(1, len(pieces.pieces))]  # fmt: skip
         if count > 1:
             dealt = [[self._with_prox(batch) for batch in batches] for batches in dealt]
         taken = [
             take_step(
                 self._optimizer, batches,
                 score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
-                score_with_entropy=self._score_with_entropy,
+                score_with_entropy=self._score_with_entropy, ranks=self._ranks,
             )
-            for batches in [each for each in dealt if each] or [[]]
+            for batches in dealt
         ]  # fmt: skip
         self._judge(taken)
         names = list(dict.fromkeys(name for each in taken for name in each.metrics))
@@ -118,7 +123,7 @@ class Learner:
             pieces.pieces[number :: self._num_iterations],
             max_tokens=self._max_tokens, temperature=self._temperature,
             device=next(iter(self._parameters.values())).device,
-            padded=not self._share_prompts,
+            padded=not self._share_prompts, ranks=self._ranks,
         )  # fmt: skip
         reference, teacher = self._reference, self._teacher
         if reference is not None:
@@ -141,11 +146,20 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch."""
-        tensors = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
+        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch.
+
+        Every tensor is whole, at any number of ranks; rank 0 has them.
+        """
+        tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
-            tensors |= {f"adamw/{kind}/{name}": tensor for kind, tensor in kinds.items()}
+            for kind, tensor in kinds.items():
+                tensors[f"adamw/{kind}/{name}"] = self._ranks.collected(tensor)
         return tensors | {"rng/torch": torch.get_rng_state()}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter by name, whole, for rank 0."""
+        for name, parameter in self._parameters.items():
+            yield name, self._ranks.collected(parameter.detach())
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` gave at `step`.
@@ -162,12 +176,13 @@ class Learner:
                 raise ValueError(f"{name} has shape {shapes}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(masters[name])
+                parameter.copy_(self._ranks.own_part(masters[name], parameter))
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith("adamw/"):
                 _, kind, name = path.split("/", 2)
-                kinds.setdefault(name, {})[kind] = tensor
+                own = self._ranks.own_part(tensor, self._parameters[name])
+                kinds.setdefault(name, {})[kind] = own
         adamw.set_state(self._optimizer, self._parameters, kinds)
         torch.set_rng_state(tensors["rng/torch"])
         self.step = step

@@ -37,8 +37,4 @@ def set_state(
 ) -> None:
     """Restore what `state_of` gave."""
     for name, kinds in state.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            kind: tensor.to(parameter.device)  # the fused step counter lives there too
-            for kind, tensor in kinds.items()
-        }
+        optimizer.state[parameters[name]] = dict(kinds)
