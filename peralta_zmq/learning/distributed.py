@@ -110,6 +110,7 @@ class ManyRanks:
         for part in (*parts, model):
             sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)  # the loss divides by the whole step's totals
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
         return model
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def _with_the_others() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise RankError(
             f"another rank of this trainer is gone ({reason}); the same command resumes the run"
         ) from None
