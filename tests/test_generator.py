@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -20,16 +21,10 @@ from fakes import group_of, tiny_model
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import Environments
-from peralta_zmq.errors import EngineError
-from peralta_zmq.generator import (
-    Generator,
-    Line,
-    NewRunError,
-    Pace,
-    open_engine,
-    open_follower,
-    refresh,
-)
+from peralta_zmq.errors import EngineError, StoreError
+from peralta_zmq.generator import Generator, Line, NewRunError
+from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
+from peralta_zmq.generator.weights import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
@@ -42,7 +37,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(generator.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def test_generators_share_a_step(clock: Clock, generators: int, groups: int) -> 
 def test_a_trainer_that_waits_and_has_all_of_ours_gets_one_more(clock: Clock) -> None:
     pace = Pace(16, max_async_level=1)
     pace.count()
-    clock.now += generator.HUNGRY_SECONDS + 0.1
+    clock.now += HUNGRY_SECONDS + 0.1
     assert begins(pace, begun=2, hungry=True) == 1
     assert begins(pace, begun=2) == 0
 
@@ -97,7 +92,7 @@ def test_a_trainer_that_waits_and_has_all_of_ours_gets_one_more(clock: Clock) ->
 def test_a_trainer_that_is_not_heard_gets_one_only_after_long_silence(clock: Clock) -> None:
     pace = Pace(16, max_async_level=1)
     pace.count()
-    clock.now += generator.SILENT_SECONDS - 0.1
+    clock.now += SILENT_SECONDS - 0.1
     assert begins(pace, begun=2) == 0
     clock.now += 0.2
     assert begins(pace, begun=2) == 1
@@ -229,6 +224,17 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         store.publish(7, first, companions=companions, base=(versions[-1], base))
         assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
         assert torch.equal(served["model.norm.weight"], before)
+
+
+def test_a_generator_gives_up_waiting_for_weights_when_it_is_told_to(tmp_path: Path) -> None:
+    arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
+    config = load_config("bin/generator", arguments)
+    with (
+        closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
+        closing(open_follower(config, "ann")) as follower,
+        pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
+    ):
+        open_engine(config, follower, listener, "tcp://127.0.0.1:9", lambda run_id: None)
 
 
 def damaged(weights: dict[str, torch.Tensor], damage: str) -> dict[str, torch.Tensor]:

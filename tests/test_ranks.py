@@ -179,5 +179,5 @@ def test_after_a_rank_has_died_the_same_command_goes_on(tmp_path: Path, alone: T
         session.ranks[1].kill()
         session.ranks[1].join()
         with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
-            run.feed(session, to=4, listens=lambda: True)
+            run.feed(session, to=4)
     assert_same(run.train(to=STEPS, num_ranks=2), alone)

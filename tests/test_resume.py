@@ -45,7 +45,7 @@ def signals() -> Iterator[None]:
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
     """More than enough for all steps; some are filtered, some make their problem rest."""
     drawn = random.Random(7)
-    ids = list(trainer._pools._positions)
+    ids = list(trainer._intake.pools._positions)
     return [
         group_of(
             [float(drawn.random() < 0.5) for _ in range(4)],
@@ -78,10 +78,10 @@ class Session:
             "step": learner.step,
             "tensors": {name: each.clone() for name, each in learner.state().items()},
             "rate": learner.learning_rate(learner.step),
-            "pools": self.trainer._pools.saved(),
-            "resting": self.trainer._said.resting,
-            "next_draw": self.trainer._next_draw,
-            "outcomes": dict(self.trainer._admission.ledger.outcomes),
+            "pools": self.trainer._intake.pools.saved(),
+            "resting": self.trainer._speaker.said.resting,
+            "next_draw": self.trainer._intake.saved()["next_draw"],
+            "outcomes": dict(self.trainer._intake.admission.ledger.outcomes),
         }
 
 
@@ -120,4 +120,4 @@ def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None
         chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
         again = Trainer(chosen, stack)
         again.recover()
-        assert again._pools.saved() == {"easy": [], "hard": pools["hard"]}
+        assert again._intake.pools.saved() == {"easy": [], "hard": pools["hard"]}

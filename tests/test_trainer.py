@@ -33,6 +33,7 @@ from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.parts import run_id_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.trainer import Trainer
+from peralta_zmq.trainer.stop import Stop
 
 
 @pytest.fixture(autouse=True)
@@ -180,14 +181,14 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
         first = Trainer(config, stack)._run_id
     nas.rename(away)
 
-    def mounted_meanwhile(self: Trainer, seconds: float) -> None:
+    def mounted_meanwhile(self: Stop, seconds: float) -> None:
         assert not nas.exists()
         away.rename(nas)
 
-    monkeypatch.setattr(Trainer, "_pause", mounted_meanwhile)
+    monkeypatch.setattr(Stop, "pause", mounted_meanwhile)
     with ExitStack() as stack:
         again = Trainer(config, stack)
-    assert again._store.run_id == first
+    assert again._broadcast.store.run_id == first
     (line,) = [each for each in caplog.messages if "is gone; is it mounted?" in each]
     assert "--weights.dir" in line and "\n" not in line
 
@@ -196,7 +197,7 @@ def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path:
     for name in ("nas", "other"):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
-            assert trainer._store.run_id == trainer._run_id
+            assert trainer._broadcast.store.run_id == trainer._run_id
         shutil.rmtree(tmp_path / name)
 
 
@@ -204,8 +205,8 @@ def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -
     for _ in range(2):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings), stack)
-            assert trainer._store.run_id == trainer._run_id
-        shutil.rmtree(trainer._store.folder)
+            assert trainer._broadcast.store.run_id == trainer._run_id
+        shutil.rmtree(trainer._broadcast.store.folder)
 
 
 @pytest.mark.timeout(60)
@@ -217,15 +218,15 @@ def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], p
         said = wire.Counters(trainer._run_id, "ann", b"bootboot")
 
         def heard(report: wire.Counters) -> None:
-            while trainer._reports.get(report.sender) != report:  # the first may be lost
+            while trainer._roster.reports.get(report.sender) != report:  # the first may be lost
                 sender.send(report)
-                trainer._hear()
+                trainer._roster.hear(step=1)
 
         def kind_of_next() -> str:
-            before = trainer._store.newest()
+            before = trainer._broadcast.store.newest()
             trainer._publish()
-            trainer._wait_for_version(30)
-            newest = trainer._store.newest()
+            trainer._broadcast.wait(30)
+            newest = trainer._broadcast.store.newest()
             assert newest is not None and newest != before
             return newest.kind
 
@@ -272,8 +273,8 @@ def journaled_by(trainer: Trainer, *sequences: int) -> Path:
     """Groups taken in for step 1."""
     for sequence in sequences:
         group = group_of([1, 0], sequence=sequence, run_id=run_id_of(trainer._folder, "demo"))
-        trainer._journal.append(1, wire.encode_group(group))
-    trainer._journal.commit()
+        trainer._intake.journal.append(1, wire.encode_group(group))
+    trainer._intake.journal.commit()
     return trainer._folder / "journal" / "step_000001.msgpack"
 
 
@@ -305,5 +306,5 @@ def test_a_torn_journal_goes_on_at_its_last_good_record(
     file = journaled_by(opened, 0, 1, 2)
     os.truncate(file, file.stat().st_size - 5)
     opened.recover()
-    assert [group.sequence for group in opened._pending] == [0, 1]
+    assert [group.sequence for group in opened._intake.pending] == [0, 1]
     assert "journal cut: file=step_000001.msgpack" in caplog.text

@@ -196,6 +196,8 @@ class WeightsSection(Section):
     """older versions stay so long for slow readers; 600 suits a NAS"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two looks at the folder when nothing was announced"""
+    wait_for_weights_timeout: PositiveFloat | None = None
+    """seconds after which a generator gives up waiting for its first weights; None = never"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
     """apply a new version between two tokens, or when no group is under way"""
     max_mbit_per_s: PositiveFloat | None = None

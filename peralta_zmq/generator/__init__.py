@@ -12,9 +12,9 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from peralta_zmq import parts, policy, registry, wire
 from peralta_zmq.config import Config
@@ -25,6 +25,8 @@ from peralta_zmq.engines import ask
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
+from peralta_zmq.generator.pace import SILENT_SECONDS, Pace
+from peralta_zmq.generator.weights import open_engine, open_follower, refresh
 from peralta_zmq.rollout import (
     Completion,
     Problem,
@@ -33,50 +35,12 @@ from peralta_zmq.rollout import (
     rollout_of,
     sender_of,
 )
-from peralta_zmq.stores.follow import Follower, Staged
-from peralta_zmq.stores.place import open_place
-from peralta_zmq.stores.serve import read_token
-from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
-HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
-SILENT_SECONDS = 30.0  # and so long for one that is not heard
 MAX_FAILURES = 16  # groups in a row that could not be scored, before we stop
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Pace:
-    """Keeps all generators within `max_async_level` steps of the newest weights.
-
-    A group is begun when the step that will take it changes weights at most so many steps newer
-    than ours; it lands behind the groups under way: made, but in no step yet. Nobody waits long
-    for a dead sibling or a lost announcement: a trainer that waits for groups and has all of ours
-    gets one more, and so does one that is not heard.
-    """
-
-    groups_per_step: int
-    max_async_level: int
-    last_made: float = field(default_factory=time.monotonic)
-
-    def allows(
-        self, *, step: int, begun: int, under_way: int, generators: int, hungry: bool
-    ) -> bool:
-        """Whether a further group from the weights of `step` would be used in time.
-
-        `begun`: steps begun by the trainer. `under_way`: our groups that are in none of them.
-        `hungry`: the trainer waits, and has all that we made, so somebody else owes it groups.
-        """
-        if time.monotonic() - self.last_made > (HUNGRY_SECONDS if hungry else SILENT_SECONDS):
-            return True
-        share = -(-self.groups_per_step // max(1, generators))
-        begun = max(begun, step)  # weights may come while announcements are cut off
-        return begun + under_way // share - step <= self.max_async_level
-
-    def count(self) -> None:
-        """A group was begun."""
-        self.last_made = time.monotonic()
 
 
 def run(config: Config) -> None:
@@ -483,91 +447,3 @@ class Generator:
                 logger.info("waiting for the trainer to take a group (%.0f s)", said - started)
         self._blocked += time.monotonic() - started
         return True
-
-
-def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
-    """Apply the newest version that is ready, in place; a bad one changes nothing.
-
-    Returns the version that the engine samples from.
-    """
-    staged = follower.ready()
-    if staged is None:
-        return current
-    started = time.monotonic()
-    try:
-        engine.apply(staged.tensors, staged.version.step)
-    except ValueError as error:
-        follower.settle(refused=str(error))
-        logger.warning("refused version=%d reason=%s", staged.version.number, error)
-        return current
-    follower.settle()
-    _log_loaded(staged, apply_seconds=time.monotonic() - started)
-    return staged.version
-
-
-def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
-    version = staged.version
-    logger.info(
-        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
-        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
-        apply_seconds,
-    )  # fmt: skip
-
-
-def open_follower(config: Config, name: str) -> Follower:
-    """What follows the store of this run; its copy of the weights outlives the process."""
-    address = config.weights_address
-    place = open_place(address, token=read_token(config.weights.token_file))
-    return Follower(
-        WeightStore(place),
-        config.run_folder / "copies" / name,
-        poll_seconds=config.weights.poll_seconds,
-        watch=None if "://" in address else config.weights_folder,
-    )
-
-
-def open_engine(
-    config: Config,
-    follower: Follower,
-    listener: wire.Listener,
-    address: str,
-    ask_for_keyframe: Callable[[str], None],
-) -> tuple[Version, registry.Engine, policy.Tokenizer]:
-    """An engine over the newest version that can be read; waits for one, saying so every 5 s,
-    and asking the run that is announced for a keyframe when there are only deltas.
-
-    The weights are loaded once; later versions go in place.
-    """
-    started = said = time.monotonic()
-    while (staged := follower.ready(timeout=0.2)) is None:
-        heard = listener.listen()
-        if heard is not None and follower.wants_keyframe:
-            ask_for_keyframe(heard.run_id)
-        if time.monotonic() - said > WAITING_SECONDS:
-            said = time.monotonic()
-            reply = "it answers" if wire.answers(address) else "no TCP answer"
-            logger.info(
-                "waiting for trainer %s (%.0f s): %s, no version in %s. "
-                "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
-                address, said - started, reply, config.weights_address,
-            )  # fmt: skip
-    started = time.monotonic()
-    made = make_engine(config, staged)
-    follower.settle()
-    _log_loaded(staged, apply_seconds=time.monotonic() - started)
-    return staged.version, *made
-
-
-def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
-    """The configured engine over weights that lie here."""
-    device = policy.choose_device(config.model.device)
-    dtype, reason = policy.choose_dtype(device, config.model.dtype)
-    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    model = policy.load_model(staged.folder, device=device, dtype=dtype)
-    tokenizer = policy.load_tokenizer(staged.folder)
-    engine = registry.resolve("engine", config.engine.name)
-    made = engine(
-        model, tokenizer, step=staged.version.step,
-        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
-    )  # fmt: skip
-    return made, tokenizer

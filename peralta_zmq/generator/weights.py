@@ -1,0 +1,117 @@
+"""The generator's side of the weight store: the engine's first weights, and every newer version.
+
+Knows the store, the engines and the config; knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from peralta_zmq import policy, registry, wire
+from peralta_zmq.config import Config
+from peralta_zmq.errors import StoreError
+from peralta_zmq.stores.follow import Follower, Staged
+from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.serve import read_token
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.version import Version
+
+WAITING_SECONDS = 5.0  # between two lines that say what we wait for
+logger = logging.getLogger(__name__)
+
+
+def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
+    """Apply the newest version that is ready, in place; a bad one changes nothing.
+
+    Returns the version that the engine samples from.
+    """
+    staged = follower.ready()
+    if staged is None:
+        return current
+    started = time.monotonic()
+    try:
+        engine.apply(staged.tensors, staged.version.step)
+    except ValueError as error:
+        follower.settle(refused=str(error))
+        logger.warning("refused version=%d reason=%s", staged.version.number, error)
+        return current
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version
+
+
+def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
+    version = staged.version
+    logger.info(
+        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
+        apply_seconds,
+    )  # fmt: skip
+
+
+def open_follower(config: Config, name: str) -> Follower:
+    """What follows the store of this run; its copy of the weights outlives the process."""
+    address = config.weights_address
+    place = open_place(address, token=read_token(config.weights.token_file))
+    return Follower(
+        WeightStore(place),
+        config.run_folder / "copies" / name,
+        poll_seconds=config.weights.poll_seconds,
+        watch=None if "://" in address else config.weights_folder,
+    )
+
+
+def open_engine(
+    config: Config,
+    follower: Follower,
+    listener: wire.Listener,
+    address: str,
+    ask_for_keyframe: Callable[[str], None],
+) -> tuple[Version, registry.Engine, policy.Tokenizer]:
+    """An engine over the newest version that can be read; waits for one, saying so every 5 s,
+    and asking the run that is announced for a keyframe when there are only deltas.
+
+    The weights are loaded once; later versions go in place. Raises StoreError when
+    weights.wait_for_weights_timeout is over.
+    """
+    started = said = time.monotonic()
+    patience = config.weights.wait_for_weights_timeout or float("inf")
+    while (staged := follower.ready(timeout=0.2)) is None:
+        if time.monotonic() - started > patience:
+            raise StoreError(
+                f"no weights in {config.weights_address} after {patience:g} s "
+                "(weights.wait_for_weights_timeout). Start the trainer: bin/trainer @ CONFIG"
+            )
+        heard = listener.listen()
+        if heard is not None and follower.wants_keyframe:
+            ask_for_keyframe(heard.run_id)
+        if time.monotonic() - said > WAITING_SECONDS:
+            said = time.monotonic()
+            reply = "it answers" if wire.answers(address) else "no TCP answer"
+            logger.info(
+                "waiting for trainer %s (%.0f s): %s, no version in %s. "
+                "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
+                address, said - started, reply, config.weights_address,
+            )  # fmt: skip
+    started = time.monotonic()
+    made = make_engine(config, staged)
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version, *made
+
+
+def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
+    """The configured engine over weights that lie here."""
+    device = policy.choose_device(config.model.device)
+    dtype, reason = policy.choose_dtype(device, config.model.dtype)
+    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    model = policy.load_model(staged.folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(staged.folder)
+    engine = registry.resolve("engine", config.engine.name)
+    made = engine(
+        model, tokenizer, step=staged.version.step,
+        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+    )  # fmt: skip
+    return made, tokenizer

@@ -1,0 +1,370 @@
+"""The trainer's loop: groups in, optimizer steps, weights out.
+
+Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
+goes on from the newest checkpoint and the journal, with nothing trained twice.
+
+Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+
+from peralta_zmq import parts, policy, registry, wire
+from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
+from peralta_zmq.environments import Environments, check_tokens, open_environments
+from peralta_zmq.errors import ConfigError, JournalError, StoreError
+from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.observe.books import Books
+from peralta_zmq.ranks import TrainerRanks, dismiss, enlist, follow, led
+from peralta_zmq.recovery import checkpoint
+from peralta_zmq.recovery.journal import Journal
+from peralta_zmq.rollout import Problem, RolloutGroup
+from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.trainer import broadcast, evaluations, folders
+from peralta_zmq.trainer.intake import Intake
+from peralta_zmq.trainer.recording import Recorder
+from peralta_zmq.trainer.roster import Roster
+from peralta_zmq.trainer.speaker import Speaker
+from peralta_zmq.trainer.stop import Stop
+
+
+def run(config: Config) -> None:
+    """Train to `train.max_steps`, from wherever an earlier start was ended.
+
+    Started by torchrun, this is one rank of several; rank 0 is the trainer, the others help it.
+    Raises ConfigError, TaskError, WireError, StoreError or JournalError before anything is
+    written when a setting, a file, the port or a folder is at fault.
+    """
+    config, ranks = enlist(config)
+    policy.keep_memory()
+    if not isinstance(ranks, OneRank) and ranks.number > 0:
+        return follow(config, ranks)
+    with ExitStack() as stack:
+        trainer = Trainer(config, stack, ranks)
+        trainer.recover()
+        trainer.evaluate_base()
+        while trainer.unfinished:
+            trainer.advance()
+        trainer.finish()
+        dismiss(ranks)
+
+
+class Trainer:
+    """One session of a run: what it holds open, and what it does with it."""
+
+    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = ALONE) -> None:
+        self._config, self._folder = config, config.run_folder
+        self._earlier = earlier_config(config, config.run_folder)  # of the session before
+        self._stop = Stop()
+        # Everything that can be refused is tried before anything is written.
+        train = open_environments(config, "train")
+        held_out = open_environments(config, "eval", limit=config.eval.num_examples)
+        stack.enter_context(closing(held_out))
+        evaluations.check_size(config, held_out)
+        pools = _pools_of(config, train)
+        self._open_model([*train.problems, *held_out.problems], ranks)
+        self._run_id = parts.run_id_of(self._folder, config.run.name)
+        receiver, counters = self._open_sockets(stack, train_set=train.digest)
+        store = broadcast.open_store(config)
+        self._books, journal = self._open_folder(stack, store)
+        self._broadcast = broadcast.Broadcast(
+            config, store, stack,
+            model_folder=self._model_folder, books=self._books,
+            speaker=self._speaker, stop=self._stop,
+        )  # fmt: skip
+        self._roster = Roster(counters, self._books)
+        self._evaluations = evaluations.Evaluations(
+            config, held_out, self._engine, self._tokenizer, self._books, self._speaker
+        )
+        self._intake = Intake(
+            config, receiver=receiver, vocab_size=self._vocab_size, journal=journal,
+            roster=self._roster, pools=pools, evaluations=self._evaluations,
+            books=self._books, speaker=self._speaker, stop=self._stop,
+        )  # fmt: skip
+        self._recorder = Recorder(self._books, self._tokenizer)
+        self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
+        self._saved_step = -1
+        self._stop.listen()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a step to take and nobody asked us to stop."""
+        return self._learner.step < self._config.train.max_steps and not self._stop.asked
+
+    def recover(self) -> None:
+        """Restore the newest checkpoint, replay the journal after it, publish what is missing."""
+        self._roll_back()
+        saved = checkpoint.restore(self._folder / "checkpoints", run_id=self._run_id)
+        if saved is not None:
+            self._restore(saved)
+        start = self._learner.step
+        self._replay()
+        step = self._learner.step
+        self._broadcast.record_what_is_out()
+        self._intake.admission.abandoned = self._books.abandoned_weights(step)
+        if step >= self._config.train.max_steps:
+            self._books.note(f"run complete: {step} steps; delete {self._folder} to start anew")
+        elif self._books.resuming:
+            self._books.note(f"resumed: step={step} checkpoint={start} replayed={step - start}")
+        self._return_some_problems()
+        if self.unfinished:
+            event = "resume" if self._books.resuming else "start"
+            self._books.event(event, step=step, checkpoint=start, replayed=step - start)
+        newest = self._broadcast.store.newest()
+        if newest is None or newest.step != step:
+            self._publish()
+            self._broadcast.wait(broadcast.LAST_VERSION_SECONDS)
+        else:
+            self._broadcast.tell(newest)
+        if self._books.resuming and not self._config.eval.skip_eval_on_resume:
+            self._evaluations.begin(step)
+
+    def evaluate_base(self) -> None:
+        """Greedy accuracy of the untrained model, once per run."""
+        if self._config.eval.eval_base_model and self._learner.step == 0:
+            self._evaluations.evaluate(0)
+
+    def advance(self) -> None:
+        """One optimizer step: collect, learn, publish, record, save."""
+        started = time.monotonic()
+        groups, depth = self._intake.collect(self._learner.step + 1, self._meanwhile)
+        if self._stop.asked:
+            return
+        collected = time.monotonic()
+        failpoint("trainer.collected")
+        row = self._learn(groups)
+        failpoint("trainer.stepped")
+        self._roster.excuse(time.monotonic() - collected)
+        publishing = self._publish()
+        row |= {
+            "queue/depth": depth,
+            "time/wait_for_batch": collected - started,
+            "time/journal": self._intake.journaling,
+            "time/publish": publishing,
+            **self._broadcast.figures(),
+        }
+        self._record(groups, row, step_time=time.monotonic() - started)
+        failpoint("trainer.recorded")
+        step = self._learner.step
+        if step % self._config.eval.interval == 0:
+            self._evaluations.begin(step)
+        if step % self._config.checkpoint.interval == 0:
+            self._save()
+
+    def finish(self) -> None:
+        """Save; then close the run, or say how to resume it."""
+        step = self._learner.step
+        self._intake.commit()
+        self._save()
+        complete = step >= self._config.train.max_steps
+        self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if complete else broadcast.STOP_SECONDS)
+        if not complete:
+            self._books.note(f"stopped after step {step}, saved; the same command resumes it")
+            return
+        self._evaluations.leave()
+        self._intake.announce(step, begun=step, done=True)
+        self._evaluations.evaluate(step)
+        self._roster.hear(step=step)
+        store = self._broadcast.store
+        newest = store.newest()
+        folder = newest.folder if newest else store.folder
+        self._books.close_run(folder, self._intake.accounting())
+
+    # Opening.
+
+    def _open_model(self, problems: Sequence[Problem], ranks: TrainerRanks) -> None:
+        config = self._config
+        self._model_folder = policy.model_folder(config.model.name)
+        device = policy.choose_device(config.model.device)
+        self._tokenizer = policy.load_tokenizer(self._model_folder)
+        self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
+        self._vocab_size = int(self._model.config.vocab_size)
+        check_tokens(problems, len(self._tokenizer))
+        self._learner = led(parts.learner_of(config, self._model, ranks), ranks, self._model)
+        self._engine = registry.resolve("engine", config.engine.name)(
+            self._model, self._tokenizer, live=True,
+            slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+        )  # fmt: skip
+
+    def _open_sockets(
+        self, stack: ExitStack, *, train_set: bytes
+    ) -> tuple[wire.RolloutReceiver, wire.CounterReceiver]:
+        wires = self._config.wire
+        address, keys = f"tcp://{wires.bind}:{wires.port}", self._config.keys_folder
+        gate = stack.enter_context(closing(wire.Gate(keys))) if keys else None
+        receiver = wire.RolloutReceiver(
+            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
+        )
+        stack.enter_context(closing(receiver))
+        announcer = wire.Announcer(wire.next_port(address), gate=gate)
+        stack.enter_context(closing(announcer))
+        counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
+        stack.enter_context(closing(counters))
+        first = wire.Announcement(self._run_id, boot=os.urandom(8), train_set=train_set)
+        self._speaker = Speaker(announcer, first)
+        return receiver, counters
+
+    def _open_folder(self, stack: ExitStack, store: WeightStore) -> tuple[Books, Journal]:
+        """Claim the run's folder and its weights; ours are the first words written to either."""
+        config, folder = self._config, self._folder
+        is_new = not (folder / parts.IDENTITY).exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(closing(folders.lock(folder)))
+            if is_new:
+                # Our identity first: a weights folder that we claim must never be a stranger's.
+                parts.write_identity(folder, run_id=self._run_id, weights=None)
+                write_resolved(config, folder)
+            broadcast.claim(store, config, run_id=self._run_id, stop=self._stop)
+        except StoreError:
+            if is_new:
+                folders.remove_new(folder)
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"run folder {folder} cannot be written ({error.strerror}); "
+                "choose another with --run.dir"
+            ) from None
+        journal = stack.enter_context(closing(Journal(folder / "journal")))
+        name, max_steps = config.run.name, config.train.max_steps
+        return stack.enter_context(Books(folder, run=name, max_steps=max_steps)), journal
+
+    # One step.
+
+    def _meanwhile(self, idle: bool) -> None:
+        """Between two groups."""
+        self._broadcast.take_reports()
+        if idle and self._roster.wants_keyframe:  # perhaps nobody can work without it
+            self._publish()
+
+    def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        row = self._learner.learn(groups)
+        if problem := self._learner.problem:
+            self._books.event("skip", step=self._learner.step, reason=problem)
+            self._books.note(f"step {self._learner.step} skipped: {problem}")
+        self._progress = self._intake.saved()
+        return row
+
+    def _publish(self) -> float:
+        """Hand this step's weights over to be published; returns the seconds it took.
+
+        The last version of a run is whole, so that transformers loads it as it is; so is one that
+        a generator asked for.
+        """
+        step = self._learner.step
+        whole = self._roster.wants_keyframe or step >= self._config.train.max_steps
+        self._roster.wants_keyframe = False
+        return self._broadcast.publish(step, policy.weights_of(self._model), whole=whole)
+
+    def _record(
+        self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
+    ) -> None:
+        full = {
+            **row,
+            **self._intake.figures(),
+            "generators": len(self._roster.live()),
+            **self._roster.fares(),
+            "step_time": step_time,
+        }
+        self._recorder.record(self._learner.step, groups, full)
+
+    def _save(self) -> None:
+        """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""
+        step, rules = self._learner.step, self._config.checkpoint
+        if step == self._saved_step:
+            return
+        folder = self._folder / "checkpoints"
+        snapshot = checkpoint.Checkpoint(step, self._learner.state(), self._progress)
+        try:
+            checkpoint.save(
+                folder, snapshot, run_id=self._run_id,
+                keep_last=rules.keep_last, keep_interval=rules.keep_interval,
+            )  # fmt: skip
+        except JournalError as error:
+            self._books.event("checkpoint_failed", step=step, reason=str(error))
+            self._books.note(f"{error}; the journal still holds everything")
+            return
+        self._saved_step = step
+        if not rules.keep_journal:
+            self._intake.journal.prune(checkpoint.oldest_step(folder) + 1)
+
+    # Going on after an earlier session.
+
+    def _roll_back(self) -> None:
+        """Set aside, once, what came after the step that was asked for."""
+        step = self._config.checkpoint.resume_step
+        aside = self._folder / f"rolled_back_to_{step:06d}"
+        if step < 0:
+            return
+        if aside.exists():
+            self._books.note(f"rolled back to step {step} already; to do it again, move {aside}")
+            return
+        begun = aside.with_name(f".tmp-{aside.name}")
+        (begun / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (begun / "journal").mkdir(exist_ok=True)
+        checkpoint.move_after(self._folder / "checkpoints", step, begun / "checkpoints")
+        self._intake.journal.move_after(step, begun / "journal")
+        self._books.event("roll_back", step=step)
+        os.rename(begun, aside)
+        self._books.rewind(step)
+        self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+        try:
+            self._learner.restore(saved.step, saved.tensors)
+        except ValueError as error:
+            raise JournalError(
+                f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
+                "choose another --run.name, or the model it was made with"
+            ) from None
+        self._progress = saved.progress
+        self._intake.restore(saved.progress)
+        self._saved_step = saved.step
+
+    def _replay(self) -> None:
+        """Train again what the journal holds after the checkpoint; keep an unfinished rest."""
+        earlier = self._earlier.train.max_steps  # the schedule under which it was trained
+        self._learner.learning_rate = parts.schedule_of(self._earlier)
+        while self._intake.replay(self._learner.step + 1):
+            if self._learner.step >= earlier or self._stop.asked:
+                break
+            groups = self._intake.take()
+            self._record(groups, self._learn(groups), step_time=0.0)
+        self._learner.learning_rate = parts.schedule_of(self._config)
+        if self._earlier != self._config:
+            self._save()  # with the old schedule behind us
+            write_resolved(self._config, self._folder)
+
+    def _return_some_problems(self) -> None:
+        """At a start, shares of the easy and hard problems are drawn again."""
+        chosen = self._config.curriculum
+        returned = self._intake.pools.return_some(
+            easy_fraction=chosen.easy_fraction, hard_fraction=chosen.hard_fraction,
+            seed=self._config.run.seed + self._learner.step,
+        )  # fmt: skip
+        if returned:
+            self._books.event("pool_returned", problems=returned)
+
+
+def _pools_of(config: Config, train: Environments) -> Pools:
+    """Raises ConfigError when there are more problems than an announcement can name."""
+    chosen = config.curriculum
+    pools = Pools(
+        [each.id for each in train.problems],
+        easy_threshold=chosen.easy_threshold, hard_threshold=chosen.hard_threshold,
+    )  # fmt: skip
+    if pools.active and len(train.problems) > MAX_POSITIONS:
+        raise ConfigError(
+            f"curriculum.easy_threshold and hard_threshold work with {MAX_POSITIONS} problems at "
+            f"most, and there are {len(train.problems)}; leave them out"
+        )
+    return pools

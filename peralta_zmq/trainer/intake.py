@@ -1,0 +1,285 @@
+"""From the wire to a batch: every group is admitted or dropped, journaled, and counted once.
+
+Knows groups, the journal and the ledger; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from peralta_zmq import parts, wire
+from peralta_zmq.config import Config
+from peralta_zmq.curriculum.pools import Pools
+from peralta_zmq.errors import JournalError
+from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
+from peralta_zmq.observe.books import Books
+from peralta_zmq.recovery.journal import DROPPED, Journal
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer.evaluations import Evaluations
+from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
+from peralta_zmq.trainer.speaker import Speaker
+from peralta_zmq.trainer.stop import Stop
+
+COMMIT_GROUPS = 16  # that wait for the disk at most, so that outboxes stay short
+FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
+
+
+class Intake:
+    """`collect` makes the batch of a step from what comes, `replay` from what came.
+
+    `pending` are the groups admitted and in no step yet; `journaling` the seconds spent on the
+    journal since the step began.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        receiver: wire.RolloutReceiver,
+        vocab_size: int,
+        journal: Journal,
+        roster: Roster,
+        pools: Pools,
+        evaluations: Evaluations,
+        books: Books,
+        speaker: Speaker,
+        stop: Stop,
+    ) -> None:
+        self.pending: list[RolloutGroup] = []
+        self.journaling = 0.0
+        self.journal, self.pools = journal, pools
+        self.admission = Admission(
+            0 if config.train.max_async_level == 0 else config.train.max_off_policy_steps,
+            online_difficulty_filtering=config.curriculum.online_difficulty_filtering,
+        )
+        self._config, self._receiver, self._vocab_size = config, receiver, vocab_size
+        self._roster, self._evaluations = roster, evaluations
+        self._books, self._speaker, self._stop = books, speaker, stop
+        self._taken: dict[str, int] = {}  # sender -> what of it is in begun steps or dropped
+        self._durable: dict[str, int] = {}  # sender -> what of it is on disk
+        self._in_step = 0  # groups that the newest step took
+        self._next_draw = 0  # after the highest draw of a group that came
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether what is pending is enough for a step."""
+        return parts.is_full(self._config, self.pending)
+
+    # What comes.
+
+    def collect(
+        self, step: int, meanwhile: Callable[[bool], None]
+    ) -> tuple[list[RolloutGroup], int]:
+        """Admitted groups enough for this step, and how many were already queued.
+
+        What came is made durable whenever nothing more is waiting, all at once. `meanwhile` is
+        called between two groups, with whether nothing came for a while. No groups when we are
+        asked to stop.
+        """
+        depth, queued, idle, self.journaling = 0, True, False, 0.0
+        started = said = time.monotonic()
+        while not self.has_batch:
+            self._roster.hear(step=step)
+            meanwhile(idle)
+            if self._stop.asked:
+                return [], depth
+            received = self._receiver.receive(timeout=0.005)
+            if received is None:
+                self.commit()
+                self.announce(step - 1, begun=step - 1, waiting=True)
+                queued = False
+                received = self._receiver.receive(timeout=0.2)
+            idle = received is None
+            if received is None:
+                said = self._say_silence(started, said)
+                continue
+            depth += queued
+            started = said = time.monotonic()
+            self._take_in(*received, step=step)
+        self.commit()
+        groups = self.take()
+        self.announce(step - 1, begun=step)
+        return groups, depth
+
+    def take(self) -> list[RolloutGroup]:
+        """What is pending goes into a step that begins."""
+        groups, self.pending = self.pending, []
+        self._taken, self._in_step = dict(self._durable), len(groups)
+        return groups
+
+    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
+        failpoint("trainer.received")
+        self._roster.meet(group.sender, step=step)
+        verdict = self.admission.admit(group, step=step)
+        if verdict in ADMITTED:
+            self.journal.append(step, frame)
+            self.pending.append(group)
+            self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+        elif verdict != "duplicate":
+            self._drop(group, verdict, step=step)
+        if self.journal.num_waiting >= COMMIT_GROUPS:
+            self.commit()
+        self.announce(step - 1, begun=step - 1, waiting=not self.has_batch)
+
+    def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
+        """Note what became of a group that is in no step."""
+        note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
+        if verdict == "evaluated":
+            self._evaluations.take(group)
+        elif verdict != "filtered":
+            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
+        self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+        told = {"problem": group.problem_id, "reward": group.mean_reward, "draw": group.draw}
+        self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
+        written = json.dumps({**note, "floor": group.floor, **told}).encode()
+        self.journal.append(step, written, DROPPED)
+
+    def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
+        """What a group says of its problem, also when it is heard again from the journal."""
+        self._next_draw = max(self._next_draw, draw + 1)
+        if outcome in (*ADMITTED, "filtered"):
+            returned = self.pools.judge(problem_id, mean_reward)
+            if returned:
+                self._books.event("pool_refilled", problems=returned)
+                self._books.note(
+                    f"no problem is left between curriculum.hard_threshold and easy_threshold; "
+                    f"all {returned} are drawn again"
+                )
+
+    def commit(self) -> None:
+        """What was taken in is on disk; waits, saying so, while the disk refuses."""
+        started, patience = time.monotonic(), FIRST_PATIENCE
+        while True:
+            try:
+                if not self.journal.commit():
+                    return
+                break
+            except JournalError as error:
+                if self._stop.asked:
+                    raise
+                self._books.event("journal_failed", reason=str(error))
+                self._books.note(f"{error}; free some space. Training waits, nothing is lost")
+            self._stop.pause(patience)
+            patience = min(LONGEST_PATIENCE, 2 * patience)
+        self._durable = self._settled()
+        self.journaling += time.monotonic() - started
+
+    # What came in an earlier session.
+
+    def replay(self, step: int) -> bool:
+        """Let what the journal holds for this step be pending; whether it is a batch.
+
+        Raises JournalError when a group of it is in the checkpoint too.
+        """
+        self.pending = self._taken_in_before(step)
+        self._durable = self._settled()
+        return self.has_batch
+
+    def _taken_in_before(self, step: int) -> list[RolloutGroup]:
+        """The groups that the journal holds for a step, settled again in the ledger."""
+        groups: list[RolloutGroup] = []
+        for kind, content in self.journal.read(step):
+            if kind == DROPPED:
+                note = json.loads(content)
+                told = (note.pop("problem", ""), note.pop("reward", 0.0), note.pop("draw", -1))
+                fresh = self.admission.ledger.settle(**note)
+                self._learn_of(*told, note["outcome"])
+            else:
+                group = wire.decode_group(content, vocab_size=self._vocab_size)
+                groups.append(group)
+                verdict = self.admission.admit(group, step=step)
+                fresh = verdict in ADMITTED
+                self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+            if not fresh:
+                raise JournalError(
+                    f"the checkpoint and the journal of step {step} in {self._config.run_folder} "
+                    "disagree: a group is in both; move the newer of the two away"
+                )
+        return groups
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON, for a checkpoint, as of the step just taken."""
+        ledger = self.admission.ledger
+        assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
+        return {
+            "ledger": ledger.saved(),
+            "duplicates": self.admission.duplicates,
+            "pools": self.pools.saved(),
+            "next_draw": self._next_draw,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave."""
+        self.admission.ledger = Ledger(saved["ledger"])
+        self.admission.duplicates = saved["duplicates"]
+        self.pools.restore(saved.get("pools", {}))
+        self._next_draw = saved.get("next_draw", 0)
+        self._taken = self._settled()
+
+    # What is said of it.
+
+    def accounting(self) -> dict[str, int]:
+        """What became of every group that we heard of; `made` is the sum of what follows it."""
+        ledger = self.admission.ledger
+        told = self._roster.told_beyond({each: ledger.seen(each) for each in ledger.senders})
+        made = ledger.made + told
+        outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
+        return {
+            "made": made,
+            **outcomes,
+            "in_flight": made - ledger.total,
+            "duplicates": self.admission.duplicates,
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Counts of the run so far, for the metrics."""
+        dropped = self.admission.ledger.outcomes
+        return {
+            "dropped/stale": dropped["stale"],
+            "dropped/abandoned": dropped["abandoned"],
+            "dropped/lost": dropped["lost"],
+            "dropped/filtered": dropped["filtered"],
+            "dropped/duplicate": self.admission.duplicates,
+            "dropped/invalid": sum(self._receiver.refused.values()),
+            **{
+                f"curriculum/{pool}": count
+                for pool, count in self.pools.sizes().items() if self.pools.active
+            },
+        }  # fmt: skip
+
+    def announce(self, step: int, *, begun: int, waiting: bool = False, done: bool = False) -> None:
+        """Say that so many steps are taken and begun, and what came and is safe."""
+        ledger, live = self.admission.ledger, self._roster.live()
+        self._speaker.say(
+            step=step,
+            begun=begun,
+            min_step=max(0, step - self.admission.max_off_policy_steps),
+            recv={sender: ledger.settled(sender) for sender in live},
+            durable={sender: self._durable.get(sender, -1) for sender in live},
+            seen={sender: ledger.seen(sender) for sender in live},
+            taken={sender: self._taken.get(sender, -1) for sender in live},
+            waiting=waiting,
+            done=done,
+            in_step=self._in_step,
+            next_draw=self._next_draw,
+            resting=self.pools.resting,
+        )
+
+    def _settled(self) -> dict[str, int]:
+        ledger = self.admission.ledger
+        return {sender: ledger.settled(sender) for sender in ledger.senders}
+
+    def _say_silence(self, started: float, said: float) -> float:
+        """Name the wait every 30 s without a group; returns when it was last named."""
+        now = time.monotonic()
+        if now - said < SILENCE_SECONDS:
+            return said
+        self._books.note(
+            f"no rollouts for {now - started:.0f} s on {self._receiver.address}. "
+            "Start a generator: bin/generator @ CONFIG"
+        )
+        return now
