@@ -1,16 +1,30 @@
 """Keys and values of every row, allocated once. Knows tensors; knows nothing of models.
 
-A row holds one sequence from its first place on; place t speaks about token t. Rows lie side by
-side and are only as wide as the longest sequence needs: a CPU multiplies what lies dense, and
-copies anything else first.
+A row holds one sequence. What it begins with may lie in a common part that all rows read, stored
+once for all of them; the rest stands in the row itself, from its first place on. Rows lie side by
+side and are only as wide as the longest rest needs: a CPU multiplies what lies dense, and copies
+anything else first.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 WIDTH = 32  # places by which rows grow
+
+
+class Span(NamedTuple):
+    """The places of the common part that a row reads: from `start` to before `end`."""
+
+    start: int
+    end: int
+
+
+NOTHING = Span(0, 0)
 
 
 class KeyValues:
@@ -31,6 +45,7 @@ class KeyValues:
         self._room = torch.zeros((num_layers, 2, size), dtype=dtype, device=device)
         self._shape, self._capacity = (num_rows, num_heads, head_dim), capacity
         self._lay_out(0)
+        self.forget()
 
     @property
     def width(self) -> int:
@@ -38,7 +53,7 @@ class KeyValues:
         return self._width
 
     def widen(self, length: int) -> None:
-        """Make rows wide enough for `length` tokens; what they hold stays."""
+        """Make rows wide enough for `length` tokens of their own; what they hold stays."""
         if length <= self._width:
             return
         before, width = self.layers, self._width
@@ -53,12 +68,47 @@ class KeyValues:
         """Forget everything: numbers that are not finite would spread to other rows."""
         self._room.zero_()
         self._lay_out(0)
+        self.forget()
+
+    def forget(self) -> None:
+        """No row reads the common part, and nothing is in it."""
+        num_rows, num_heads, head_dim = self._shape
+        nothing = self._room.new_zeros((2, num_heads, 0, head_dim))
+        self.common = [(nothing[0], nothing[1]) for _ in self.layers]  # two of [H, P, D]
+        self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
+
+    def share(self, row: int, length: int) -> Span:
+        """Put the first `length` tokens of `row`, which has no span, into the common part.
+
+        What no row reads is given up there; NOTHING when there is no room.
+        """
+        kept: dict[int, int] = {}  # start -> end, of what rows read
+        for start, end in self.spans[self.spans[:, 1] > 0].tolist():
+            kept[start] = max(end, kept.get(start, 0))
+        moved, total = dict[int, int](), 0  # start -> how far it moves
+        for start, end in kept.items():
+            moved[start] = total - start
+            total += end - start
+        if total + length > self._capacity:
+            return NOTHING
+        for layer, rows in enumerate(self.layers):
+            keys, values = (
+                torch.cat([*(held[:, a:b] for a, b in kept.items()), own[row, :, :length]], 1)
+                for held, own in zip(self.common[layer], rows, strict=True)
+            )
+            self.common[layer] = keys, values
+        before = self.spans.copy()
+        for start, way in moved.items():
+            self.spans[(before[:, 0] == start) & (before[:, 1] > 0)] += way
+        return Span(total, total + length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of one row to another."""
+        """A sequence of `length` tokens from one row to another."""
+        self.spans[target] = start, end = self.spans[source]
+        own = length - (end - start)
         for each in self.layers:
             for rows in each:
-                rows[target, :, :length] = rows[source, :, :length]
+                rows[target, :, :own] = rows[source, :, :own]
 
     def _lay_out(self, length: int) -> None:
         num_rows, num_heads, head_dim = self._shape
@@ -68,22 +118,30 @@ class KeyValues:
         self.layers = [(each[0], each[1]) for each in rows]  # two of [rows, H, W, D]
 
 
+class Part(NamedTuple):
+    """Keys or values: of the common part, and of the rows themselves."""
+
+    common: Tensor  # [H, P, D]
+    own: Tensor  # [n, H, W, D]
+
+
 class Window:
     """The rows from `first` on, as the cache that a transformers model writes to and reads."""
 
-    def __init__(self, cache: KeyValues, first: int, positions: Tensor) -> None:
-        count = len(positions)
-        self._layers = cache.layers
+    def __init__(self, cache: KeyValues, first: int, places: Tensor) -> None:
+        count = len(places)
+        self._cache = cache
         self._span = slice(first, first + count)
-        self._rows = torch.arange(first, first + count, device=positions.device)[:, None]
-        self._positions = positions  # [n, S], where the new tokens go
+        self._rows = torch.arange(first, first + count, device=places.device)[:, None]
+        self._places = places  # [n, S], where in their rows the new tokens go
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Take in those of the new tokens [n, H, S, D]; give all, [n, H, W, D]."""
-        both: list[Tensor] = []
-        for room, new in zip(self._layers[layer], (keys, values), strict=True):
-            room[self._rows, :, self._positions] = new.transpose(1, 2)
-            both.append(room[self._span])
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
+        """Take in those of the new tokens [n, H, S, D]; give all."""
+        both: list[Part] = []
+        held = zip(self._cache.layers[layer], self._cache.common[layer], strict=True)
+        for (room, common), new in zip(held, (keys, values), strict=True):
+            room[self._rows, :, self._places] = new.transpose(1, 2)
+            both.append(Part(common, room[self._span]))
         return both[0], both[1]
 
     def get_seq_length(self, layer: int = 0) -> int:

@@ -9,12 +9,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from peralta_zmq import policy
-from peralta_zmq.engines.native.cache import KeyValues, Window
+from peralta_zmq.engines.native.cache import KeyValues, Part, Window
 from peralta_zmq.engines.native.linears import Weights
 
 ONE_MASK = ("llama", "gemma")  # these take one mask; the others one per kind of layer
@@ -47,18 +48,23 @@ class Decoder:
         in names or shapes or are not finite."""
         self._weights.apply(weights)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, *, first: int, length: int) -> Tensor:
-        """Last hidden states [n, S, H] of `tokens` [n, S] in the rows from `first` on.
-
-        `length` is the number of tokens that the longest row then holds.
-        """
-        self.cache.widen(length)
-        masks: Any = self._masks(positions)
+    def hidden(self, tokens: np.ndarray, places: np.ndarray, *, first: int) -> Tensor:
+        """Last hidden states [n, S, H] of `tokens` [n, S] at `places` [n, S] of their sequences,
+        in the rows from `first` on."""
+        spans = self.cache.spans[first : first + len(tokens)]
+        begins = (spans[:, 1] - spans[:, 0])[:, None]  # of what stands in the row itself
+        self.cache.widen(int((places - begins).max()) + 1)
+        ids, positions, start, end = (
+            torch.tensor(each, device=self.device)
+            for each in (tokens, places, spans[:, :1], spans[:, 1:])
+        )
+        own = positions - (end - start)
+        masks: Any = self._masks(own, start, end)
         with self._our_attention():
             out = self._model.model(
-                input_ids=tokens,
+                input_ids=ids,
                 position_ids=positions,
-                past_key_values=Window(self.cache, first, positions),
+                past_key_values=Window(self.cache, first, own),
                 attention_mask=masks["full_attention"] if self._one_mask else masks,
                 use_cache=True,
             )
@@ -71,12 +77,21 @@ class Decoder:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
-    def _masks(self, positions: Tensor) -> dict[str, Tensor]:
-        places = self._places[: self.cache.width]
-        unseen = places > positions[..., None]  # [n, S, W]
+    def _masks(self, own: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
+        """For each kind of layer 0 or -inf, [n, 1, S, P + W]: common places, then the row's own.
+
+        `own` [n, S] are the places of the new tokens in their rows; `start` and `end` [n, 1] say
+        what of the common part belongs to the rows.
+        """
+        common = self._places[: self.cache.common[0][0].shape[1]]
+        rows = self._places[: self.cache.width]
+        strange = (common < start) | (common >= end)  # [n, P]
+        strange = strange[:, None].expand(-1, own.shape[1], -1)
+        unseen = torch.cat([strange, rows > own[..., None]], -1)  # [n, S, P + W]
         masks = {"full_attention": self._mask(unseen)}
         if self._window is not None:
-            gone = places <= positions[..., None] - self._window
+            behind = torch.cat([common - end, rows.expand(len(own), -1)], -1)  # places after `end`
+            gone = behind[:, None] <= own[..., None] - self._window
             masks["sliding_attention"] = self._mask(unseen | gone)
         return masks
 
@@ -117,9 +132,9 @@ def _window(config: Any) -> int | None:
 def _attention(
     module: Any,
     query: Tensor,  # [n, heads, S, D]
-    key: Tensor,  # [n, H, T, D]
-    value: Tensor,
-    mask: Tensor,  # [n, 1, S, T]
+    key: Part,
+    value: Part,
+    mask: Tensor,  # [n, 1, S, P + W]
     *,
     scaling: float,
     softcap: float | None = None,
@@ -127,36 +142,54 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Query heads that share keys stand in line, so that no key is repeated."""
     n, heads, num_new, width = query.shape
-    shared = heads // key.shape[1]
-    lined = query.reshape(n, key.shape[1], shared * num_new, width)
+    shared = heads // key.own.shape[1]
+    lined = query.reshape(n, key.own.shape[1], shared * num_new, width)
     if num_new > 1 and shared > 1:
         mask = mask.repeat(1, 1, shared, 1)
-    if num_new == 1 and softcap is None and query.device.type == "cpu":
-        out = _attention_of_one(lined, key, value, mask, scaling=scaling)
-    elif softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            lined, key, value, attn_mask=mask, scale=scaling
-        )
+    if num_new == 1 or softcap is not None:
+        out = _attention_in_parts(lined, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        scores = lined @ key.transpose(2, 3) * scaling
-        scores = torch.tanh(scores / softcap) * softcap + mask
-        out = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+        out = torch.nn.functional.scaled_dot_product_attention(
+            lined, _whole(key), _whole(value), attn_mask=mask, scale=scaling
+        )
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
 
 
-def _attention_of_one(
+def _attention_in_parts(
     query: Tensor,  # [n, H, G, D], the heads that share keys
-    key: Tensor,  # [n, H, T, D]
-    value: Tensor,
-    mask: Tensor,  # [n, 1, 1, T]
+    key: Part,
+    value: Part,
+    mask: Tensor,  # [n, 1, 1 or G, P + W]
     *,
     scaling: float,
+    softcap: float | None,
 ) -> Tensor:
-    """For one new token a row, two products of what lies dense: half the time of a CPU's SDPA."""
-    scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # [n * H, G, T]
-    scores = scores.unflatten(0, key.shape[:2]).float() * scaling + mask
-    shares = torch.softmax(scores, -1).to(query.dtype)
-    return torch.bmm(shares.flatten(0, 1), value.flatten(0, 1)).view(query.shape)
+    """All rows together read the common keys and values once; each reads its own.
+
+    For one new token a row these products of what lies dense take half the time of a CPU's SDPA.
+    """
+    n, num_heads, num_lined, width = query.shape
+    num_common = key.common.shape[1]
+    together = query.transpose(0, 1).reshape(num_heads, n * num_lined, width)
+    ahead = torch.bmm(together, key.common.transpose(1, 2))  # [H, n * G, P]
+    ahead = ahead.view(num_heads, n, num_lined, num_common).transpose(0, 1)
+    own = torch.bmm(query.flatten(0, 1), key.own.flatten(0, 1).transpose(1, 2))  # [n * H, G, W]
+    scores = torch.cat([ahead, own.unflatten(0, (n, num_heads))], -1).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    shares = torch.softmax(scores + mask, -1).to(query.dtype)
+    of_common = shares[..., :num_common].transpose(0, 1)
+    of_common = of_common.reshape(num_heads, n * num_lined, num_common)
+    out = torch.bmm(of_common, value.common).view(num_heads, n, num_lined, width).transpose(0, 1)
+    of_own = shares[..., num_common:].flatten(0, 1)
+    return torch.bmm(of_own, value.own.flatten(0, 1)).view(query.shape) + out
+
+
+def _whole(part: Part) -> Tensor:
+    """[n, H, P + W, D]."""
+    if not part.common.shape[1]:
+        return part.own
+    return torch.cat([part.common.expand(len(part.own), -1, -1, -1), part.own], 2)
 
 
 AttentionInterface.register(OURS, _attention)

@@ -68,7 +68,7 @@ class NativeEngine:
         self._end_ids = end_ids(model, tokenizer)
         self._cancelled = False
         self._loop: Loop | None = None
-        check_room(model, slots=slots, extra_rows=prompts.ROWS, capacity=self._capacity)
+        check_room(model, slots=slots, extra_rows=prompts.ROWS + 1, capacity=self._capacity)
         self._decoder = None if live else self._new_decoder()
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import policy
+from peralta_zmq.engines.native.cache import NOTHING
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.prompts import ROWS, Prompts
 from peralta_zmq.engines.native.rows import Rows
@@ -61,12 +62,8 @@ class Loop:
         count = self._rows.count
         if not count:
             return
-        tokens, places = (torch.from_numpy(each[:, None]) for each in self._rows.newest())
-        device = self._decoder.device
-        length = int(places.max()) + 1
-        hidden = self._decoder.hidden(
-            tokens.to(device), places.to(device), first=0, length=length
-        )  # fmt: skip
+        tokens, places = (each[:, None] for each in self._rows.newest())
+        hidden = self._decoder.hidden(tokens, places, first=0)
         self._sample(np.arange(count), self._decoder.logits(hidden[:, -1]), step)
 
     def take_ended(self) -> Iterator[Completion]:
@@ -76,6 +73,7 @@ class Loop:
             last = self._rows.remove(row)
             if last != row:
                 self._decoder.cache.copy(last, row, self._rows.length(row))
+            self._decoder.cache.spans[last] = NOTHING
             yield completion
 
     def _sample(self, rows: np.ndarray, logits: Tensor, step: int) -> None:

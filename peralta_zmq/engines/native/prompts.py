@@ -1,7 +1,7 @@
 """Prompt work done once: the common prefix per weights, a prompt per group of siblings.
 
-Some rows of the cache are kept for it. All of them begin with the keys and values of the longest
-common prefix of all prompts seen so far, which only shrinks: a prompt computes its own rest.
+The keys and values of the longest common prefix of all prompts seen so far, which only shrinks,
+stand in the cache's common part; a prompt computes its own rest, in one of the rows kept for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peralta_zmq.engines.native.cache import NOTHING, Span
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.rollout import Int32Array
 
@@ -22,16 +23,16 @@ class Prompts:
     """The prompts computed last, in the rows from `first` on."""
 
     def __init__(self, decoder: Decoder, first: int) -> None:
-        self._decoder, self._first = decoder, first
+        self._decoder, self._cache, self._first = decoder, decoder.cache, first
         self._prefix: Int32Array | None = None
-        self._has_prefix = False  # in the rows, for the present weights
         self._at: dict[bytes, int] = {}
         self._logits: Tensor | None = None  # [n, V], after each prompt
+        self._cache.forget()
 
     def forget(self) -> None:
         """The weights have changed."""
-        self._has_prefix = False
         self._at = {}
+        self._cache.spans[self._ours] = NOTHING
 
     def has(self, prompt: Int32Array) -> bool:
         """Whether it is among those computed last."""
@@ -40,41 +41,44 @@ class Prompts:
     def compute(self, prompts: Sequence[Int32Array]) -> None:
         """At most ROWS prompts, together; those before are given up."""
         start = self._prepare_prefix(prompts)
-        lengths = torch.tensor([len(each) for each in prompts], device=self._decoder.device)
         longest = max(len(each) for each in prompts)
         tokens = np.zeros((len(prompts), longest - start), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - start] = prompt[start:]
         hidden = self._forward(tokens, start)  # what stands beyond a shorter prompt is never read
-        last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - start - 1]
-        self._logits = self._decoder.logits(last)
+        last = torch.tensor([len(each) - start - 1 for each in prompts], device=hidden.device)
+        chosen = hidden[torch.arange(len(prompts), device=hidden.device), last]
+        self._logits = self._decoder.logits(chosen)
         self._at = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
 
     def hand_out(self, prompt: Int32Array, row: int) -> Tensor:
         """Copy a computed prompt to `row` of the cache; returns its logits [V]."""
         assert self._logits is not None
         place = self._at[prompt.tobytes()]
-        self._decoder.cache.copy(self._first + place, row, len(prompt))
+        self._cache.copy(self._first + place, row, len(prompt))
         return self._logits[place]
 
+    @property
+    def _ours(self) -> slice:
+        return slice(self._first, self._first + ROWS)
+
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
-        """The length of the prefix that stands in all our rows."""
+        """The length of the prefix that all our rows read in the common part."""
         prefix = prompts[0] if self._prefix is None else self._prefix
         for prompt in prompts:
             prefix = prefix[: min(_common(prefix, prompt), len(prompt) - 1)]
         self._prefix = prefix
-        if len(prefix) and not self._has_prefix:
+        start, end = self._cache.spans[self._first].tolist()
+        if start == end and len(prefix):
             self._forward(prefix[None].astype(np.int64), 0)
-            for row in range(1, ROWS):
-                self._decoder.cache.copy(self._first, self._first + row, len(prefix))
-            self._has_prefix = True
-        return len(prefix)
+            start, end = self._cache.share(self._first, len(prefix))
+        end = min(end, start + len(prefix))
+        self._cache.spans[self._ours] = Span(start, end)
+        return end - start
 
     def _forward(self, tokens: np.ndarray, start: int) -> Tensor:
-        ids = torch.from_numpy(tokens).to(self._decoder.device)
-        end = start + ids.shape[1]
-        positions = torch.arange(start, end, device=ids.device).expand(ids.shape)
-        return self._decoder.hidden(ids, positions, first=self._first, length=end)
+        places = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
+        return self._decoder.hidden(tokens, places, first=self._first)
 
 
 def _common(one: Int32Array, other: Int32Array) -> int:

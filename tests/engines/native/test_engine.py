@@ -123,11 +123,11 @@ def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer:
     decoder = engine_of(model, tokenizer)._decoder
     assert decoder is not None
     with torch.inference_mode():
-        start = torch.arange(5).expand(2, 5)
-        decoder.hidden(ids[:, :5], start, first=1, length=5)
+        places = np.tile(np.arange(8), (2, 1))
+        decoder.hidden(ids[:, :5].numpy(), places[:, :5], first=1)
         for place in range(5, 8):
-            places = torch.full((2, 1), place)
-            last = decoder.hidden(ids[:, place, None], places, first=1, length=place + 1)
+            newest = slice(place, place + 1)
+            last = decoder.hidden(ids[:, newest].numpy(), places[:, newest], first=1)
             error = (decoder.logits(last[:, 0]) - expected[:, place]).abs().max()
             assert error <= 1e-5
 
@@ -324,18 +324,17 @@ def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
     engine.apply(weights, 4)
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
-    assert weights.most <= 2
+    assert weights.most <= 3  # those of one product
 
 
-def switched_greedy(prompt: Sequence[int], swap_after: int, length: int) -> tuple[list[int], Any]:
-    """Greedy tokens of transformers whose weights change after `swap_after` tokens, the old keys
-    and values kept, and their logprobs."""
+def switched_greedy(prompt: Sequence[int], seeds: Sequence[int]) -> tuple[list[int], Any]:
+    """Greedy tokens of transformers whose weights may be others for each token, the old keys
+    and values kept, and their logprobs; until the end token."""
     model, cache, fed = sharp_model(), None, torch.tensor([prompt])
     out: list[int] = []
     scores: list[float] = []
-    while len(out) < length and (not out or out[-1] != END):
-        if len(out) == swap_after:
-            policy.apply_weights(model, policy.weights_of(sharp_model(seed=8)))
+    while len(out) < len(seeds) and (not out or out[-1] != END):
+        policy.apply_weights(model, policy.weights_of(sharp_model(seed=seeds[len(out)])))
         with torch.no_grad():
             said = model(input_ids=fed, past_key_values=cache, use_cache=True)
         cache, logprobs = said.past_key_values, said.logits[0, -1].log_softmax(-1)
@@ -356,7 +355,7 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(tokenizer: An
     completions = sampled(engine, GREEDY, between_steps=swap)
     assert len(completions) == len(PROMPTS)
     for prompt, each in zip(PROMPTS[:2], completions, strict=False):
-        expected, scores = switched_greedy(prompt, 5, 12)
+        expected, scores = switched_greedy(prompt, [0] * 5 + [8] * 7)
         assert each.token_ids.tolist() == expected
         assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
         assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(expected) - 5)
@@ -364,6 +363,31 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(tokenizer: An
         if set(each.policy_steps.tolist()) == {7}:
             assert each.token_ids.tolist() == plain_greedy(sharp_model(seed=8), prompt, 12)
     assert set(completions[-1].policy_steps.tolist()) == {7}
+
+
+@pytest.mark.parametrize("room", [35, 200])
+def test_rows_keep_the_common_prefix_of_the_weights_they_began_with(
+    room: int, tokenizer: Any
+) -> None:
+    """In 35 places two prefixes of 20 do not fit: some prompts are computed whole."""
+    seeds, steps = (0, 8, 9), list[int]()
+    engine = engine_of(sharp_model(), tokenizer, slots=3, max_model_len=room)
+
+    def swap() -> None:
+        steps.append(1)
+        if len(steps) % 4 == 0:
+            newest = engine.step + 1
+            engine.apply(policy.weights_of(sharp_model(seed=seeds[newest % 3])), newest)
+
+    asked = requests([[*range(10, 30), last] for last in range(40, 56)])
+    completions = sampled(engine, GREEDY, asked, between_steps=swap)
+    assert len({step for each in completions for step in each.policy_steps.tolist()}) > 5
+    assert any(len(set(each.policy_steps.tolist())) > 2 for each in completions)
+    for request, each in zip(asked, completions, strict=True):
+        chosen = [seeds[step % 3] for step in each.policy_steps.tolist()]
+        expected, scores = switched_greedy(request.prompt_ids.tolist(), chosen)
+        assert each.token_ids.tolist() == expected
+        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
 
 
 COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)

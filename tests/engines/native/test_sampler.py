@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from peralta_zmq.engines.native.linears import PackedLinear, can_pack
+from peralta_zmq.engines.native.linears import PackedLinear, Product, can_pack
 from peralta_zmq.engines.native.sampler import draw
 from peralta_zmq.rollout import Sampling
 
@@ -80,12 +80,20 @@ def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) 
     if not can_pack(dtype):
         pytest.skip("this build cannot pack")
     torch.manual_seed(0)
-    linear = torch.nn.Linear(48, 64).to(dtype)
-    given = torch.randn(rows, 3, 48).to(dtype)
-    packed = PackedLinear(linear)
+    linears = [torch.nn.Linear(48, size).to(dtype) for size in (64, 16)]
+    product = Product(linears, ["wide", "narrow"])
+    packed = [PackedLinear(product, number) for number in (0, 1)]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
+
+    def compare() -> None:
+        given = torch.randn(rows, 3, 48).to(dtype)
+        for ours, theirs in zip(packed, linears, strict=True):
+            assert torch.allclose(ours(given), theirs(given), atol=tolerance, rtol=tolerance)
+
     with torch.inference_mode():
-        assert torch.allclose(packed(given), linear(given), atol=tolerance, rtol=tolerance)
-        packed.load(linear.weight * 2)
-        linear.weight.mul_(2)
-        assert torch.allclose(packed(given), linear(given), atol=tolerance, rtol=tolerance)
+        compare()
+        compare()  # other rows, the same layers
+        product.load([each.weight * 2 for each in linears])
+        for each in linears:
+            each.weight.mul_(2)
+        compare()
