@@ -9,23 +9,29 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bad_losses
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from fakes import RUN, siblings
 from gang import DEADLINE, results, start
 
-from peralta_zmq import parts, trainer, wire
+from peralta_zmq import parts, policy, trainer, wire
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
-from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.ranks import Place, place_of
 from peralta_zmq.recovery import checkpoint
+from peralta_zmq.rollout import RolloutGroup
 
 STEPS, GROUPS_PER_STEP = 5, 4
 SETTINGS = (
@@ -79,11 +85,11 @@ class Run:
         folder.mkdir()
         return Session(folder, self.config, num_ranks, how)
 
-    def feed(self, session: Session, *, to: int) -> None:
+    def feed(self, session: Session, *, to: int, groups: Sequence[RolloutGroup] = GROUPS) -> None:
         """Send the groups of these steps, those of before again, as an outbox would; wait."""
         session.until(self._listens)
         with closing(wire.RolloutSender(f"tcp://127.0.0.1:{self.port}", hwm=1000)) as sender:
-            for group in GROUPS[: to * GROUPS_PER_STEP]:
+            for group in groups[: to * GROUPS_PER_STEP]:
                 assert sender.send(wire.encode_group(group), timeout=5)
             session.until(lambda: self.step == to)
 
@@ -100,8 +106,17 @@ class Run:
     @property
     def step(self) -> int:
         """Steps trained so far."""
-        rows = read_rows(self.config.run_folder / "metrics.jsonl")
-        return int(str(rows[-1]["step"])) if rows else 0
+        return int(str(self.rows[-1]["step"])) if self.rows else 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """metrics.jsonl so far."""
+        return read_rows(self.config.run_folder / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[Row]:
+        """events.jsonl so far."""
+        return read_rows(self.config.run_folder / "events.jsonl")
 
 
 class Session:
@@ -156,13 +171,14 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
-def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors, shards: bool) -> None:
-    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2, shards=shards), alone)
+def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> None:
+    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("counts", "shards"), [((2, 1), True), ((1, 2), False), ((1, 2), True)],
+    ids=["sharded to one", "one to whole", "one to sharded"],
+)  # fmt: skip
 def test_a_run_goes_on_at_another_number_of_ranks(
     tmp_path: Path, alone: Tensors, counts: tuple[int, int], shards: bool
 ) -> None:
@@ -181,3 +197,55 @@ def test_after_a_rank_has_died_the_same_command_goes_on(tmp_path: Path, alone: T
         with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
             run.feed(session, to=4)
     assert_same(run.train(to=STEPS, num_ranks=2), alone)
+
+
+# Steps that cannot be taken.
+
+
+def poisoned(group: RolloutGroup) -> RolloutGroup:
+    first, *others = group.rollouts
+    poison = np.where(first.loss_mask, bad_losses.POISON, 0).astype(np.float32)
+    return replace(group, rollouts=(replace(first, logprobs=poison), *others))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_run(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    run, groups = Run(tmp_path, "--loss.name=bad_losses.steep"), list(GROUPS)
+    bad = (1, 3, 4, 5)  # of 5 steps; only one rank sees the poison
+    for step in bad:
+        groups[step * GROUPS_PER_STEP - 2] = poisoned(groups[step * GROUPS_PER_STEP - 2])
+    with (
+        run.session(num_ranks=num_ranks) as session,
+        pytest.raises(RuntimeError, match="TrainingError: steps 3 to 5 had no finite grad") as told,
+    ):
+        run.feed(session, to=STEPS, groups=groups)
+    assert "rank 1" not in str(told.value)  # the others end without a word
+    assert [row["skipped_steps"] for row in run.rows] == [1, 1, 2, 3]
+    skips = [each for each in run.events if each["event"] == "skip"]
+    assert [each["step"] for each in skips] == [1, 3, 4]
+    assert all("gradient is not finite although" in str(each["reason"]) for each in skips)
+    base = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    norm, saved = "model.norm.weight", run.saved(4)  # with the weights of step 2
+    assert not torch.equal(saved[f"model/{norm}"], base.state_dict()[norm])
+    assert all(each.isfinite().all() for each in saved.values() if each.is_floating_point())
+
+
+# What torchrun says.
+
+
+def test_a_plain_start_is_one_rank() -> None:
+    assert place_of({}) == place_of({"WORLD_SIZE": "1", "RANK": "0"}) == Place(0, 1, 0, 1)
+
+
+def test_torchrun_says_which_rank_this_is() -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert place_of(told) == Place(3, 4, 1, 2)
+
+
+@pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])
+def test_half_of_torchruns_words_are_refused(broken: dict[str, str]) -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*torchrun, or unset WORLD_SIZE"):
+        place_of({**told, **broken})

@@ -59,7 +59,7 @@ class Learner:
     ) -> None:
         self.step = 0
         self.problem = ""
-        self._num_skipped = 0  # in a row
+        self._skipped = self._skipped_in_a_row = 0  # steps
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
         self._reference, self._teacher = reference, teacher
@@ -91,6 +91,7 @@ class Learner:
             **describe(groups, step=self.step),
             **caught,
             **metrics,
+            "skipped_steps": self._skipped,
             "num_truncated": pieces.num_truncated,
             "num_dropped": pieces.num_dropped,
             "learning_rate": rate,
@@ -137,8 +138,9 @@ class Learner:
 
     def _judge(self, taken: Sequence[Taken]) -> None:
         self.problem = next((each.problem for each in taken if each.problem), "")
-        self._num_skipped = self._num_skipped + 1 if self.problem else 0
-        if self._num_skipped >= MAX_SKIPPED:
+        self._skipped += bool(self.problem)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.problem else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
                 f"({self.problem}); the weights and every checkpoint are as before them. "
@@ -146,7 +148,7 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch.
+        """Masters, optimizer, RNG, counts: model/NAME, adamw/KIND/NAME, rng/torch, skipped.
 
         Every tensor is whole, at any number of ranks; rank 0 has them.
         """
@@ -154,7 +156,8 @@ class Learner:
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
                 tensors[f"adamw/{kind}/{name}"] = self._ranks.collected(tensor)
-        return tensors | {"rng/torch": torch.get_rng_state()}
+        skipped = torch.tensor([self._skipped, self._skipped_in_a_row])
+        return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter by name, whole, for rank 0."""
@@ -185,4 +188,6 @@ class Learner:
                 kinds.setdefault(name, {})[kind] = own
         adamw.set_state(self._optimizer, self._parameters, kinds)
         torch.set_rng_state(tensors["rng/torch"])
+        if (skipped := tensors.get("skipped")) is not None:  # not in older checkpoints
+            self._skipped, self._skipped_in_a_row = (int(each) for each in skipped)
         self.step = step
