@@ -4,6 +4,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 CONFIG ?= configs/demo.toml
+EXTRAS ?= plot,math,dashboard,dev
 SECONDS ?= 60
 MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
@@ -20,6 +21,9 @@ run-chaos: setup  ## The same while workers are killed, with a report (SEED=7: t
 	@rm -rf runs/chaos
 	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
 
+run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml; without one, on this machine
+	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
+
 soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to docs/reliability.md
 	@$(BIN)/python -m peralta_zmq.operate.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 	  --document docs/reliability.md
@@ -33,8 +37,14 @@ test-slow: setup  ## The tests that train for minutes
 test-chaos: setup  ## The tests that kill processes (under 15 minutes)
 	@$(BIN)/python -m pytest -m chaos --timeout 900 $(ARGS)
 
+test-browser: setup  ## The page in Debian's chromium-headless-shell
+	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
+
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)
 	@$(BIN)/python -m pytest tests/lab -m lab -rs $(ARGS)
+
+test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
+	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
 lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
 	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
@@ -56,6 +66,9 @@ data: setup  ## Rewrite the shipped data files from their seeds
 	@$(BIN)/python -m peralta_zmq.tasks.calculator_rows
 	@$(BIN)/python -m peralta_zmq.tasks.generated
 
+docs: setup  ## Write docs/config.md anew from the settings
+	@$(BIN)/python -m peralta_zmq.config.document
+
 base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
 	@$(BIN)/python -m peralta_zmq.base
 
@@ -69,7 +82,7 @@ fresh:
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
 	@$(MAKE) --no-print-directory torch
-	@$(PIP) --editable '.[plot,math,dev]'
+	@$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.
@@ -84,4 +97,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos soak test test-slow test-chaos test-lab lab-soak fuzz compare-losses lint data base-model clean fresh torch
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan lab-soak fuzz compare-losses lint data base-model clean fresh torch docs

@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol, cast
 
+from peralta_zmq.observe.progress import duration
+
 BENCHES = ("generation", "training", "weights", "wire", "endtoend")
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
 
@@ -59,10 +61,13 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """`repeats` rounds through all variants; each call returns its own measurement."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
+    started, total = time.monotonic(), repeats * len(variants)
     for number in range(repeats):
         for name, measure in variants.items():
             taken[name].append(measure())
-            progress(f"round {number + 1}/{repeats} {name}: {taken[name][-1]:.4g}")
+            done = sum(map(len, taken.values()))
+            left = duration((time.monotonic() - started) / done * (total - done))
+            progress(f"round {number + 1}/{repeats} {name}: {taken[name][-1]:.4g}, {left} left")
     return taken
 
 

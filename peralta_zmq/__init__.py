@@ -19,11 +19,13 @@ Read in this order; it takes half an hour, and everything else is a plug:
     learning    advantages, losses, batches, the step
 
 Layers, each importing only from above:
-    words       rollout errors durable failpoints
+    words       rollout errors durable failpoints password
     leaves      config registry wire policy tasks learning curriculum stores recovery observe
                 guard
     engines     ways to sample
     objective   from the settings to the loss, the advantages and the filters
+    frozen      from the settings to the models that a loss asks beside the policy
+    adapted     from the settings to adapters, and from adapters to whole weights
     environments from the settings to what is asked, and who judges
     parts       from the settings to what more than one loop needs
     loops       generator trainer verifier (and base, which teaches the embedded model)

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from peralta_zmq import policy
+from peralta_zmq.observe.progress import duration
 from peralta_zmq.rollout import Message
 from peralta_zmq.tasks.calculator_rows import LARGEST_NUMBER, data_files, fresh_rows
 
@@ -173,7 +174,7 @@ def teach(model: policy.Model, tokenizer: policy.Tokenizer, recipe: Recipe) -> N
         optimizer.step()
         if step % 100 == 0 or step == recipe.num_steps:
             left = (time.monotonic() - started) / step * (recipe.num_steps - step)
-            shown = f"step={step}/{recipe.num_steps} loss={loss.item():.3f} left={left:.0f}s"
+            shown = f"step={step}/{recipe.num_steps} loss={loss.item():.3f} left={duration(left)}"
             print(shown, flush=True)
         if step == recipe.num_steps:
             return

@@ -15,8 +15,8 @@ from peralta_zmq import registry, tasks
 from peralta_zmq.config import Config
 from peralta_zmq.config.environments import EnvSection, host_and_port
 from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem
-from peralta_zmq.stores.serve import read_token
 from peralta_zmq.tasks.judge import Judge
 from peralta_zmq.tasks.problems import identity
 from peralta_zmq.tasks.remote import Remote

@@ -6,7 +6,9 @@ Knows calls and deadlines; knows nothing of what is called.
 from __future__ import annotations
 
 import functools
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -17,6 +19,7 @@ from typing import Any
 from peralta_zmq.errors import PartError, PeraltaError, described
 
 CALL_SECONDS = 60.0  # a call that takes longer hangs
+GRACE_SECONDS = 5.0  # in which an interrupted one can be left
 
 
 class _OverdueError(BaseException):
@@ -28,13 +31,14 @@ def guarded(
 ) -> Callable[..., Any]:
     """The function, whose exceptions and hanging become a PartError that begins with `name`.
 
-    Hanging is noticed in the main thread only, wherever Python code runs or waits.
+    In the main thread Python code that runs or waits is interrupted. Elsewhere, and in native code,
+    nothing can be: a little later the process ends, with a line on stderr and code 2.
     """
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
-            with _alarm(seconds):
+            with _last_resort(name, seconds), _alarm(seconds):
                 return function(*arguments, **options)
         except PeraltaError:
             raise
@@ -46,6 +50,27 @@ def guarded(
             raise PartError(f"{name} raised {described(error)}; mend it") from error
 
     return call
+
+
+@contextmanager
+def _last_resort(name: str, seconds: float) -> Generator[None]:
+    """End the process over a call that cannot be interrupted; a run goes on from its journal."""
+
+    def end() -> None:
+        sys.stderr.write(
+            f"{name} has not answered within {seconds:g} s and cannot be interrupted where it is; "
+            "make it return sooner\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+
+    timer = threading.Timer(seconds + GRACE_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from peralta_zmq.rollout import Rollout
 
 Kind: TypeAlias = Literal["loss", "advantage", "filter"]
 Options: TypeAlias = dict[str, Any]
+ASKING = {"beta": "reference", "teacher_tau": "teacher"}
 POSITIONAL: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # arguments before options
 
 
@@ -77,12 +78,18 @@ def filters_of(config: Config, *, vocab_size: int) -> list[Filter]:
 
 
 def wants(config: Config) -> set[str]:
-    """The models that the loss asks beside the policy: 'reference', 'teacher', both or none."""
-    beta, tau = config.loss.beta, config.loss.teacher_tau
-    asked: set[str] = set()
-    if config.loss.name == "grpo_kl" and (beta is None or beta > 0):
-        asked.add("reference")
-    if tau:
+    """The models that the loss asks beside the policy: 'reference', 'teacher', both or none.
+
+    The signature of the loss tells, also of one's own: an option of these names that is not 0.
+    """
+    name, asked = config.loss.name, set[str]()
+    parameters = inspect.signature(registry.resolve("loss", name)).parameters
+    given = {**config.loss.model_dump(exclude_none=True), **config.loss.kwargs}
+    for option, model in ASKING.items():
+        default = parameters[option].default if option in parameters else 0
+        if given.get(option, 0 if default is inspect.Parameter.empty else default):
+            asked.add(model)
+    if config.model.teacher and not _is_shipped("loss", name):
         asked.add("teacher")
     return asked
 

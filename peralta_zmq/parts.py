@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
@@ -11,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from peralta_zmq import durable, objective, policy
+from peralta_zmq import durable, frozen, objective, policy
 from peralta_zmq.config import Config
-from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.schedules import learning_rate
+from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import Scorer, training_dtype
 from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
 
@@ -32,21 +31,21 @@ def learner_of(config: Config, model: policy.Model, ranks: Ranks = ALONE) -> Lea
     ranks share the parameters among them, the model itself is not what is trained.
     """
     train = config.train
-    loss, asked = objective.loss_of(config), objective.wants(config)
-    if "teacher" in asked:
-        raise ConfigError("loss.teacher_tau needs a teacher, and this run has none; set it to 0")
     trained = ranks.prepared(model)
-    score = scorer_of(config, trained)
+    loss, score = objective.loss_of(config), scorer_of(config, trained)
+    reference, teacher = frozen.frozen_of(config, trained, score)
     return Learner(
-        dict(trained.named_parameters()),
+        adapters.trained_parameters(trained),
         score=score,
         ranks=ranks,
         share_prompts=score.packs,
+        keep_zero_std=train.keep_zero_std,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
         loss=loss,
         advantage=objective.advantage_of(config),
         filters=objective.filters_of(config, vocab_size=int(model.config.vocab_size)),
-        reference=Scorer(_frozen(model), dtype=score.dtype) if "reference" in asked else None,
+        reference=reference,
+        teacher=teacher,
         score_with_entropy=score.with_entropy if config.loss.entropy_coef else None,
         learning_rate=schedule_of(config),
         betas=(train.adam_beta1, train.adam_beta2),
@@ -56,11 +55,6 @@ def learner_of(config: Config, model: policy.Model, ranks: Ranks = ALONE) -> Lea
         num_iterations=train.num_iterations,
         oversize=train.oversize,
     )
-
-
-def _frozen(model: policy.Model) -> policy.Model:
-    """A copy that nothing changes."""
-    return copy.deepcopy(model).requires_grad_(False)
 
 
 def scorer_of(config: Config, model: policy.Model) -> Scorer:

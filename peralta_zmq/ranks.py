@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from peralta_zmq import parts, policy, wire
+from peralta_zmq import adapted, parts, policy, wire
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.learning.trust import Mismatch
+from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import RolloutGroup
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Leader:
 
     def __init__(self, learner: Learner, ranks: ManyRanks, model: policy.Model) -> None:
         self._learner, self._ranks = learner, ranks
-        self._whole = dict(model.named_parameters())
+        self._whole = adapters.trained_parameters(model)
 
     @property
     def step(self) -> int:
@@ -119,6 +121,16 @@ class Leader:
     def problem(self) -> str:
         """Why the last step was skipped, if it was."""
         return self._learner.problem
+
+    @property
+    def advantages(self) -> Sequence[Sequence[float]]:
+        """As `Learner.advantages`."""
+        return self._learner.advantages
+
+    @property
+    def mismatch(self) -> dict[str, Mismatch]:
+        """As `Learner.mismatch`, of the tokens of all ranks."""
+        return self._learner.mismatch
 
     @property
     def learning_rate(self) -> Callable[[int], float]:
@@ -168,9 +180,7 @@ def follow(config: Config, ranks: ManyRanks) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 says the rest
     try:
-        folder = policy.model_folder(config.model.name)
-        device = policy.choose_device(config.model.device)
-        model = policy.load_model(folder, device=device, dtype=torch.float32)
+        model = adapted.load_policy(config, policy.model_folder(config.model.name))
         learner = parts.learner_of(config, model, ranks)
         while (order := ranks.listen()).words["do"] != "end":
             _obey(order, learner, ranks, vocab_size=int(model.config.vocab_size))

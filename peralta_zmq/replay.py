@@ -14,17 +14,20 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import parts, policy, wire
+from peralta_zmq import adapted, parts, policy, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
-from peralta_zmq.errors import ConfigError, JournalError
+from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint, journal
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.stores.export import export as write_version
+from peralta_zmq.stores.export import version_of_step
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
-from peralta_zmq.stores.version import WEIGHTS
+from peralta_zmq.stores.version import WEIGHTS, Version
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -68,22 +71,23 @@ def replay(
     Raises JournalError when the journal does not reach back far enough.
     """
     policy.use_threads(config.train.num_workers)
-    device = policy.choose_device(config.model.device)
-    model = policy.load_model(
-        policy.model_folder(config.model.name), device=device, dtype=torch.float32
-    )
+    model = adapted.load_policy(config, policy.model_folder(config.model.name))
     learner = parts.learner_of(config, model)
     there = journal.steps_in(folder / "journal")
     if not there:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _start(learner, folder, min(there), first)
-    while last is None or learner.step < last:
-        groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
-        if not parts.is_full(config, groups):
-            return
-        metrics = learner.learn(groups)
-        if first is None or learner.step >= first:
-            yield learner.step, metrics, fingerprint(policy.weights_of(model))
+    begin, end = learner.step, max(there) if last is None else min(last, max(there))
+    with progress_on("replaying", end - begin) as progress:
+        while last is None or learner.step < last:
+            groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
+            if not parts.is_full(config, groups):
+                return
+            metrics = learner.learn(groups)
+            progress.hide()
+            if first is None or learner.step >= first:
+                yield learner.step, metrics, fingerprint(adapters.published_weights(model))
+            progress.reach(learner.step - begin)
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -94,9 +98,27 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     asked = parser.parse_args(arguments)
     config, _ = _config_of(asked.run, [])
-    version = write_version(_store_of(config), asked.step, asked.folder)
+    version = _export(config, asked.step, asked.folder)
     sys.stdout.write(f"step {version.step}, version {version.number}: {asked.folder}\n")
     return 0
+
+
+def _export(config: Config, step: int, target: Path) -> Version:
+    """As published; an adapter merged into its base."""
+    store = _store_of(config)
+    version = version_of_step(store, step)
+    if version.says("adapts") is None:
+        return write_version(store, step, target)
+    if target.exists():
+        raise StoreError(f"{target} is there already; name a new folder")
+    folder = adapted.base_of(config, version)
+    base = policy.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    with store.load(version) as local:
+        adapted.write_merged(
+            target, policy.weights_of(base), MappedTensors(local / WEIGHTS),
+            companions=policy.companion_files(folder), dtype=policy.DTYPES[config.weights.dtype],
+        )  # fmt: skip
+    return version
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

@@ -29,8 +29,9 @@ from urllib.parse import parse_qs, urlsplit
 from peralta_zmq.config import Config
 from peralta_zmq.environments import Environments, open_environments
 from peralta_zmq.errors import ConfigError, PeraltaError
+from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem
-from peralta_zmq.stores.serve import LOOPBACK, read_token
+from peralta_zmq.stores.serve import LOOPBACK
 from peralta_zmq.tasks.remote import described
 
 MAX_REQUEST = 1 << 20  # bytes of a question

@@ -17,7 +17,7 @@ from typing import Any
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.operate.chaos import SEED, seed_of
 from peralta_zmq.operate.history import read_history
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.operate.promises import check
 from peralta_zmq.operate.supervise import WITNESSED
 
@@ -68,7 +68,7 @@ class Field:
     """One run folder, the programs on it, and what they have written."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
-        self.port = three_free_ports()
+        self.port = free_ports()
         self.run = folder / "run"
         self._folder = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",

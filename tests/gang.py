@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 
 DEADLINE = 50.0  # seconds
 CONTEXT = multiprocessing.get_context("forkserver")  # torch is imported once for all ranks
@@ -23,7 +23,7 @@ def start(
     folder: Path, job: Callable[..., Any], *arguments: Any, count: int = 2
 ) -> list[multiprocessing.process.BaseProcess]:
     """Start `job(*arguments)` on each rank; what it returns goes to `folder`."""
-    port = three_free_ports()
+    port = free_ports()
     ranks = [
         CONTEXT.Process(target=_work, args=(folder, rank, count, port, job, arguments), daemon=True)
         for rank in range(count)

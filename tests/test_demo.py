@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, STEP_KEYS, three_free_ports
+from test_end_to_end import REPO, STEP_KEYS, free_ports
 
 from peralta_zmq.observe.metrics import read_rows
 
@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
 def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
-               "--loss.name", loss, "--wire.port", str(three_free_ports())]  # fmt: skip
+               "--loss.name", loss, "--wire.port", str(free_ports())]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert 0.25 <= summary["reward_first"] <= 0.40
+    # Of 128 answers of 16 prompts; the base's mean is near .32, one step's lies within .2 of it.
+    assert 0.12 <= summary["reward_first"] <= 0.52
     assert summary["reward_last5"] >= 0.95
     assert summary["eval_before"] <= 0.60
     assert summary["eval_after"] >= 0.95

@@ -14,7 +14,7 @@ from field import Field, until
 
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.recovery import journal
 
 # No answer is worth 0 here, so that a 0 would be somebody's failure.
@@ -28,7 +28,7 @@ def reward(problem, completion_text):
 
 @pytest.fixture
 def port() -> int:
-    return three_free_ports()
+    return free_ports()
 
 
 @pytest.fixture

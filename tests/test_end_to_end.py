@@ -23,6 +23,7 @@ from throttle import Link
 
 from peralta_zmq import policy
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.observe.names import meaning_of
 from peralta_zmq.recovery.journal import read_records
 from peralta_zmq.rollout import Message
 
@@ -30,20 +31,27 @@ REPO = Path(__file__).parent.parent
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
-STEP_KEYS = {"step", "reward", "loss", "grad_norm", "staleness/mean", "step_time"}
+STEP_KEYS = {
+    "step", "time", "step_time", "reward", "reward_std", "frac_reward_zero_std",
+    "completions/mean_length", "completions/clipped_ratio", "loss", "grad_norm", "learning_rate",
+    "entropy", "mismatch_kl", "staleness/mean", "staleness/max", "dropped/stale", "queue/depth",
+    "num_tokens", "num_rollouts", "generators", "time/wait_for_batch", "time/forward_backward",
+    "time/publish", "time/journal",
+}  # fmt: skip
+GENERATOR_KEYS = {"groups", "step", "tokens_per_s", "blocked_frac", "queue_frac", "reload_s"}
 SUMMARY_KEYS = {"reward_first", "reward_last5", "eval_before", "eval_after",
-                "seconds", "steps", "restarts", "accounting"}  # fmt: skip
+                "seconds", "steps", "restarts", "accounting", "verdict"}  # fmt: skip
 
 
-def three_free_ports() -> int:
-    """A port that is free together with the two after it."""
+def free_ports() -> int:
+    """A port that is free together with the three after it."""
     while True:
         with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+            probes = [stack.enter_context(socket.socket()) for _ in range(4)]
             try:
                 probes[0].bind(("127.0.0.1", 0))
                 port = int(probes[0].getsockname()[1])
-                for number in (1, 2):
+                for number in (1, 2, 3):
                     probes[number].bind(("127.0.0.1", port + number))
             except (OSError, OverflowError):
                 continue
@@ -75,7 +83,7 @@ class Machine:
         self.run = folder / "run"
         self._folder = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",
-                          "--wire.port", str(three_free_ports()), *SMALL)  # fmt: skip
+                          "--wire.port", str(free_ports()), *SMALL)  # fmt: skip
         self._started: list[Door] = []
 
     def start(self, door: str, *settings: str) -> Door:
@@ -133,6 +141,15 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     assert generator.ends() == 0, generator.printed
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert all(row.keys() >= STEP_KEYS for row in machine.rows())
+    hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
+    assert [hello.keys() for hello in hellos] == [
+        {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
+    ]
+    assert "; versions as here" in trainer.printed
+    assert not {key for row in machine.rows() for key in row if meaning_of(key) is None}
+    name = f"gen/{socket.gethostname()}-0"
+    known = {key for row in machine.rows() for key in row}
+    assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
     assert json.loads((machine.run / "summary.json").read_text()).keys() == SUMMARY_KEYS
     assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
     weights = machine.run / "weights" / "step_00000003"
@@ -236,7 +253,7 @@ def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigt
 def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
     machine: Machine, tmp_path: Path, interval: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = three_free_ports()
+    port = free_ports()
     trainer = machine.start(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
         "--weights.keyframe-interval", str(interval), "--train.max-off-policy-steps", "8",
@@ -283,3 +300,20 @@ def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
     (row,) = machine.rows()
     assert row["num_rollouts"] == 48
     assert row["completions/mean_length"] == pytest.approx(48, abs=24)
+
+
+@pytest.mark.timeout(60)
+def test_doctor_of_a_generator_is_answered_by_a_trainer_at_work(machine: Machine) -> None:
+    trainer = machine.start("trainer", "--no-eval.eval-base-model")
+    until(lambda: machine.published_step() == 0, trainer)
+    found = machine.start("doctor", "--role", "generator")
+    assert found.ends() == 0, found.printed
+    for said in ("the trainer of run run answers in", "the same folder as the trainer's",
+                 "of the newest version; a whole model takes", "all is well"):  # fmt: skip
+        assert said in found.printed
+    here = machine.start("doctor", "--role", "trainer")
+    assert here.ends() == 0, here.printed
+    assert "the trainer of run run has" in here.printed
+    trainer.process.terminate()
+    assert trainer.ends() == 0, trainer.printed
+    assert not list((machine.run / "weights").glob("doctor-*"))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -57,6 +59,41 @@ def test_an_alarm_of_somebody_else_goes_on() -> None:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, left, interval)
     assert rung == [signal.SIGALRM]
+
+
+STUCK = """
+import hashlib, sys, threading
+from peralta_zmq import guard
+guard.GRACE_SECONDS = 0.2
+call = guard.guarded(
+    "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
+)
+if "thread" in sys.argv:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+else:
+    call()
+"""
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_call_that_cannot_be_interrupted_ends_the_process_and_is_named(where: str) -> None:
+    command = [sys.executable, "-c", STUCK, where]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("loss 'mine' has not answered within 0.2 s and cannot be inter")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_call_that_returns_in_time_leaves_nothing_behind() -> None:
+    before = threading.active_count()
+    for _ in range(5):
+        guarded("mine", lambda: None, seconds=30)()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_other_threads_are_called_without_an_alarm() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
-WORDS = {"rollout", "errors", "durable", "failpoints"}
+WORDS = {"rollout", "errors", "durable", "failpoints", "password"}
 LEAVES = {"config", "registry", "wire", "policy", "tasks", "learning", "curriculum", "stores",
           "recovery", "observe", "guard"}  # fmt: skip
 LOOPS = {"trainer", "generator", "verifier", "base"}
@@ -23,17 +23,21 @@ MAY_IMPORT = {
     "engines": WORDS | {"policy"},
     "objective": BELOW,
     "environments": BELOW,
-    "parts": BELOW | {"objective"},
-    "ranks": BELOW | {"parts"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts", "environments", "ranks"}),
-    "replay": BELOW | {"parts"},
+    "adapted": BELOW,
+    "frozen": BELOW | {"objective"},
+    "parts": BELOW | {"objective", "frozen"},
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "adapted", "environments", "ranks"}),
+    "ranks": BELOW | {"parts", "adapted"},
+    "replay": BELOW | {"parts", "adapted"},
     "operate": WORDS | {"config", "observe", "wire"},
 }
+EXAMINED = {"wire", "policy", "stores", "environments"}  # by a doctor, each when it is its turn
 DOORS = {
     "zmq": {"wire"},
     "msgpack": {"wire"},
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
+    "peft": {"policy.adapters"},
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "zstandard": {"stores"},
     "obstore": {"stores.objects"},
@@ -43,6 +47,8 @@ DOORS = {
     "rich": {"observe"},
     "matplotlib": {"observe"},
     "tokenizers": {"base"},
+    "starlette": {"observe.dashboard.app", "observe.dashboard.guard"},
+    "uvicorn": {"observe.dashboard.server"},
 }
 WITHOUT_TORCH = {*WORDS, "config", "registry", "guard", "wire", "tasks", "curriculum",
                  "stores.watch", "observe", "operate"}  # fmt: skip
@@ -101,7 +107,7 @@ def forbidden(module: str, imported: Import) -> bool:
         return is_in(package, set(DOORS)) and not is_in(module, DOORS[package])
     own = room(module)
     allowed = MAY_IMPORT.get(own, set()) | {own}
-    lazily = LOOPS | {"wire"} if own == "operate" and imported.lazy else set()
+    lazily = LOOPS | EXAMINED if own == "operate" and imported.lazy else set()
     return room(inside) not in allowed | lazily
 
 

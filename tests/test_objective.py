@@ -142,14 +142,6 @@ def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str
     assert refusal(objective.loss_of, "--loss.name=importance", *arguments).startswith(words)
 
 
-def test_a_teacher_that_is_not_there_is_refused_before_anything_is_trained() -> None:
-    def learner(config: Config) -> object:
-        return parts.learner_of(config, tiny_model())
-
-    words = refusal(learner, "--loss.name=importance", "--loss.teacher-tau=0.5")
-    assert words.startswith("loss.teacher_tau needs a teacher")
-
-
 def test_the_reference_is_the_model_before_training() -> None:
     # k3 is 0 at the start, and no longer after a step
     config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from peralta_zmq import durable, policy
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import Message
 
 CPU = torch.device("cpu")
@@ -339,3 +341,11 @@ def test_named_dtype_is_taken_as_it_is() -> None:
 
 def test_tiny_model_speaks_the_whole_vocabulary(model: Any) -> None:
     assert policy.weights_of(model)["model.embed_tokens.weight"].shape[0] == VOCAB_SIZE
+
+
+def test_peft_that_is_missing_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"lora\.rank needs peft .*pip install .*\[lora\]"):
+        adapters.add_adapters(tiny_model(), rank=2, alpha=4)

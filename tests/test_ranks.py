@@ -28,7 +28,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
 from peralta_zmq.observe.metrics import Row, read_rows
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.ranks import Place, place_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.rollout import RolloutGroup
@@ -63,7 +63,7 @@ class Run:
     """A run whose groups come from here, whoever trains it."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
-        self.port, self._folder, self._sessions = three_free_ports(), folder, 0
+        self.port, self._folder, self._sessions = free_ports(), folder, 0
         chosen = (*SETTINGS, "--run.dir", str(folder), "--wire.port", str(self.port), *settings)
         self.config = load_config("bin/trainer", list(chosen))
         self.config.run_folder.mkdir(parents=True)

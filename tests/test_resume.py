@@ -18,7 +18,7 @@ from fakes import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
@@ -60,9 +60,9 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
 class Session:
     """A trainer that is fed all groups from the first on, as a generator's outbox would."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        port = three_free_ports()
-        arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(port)]
+    def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
+        port = free_ports()
+        arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(port), *more]
         self.trainer = Trainer(load_config("bin/trainer", arguments), stack)
         self.trainer.recover()
         sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
@@ -85,20 +85,27 @@ class Session:
         }
 
 
+ADAPTERS = ("--lora.rank=4", "--lora.dropout=0.1", "--loss.name=grpo_kl", "--loss.beta=0.1",
+            "--train.ref-sync-steps=3")  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ADAPTERS], ids=["all weights", "adapters"])
 def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit(
-    tmp_path: Path,
+    more: tuple[str, ...], tmp_path: Path
 ) -> None:
+    if more:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
     with ExitStack() as stack:
-        whole = Session(stack, tmp_path / "whole")
+        whole = Session(stack, tmp_path / "whole", *more)
         expected = [whole.advance() for _ in range(STEPS)]
     assert expected[-1]["pools"]["easy"] and expected[-1]["pools"]["hard"]
     assert expected[-1]["outcomes"]["filtered"] > 0
     with ExitStack() as stack:
-        first = Session(stack, tmp_path / "cut")
+        first = Session(stack, tmp_path / "cut", *more)
         for _ in range(3):  # the checkpoint is of step 2: step 3 comes from the journal
             first.advance()
     with ExitStack() as stack:
-        second = Session(stack, tmp_path / "cut")
+        second = Session(stack, tmp_path / "cut", *more)
         assert second.trainer._learner.step == 3
         found = [second.advance() for _ in range(5)]
     for before, after in zip(expected[3:], found, strict=True):
@@ -109,12 +116,40 @@ def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit
             assert torch.equal(again[name], tensor), f"{name} at step {before['step']}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "evaluated"),
+    [("--eval.skip-eval-on-resume", -1), ("--no-eval.skip-eval-on-resume", 3)],
+)
+def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
+    setting: str, evaluated: int, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path, setting)
+        assert first.trainer._speaker.said.evaluate == -1  # it is no resume
+        for _ in range(3):
+            first.advance()
+    with ExitStack() as stack:
+        second = Session(stack, tmp_path, setting)
+        said = second.trainer._speaker.said
+        assert said.evaluate == evaluated
+        assert len(second.trainer._evaluations._held_out.problems) == 2
+        if evaluated < 0:
+            return
+        for number, problem in enumerate(second.trainer._evaluations._held_out.problems):
+            answer = group_of([1.0], seed=number, problem_id=problem.id, policy_step=3,
+                              evaluates=3, run_id=second.trainer._run_id)  # fmt: skip
+            second.trainer._evaluations.take(answer)
+        assert second.trainer._books.has_evaluation(3)
+    with ExitStack() as stack:  # once is enough
+        assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
+
+
 def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path)
         pools = [first.advance() for _ in range(4)][-1]["pools"]
     assert pools["easy"] and pools["hard"]
-    port = three_free_ports()
+    port = free_ports()
     arguments = [*SETTINGS, "--run.dir", str(tmp_path), "--wire.port", str(port)]
     with ExitStack() as stack:
         chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])

@@ -2,14 +2,14 @@
 
     sections   the knobs: default, bounds and one line of meaning each; environments are apart
     names      foreign and misspelt names, answered with the right one
-    help       the text of --help
+    help       the text of --help; document, the same as docs/config.md
     load       command line and TOML to a Config; errors become one line
     resolved   the settings a run was made with, kept in its folder
 
 Knows nothing of models, sockets or rewards; never imports torch.
 """
 
-from peralta_zmq.config.load import load_config, run_door, run_plain_door
+from peralta_zmq.config.load import files_given, load_config, run_door, run_plain_door
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
 from peralta_zmq.config.sections import Config
 
@@ -17,6 +17,7 @@ __all__ = [
     "RESOLVED",
     "Config",
     "earlier_config",
+    "files_given",
     "load_config",
     "run_door",
     "run_plain_door",

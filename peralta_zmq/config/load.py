@@ -71,11 +71,17 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
         sys.stdout.write(help_text(program))
         raise SystemExit(0)
     try:
-        _check_files(words)
+        check_files(words)
         _check_missing_values(words)
         return cli(Config, args=words)
     except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(" ".join(_reason(error, program).split())) from None
+        raise ConfigError(" ".join(reason_of(error, program).split())) from None
+
+
+def files_given(arguments: Sequence[str] | None = None) -> str:
+    """The files on our command line, as they follow a door's name: ' @ configs/lan.toml'."""
+    words = _with_separate_signs(sys.argv[1:] if arguments is None else arguments)
+    return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
 
 
 def _with_separate_signs(arguments: Sequence[str]) -> list[str]:
@@ -93,7 +99,8 @@ def _with_separate_table(argument: str) -> list[str]:
     return [flag, written] if flag.startswith("--") and equals and is_table else [argument]
 
 
-def _check_files(words: Sequence[str]) -> None:
+def check_files(words: Sequence[str]) -> None:
+    """Raise ConfigError for a file that is not there, or no TOML."""
     for sign, name in pairwise(words):
         path = Path(name)
         if sign != FILE_SIGN:
@@ -121,7 +128,8 @@ def _check_missing_values(words: Sequence[str]) -> None:
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
 
 
-def _reason(error: Exception, program: str) -> str:
+def reason_of(error: Exception, program: str) -> str:
+    """What is wrong with a command line or a file, for a person."""
     if isinstance(error.__cause__, ValidationError):
         return _refusal(error.__cause__)
     if isinstance(error, ConfigFileError):

@@ -1,4 +1,4 @@
-"""The knobs of what is learned: [loss], [advantage] and [filter].
+"""The knobs of what is learned: [loss], [advantage], [filter], and by which weights: [lora].
 
 An option that is None is left to the function, whose signature has the default; which options a
 function takes is read from its signature too, in `peralta_zmq.objective`.
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from peralta_zmq.config.section import Section, Text
+from peralta_zmq.config.section import Decay, Names, Section, Text
 
 AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
 Table: TypeAlias = dict[str, Any]
@@ -28,6 +28,8 @@ class LossSection(Section):
     """the same above 1; None = epsilon (gspo: 4e-4). reinforce: clamp the ratio as its weight"""
     c_clip: AboveOne | None = None
     """grpo, decoupled_ppo: a negative advantage costs at most so many times itself (dual clip)"""
+    use_decoupled_loss: bool = True
+    """decoupled_ppo: false = without prox, which is PPO on the weights that sampled"""
     behav_imp_weight_cap: PositiveFloat | None = None
     """decoupled_ppo: tokens whose weight exp(prox - mu) is above it are left out"""
     beta: NonNegativeFloat | None = None
@@ -77,6 +79,20 @@ class AdvantageSection(Section):
     """token_whitening: compare within each group instead of over the whole step"""
     kwargs: Table = Field(default={})
     """options of an estimator of your own, as a TOML table or as JSON"""
+
+
+class LoraSection(Section):
+    """Train low-rank adapters and publish only them; needs the extra `lora`."""
+
+    rank: PositiveInt | None = None
+    """inner size of an adapter; None = train all weights"""
+    alpha: PositiveFloat = 32.0
+    """what an adapter says is scaled by alpha / rank"""
+    dropout: Decay = 0.0
+    """share of an adapter's inputs that is left out while training"""
+    target_modules: Names = ("all-linear",)
+    """linear layers that get an adapter, by the ends of their names (q_proj,v_proj);
+    all-linear = every one but the head"""
 
 
 class GibberishFilter(Section):

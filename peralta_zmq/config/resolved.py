@@ -21,8 +21,8 @@ RESOLVED = "config.toml"
 WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=1 make run)"
 
 # What only says where and how long, not what is learned: free to change when a run goes on.
-FREE_SECTIONS = {"checkpoint", "eval", "generator", "log", "security", "verifier", "weights",
-                 "wire"}  # fmt: skip
+FREE_SECTIONS = {"checkpoint", "dashboard", "eval", "generator", "log", "security", "verifier",
+                 "weights", "wire"}  # fmt: skip
 FREE_SETTINGS = {
     "curriculum.easy_fraction",
     "curriculum.hard_fraction",
@@ -30,7 +30,10 @@ FREE_SETTINGS = {
     "model.device",
     "run.dir",
     "run.num_local_generators",
+    "run.report_to",
     "task.reward_timeout",
+    "train.max_mismatch_kl",
+    "train.on_mismatch",  # what a person sets after a warning, to go on without a worker
     "train.num_workers",
 }
 GROWING_SETTINGS = {"train.max_steps"}

@@ -15,12 +15,14 @@ Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65533)]  # port + 1 and port + 2 are used too
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]  # the three after it are used too
 
 
 def _split(given: object) -> object:
     """`1,2` on the command line is [1, 2] in a file."""
-    return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    return [each.strip() for each in given.split(",")] if given.strip() else []
 
 
 Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_split)]

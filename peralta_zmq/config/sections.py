@@ -29,9 +29,17 @@ from peralta_zmq.config.environments import (
     check_environments,
 )
 from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
-from peralta_zmq.config.objective import AdvantageSection, FilterSection, LossSection, Table
-from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Port, Section, Text
+from peralta_zmq.config.objective import (
+    AdvantageSection,
+    FilterSection,
+    LoraSection,
+    LossSection,
+    Table,
+)
+from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Names, Port, Section, Text
 from peralta_zmq.errors import ConfigError
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 class RunSection(Section):
@@ -45,6 +53,8 @@ class RunSection(Section):
     """source of all randomness of the run"""
     num_local_generators: PositiveInt = 2
     """generators that `bin/lan local` starts beside the trainer on this machine"""
+    report_to: Names = ()
+    """where the trainer sends its metrics besides the run's folder: tensorboard, trackio, wandb"""
 
 
 class ModelSection(Section):
@@ -54,6 +64,8 @@ class ModelSection(Section):
     """a Hugging Face folder, a name in the local hub cache, or 'embedded'"""
     device: Text = "auto"
     """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
+    teacher: Text | None = None
+    """model of the same vocabulary to which loss.teacher_tau pulls; None = the base itself"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format in which generators compute; the trainer's master weights are float32"""
 
@@ -151,8 +163,15 @@ class TrainSection(Section):
     """tokens in one forward and backward pass; less memory, same gradient"""
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
+    keep_zero_std: bool = False
+    """learn also from groups whose rewards are all equal: their advantages are 0, but a
+    reference, a teacher or an entropy bonus pulls there too"""
     num_iterations: PositiveInt = 1
     """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
+    ref_sync_steps: PositiveInt | None = None
+    """steps between two refreshes of the reference from the policy; None = it stays the base"""
+    ref_mixup_alpha: Fraction = 1.0
+    """share of the policy in a refreshed reference; the rest is the reference before"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of the matrix products; weights, gradients and optimizer stay float32"""
     gradient_checkpointing: bool = False
@@ -161,6 +180,10 @@ class TrainSection(Section):
     """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """groups sampled by weights older than this many steps are dropped"""
+    max_mismatch_kl: PositiveFloat = 0.1
+    """a generator whose logprobs are farther than this from the trainer's is reported"""
+    on_mismatch: Literal["report", "set_aside"] = "report"
+    """what becomes of the groups of such a generator: trained all the same, or set aside"""
     num_workers: PositiveInt = 1
     """processes that share the cores of the trainer's machine"""
 
@@ -171,7 +194,7 @@ class WireSection(Section):
     host: Text = "127.0.0.1"
     """machine of the trainer, as generators reach it"""
     port: Port = 5555
-    """port for rollouts; announcements and counters use the two after it"""
+    """port for rollouts; announcements, counters and hellos use the three after it"""
     bind: Text = "127.0.0.1"
     """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
     hwm: PositiveInt = 1
@@ -232,6 +255,19 @@ class SecuritySection(Section):
     """listen beyond this machine without keys"""
 
 
+class DashboardSection(Section):
+    """The page that the trainer shows."""
+
+    enabled: bool = True
+    """whether there is one while the trainer runs"""
+    host: Text = "127.0.0.1"
+    """address on which it listens; any other than this machine's own needs a token_file"""
+    port: Port = 8470
+    """port of the page; a taken one gives way to the next"""
+    token_file: Text | None = None
+    """file of mode 0600 with the password of the page; None = none"""
+
+
 class LogSection(Section):
     """Messages."""
 
@@ -252,6 +288,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = GeneratorSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
     filter: FilterSection = FilterSection()
@@ -262,6 +299,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
+    dashboard: DashboardSection = DashboardSection()
 
     @property
     def run_folder(self) -> Path:
@@ -319,6 +357,7 @@ class Config(Section):
         _check_names(self)
         _check_batch(self)
         _check_temperature(self.sampling)
+        _check_reference(self)
         _check_ranges(self)
         _check_security(self)
         _check_environments(self)
@@ -344,6 +383,11 @@ def known_fields() -> dict[str, dict[str, object]]:
 
 
 def _check_names(config: Config) -> None:
+    for tracker in config.run.report_to:
+        if tracker not in TRACKERS:
+            raise ConfigError(
+                f"run.report_to has {tracker!r}; choose from {', '.join(TRACKERS)}, or leave it out"
+            )
     names = {"run.name": config.run.name, "generator.name": config.generator.name}
     for key, name in names.items():
         if name is not None and not PLAIN_NAME.fullmatch(name):
@@ -378,6 +422,17 @@ def _check_temperature(sampling: SamplingSection) -> None:
             raise ConfigError(
                 f"sampling.temp_scheduler {kind} needs sampling.{name}; give it a temperature"
             )
+
+
+def _check_reference(config: Config) -> None:
+    alpha = config.train.ref_mixup_alpha
+    if alpha != 1 and config.train.ref_sync_steps is None:
+        raise ConfigError(f"train.ref_mixup_alpha {alpha} needs train.ref_sync_steps; give both")
+    if alpha != 1 and config.lora.rank is not None:
+        raise ConfigError(
+            f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
+            "mixed adapters are not the adapters of mixed weights; leave one of them out"
+        )
 
 
 def _check_ranges(config: Config) -> None:
@@ -416,6 +471,12 @@ def _check_security(config: Config) -> None:
             f"wire.bind {bind} lets other machines connect, and there are no keys; "
             "make them with bin/doctor keygen --security.keys DIR, "
             "or allow everyone with --security.insecure"
+        )
+    page = config.dashboard
+    if page.enabled and not (_is_loopback(page.host) or page.token_file):
+        raise ConfigError(
+            f"dashboard.host {page.host} would show the run to whoever reaches it; "
+            "set dashboard.token_file to a file of mode 0600 with a password"
         )
 
 

@@ -21,16 +21,18 @@ def evaluate(
     *,
     sampling: Sampling,
     num_generations: int = 1,
+    reach: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[Problem, list[Answer]]]:
     """`num_generations` answers to each problem, in the order of the problems.
 
-    A problem whose reward fails is left out and logged; raises TaskError when all are.
+    `reach` is told how many problems are done. A problem whose reward fails is left out and
+    logged; raises TaskError when all are.
     """
     places = {id(problem): place for place, problem in enumerate(problems)}
     answers: dict[int, list[Answer]] = {}
     failure: TaskError | None = None
     asked = ask(engine, tokenizer, problems, num_generations=num_generations, sampling=sampling)
-    for problem, completions in asked:
+    for done, (problem, completions) in enumerate(asked, start=1):
         try:
             answers[places[id(problem)]] = [
                 Answer(
@@ -41,6 +43,7 @@ def evaluate(
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
+        reach(done)
     if failure is not None and not answers:
         raise failure
     return [(problems[place], answers[place]) for place in sorted(answers)]

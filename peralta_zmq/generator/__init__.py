@@ -49,6 +49,8 @@ def run(config: Config) -> None:
     Raises ConfigError, TaskError; waits, saying so, for weights and for the trainer.
     """
     threads = policy.use_threads(config.generator.num_workers)
+    device = policy.choose_device(config.model.device)
+    hello = policy.facts_of(device, policy.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
@@ -62,7 +64,8 @@ def run(config: Config) -> None:
 
         def ask_for_keyframe(run_id: str) -> None:
             if counters.due:
-                counters.send(wire.Counters(run_id, name, boot, wants_keyframe=True))
+                report = wire.Counters(run_id, name, boot, wants_keyframe=True, hello=hello)
+                counters.send(report)
 
         version, engine, tokenizer = open_engine(
             config, follower, listener, address, ask_for_keyframe
@@ -71,7 +74,7 @@ def run(config: Config) -> None:
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
         line = Line(listener, sender, counters)
-        worker = Generator(config, name, boot, follower, line, version)
+        worker = Generator(config, name, boot, follower, line, version, hello)
         check_tokens(environments.problems, len(tokenizer))
         worker.work(engine, tokenizer, environments)
 
@@ -100,14 +103,16 @@ class Generator:
         follower: Follower,
         line: Line,
         version: Version,
+        hello: dict[str, str],
     ) -> None:
         self._config, self._follower, self._line = config, follower, line
-        self._name = name
+        self._name, self._hello = name, hello
         self._begin(version, boot)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
         self._unjudged = 0  # groups without a reward
-        self._tokens, self._blocked, self._reported = 0, 0.0, time.monotonic()  # since a report
+        self._tokens, self._blocked, self._queued = 0, 0.0, 0.0  # since a report
+        self._reported = time.monotonic()
         self._silence_said = time.monotonic()
         self._is_left = False  # by a trainer that has nothing more to do
         self._reload_seconds = 0.0  # of the latest change of weights
@@ -338,7 +343,8 @@ class Generator:
         """Tell the trainer how we fare."""
         now, self._tokens, tokens = time.monotonic(), 0, self._tokens
         elapsed, self._reported = max(now - self._reported, 1e-3), now
-        blocked, self._blocked = self._blocked, 0.0
+        queued, self._queued = self._queued, 0.0
+        blocked, self._blocked = self._blocked + queued, 0.0
         self._line.counters.send(
             wire.Counters(
                 run_id=self._version.run_id,
@@ -351,9 +357,10 @@ class Generator:
                 step=self._version.step,
                 tokens_per_s=tokens / elapsed,
                 blocked_frac=min(1.0, blocked / elapsed),
+                queue_frac=min(1.0, queued / elapsed),
                 reload_s=self._reload_seconds,
                 wants_keyframe=self._follower.wants_keyframe,
-                hello=policy.versions(),
+                hello=self._hello,
             )
         )
 
@@ -445,5 +452,5 @@ class Generator:
             if time.monotonic() - said > WAITING_SECONDS:
                 said = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", said - started)
-        self._blocked += time.monotonic() - started
+        self._queued += time.monotonic() - started
         return True

@@ -5,16 +5,18 @@ Knows the store, the engines and the config; knows nothing of groups.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 
-from peralta_zmq import policy, registry, wire
-from peralta_zmq.config import Config
+from peralta_zmq import adapted, policy, registry, wire
+from peralta_zmq.config import Config, files_given
+from peralta_zmq.engines.adapted import AdaptedEngine
 from peralta_zmq.errors import StoreError
+from peralta_zmq.password import read_token
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.place import open_place
-from peralta_zmq.stores.serve import read_token
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 
@@ -32,6 +34,8 @@ def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Ve
         return current
     started = time.monotonic()
     try:
+        if staged.version.says("adapts") != current.says("adapts"):
+            raise ValueError("it is an adapter for another base than that of the one served")
         engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
         follower.settle(refused=str(error))
@@ -82,19 +86,15 @@ def open_engine(
         if time.monotonic() - started > patience:
             raise StoreError(
                 f"no weights in {config.weights_address} after {patience:g} s "
-                "(weights.wait_for_weights_timeout). Start the trainer: bin/trainer @ CONFIG"
+                f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
             )
         heard = listener.listen()
         if heard is not None and follower.wants_keyframe:
             ask_for_keyframe(heard.run_id)
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
-            reply = "it answers" if wire.answers(address) else "no TCP answer"
-            logger.info(
-                "waiting for trainer %s (%.0f s): %s, no version in %s. "
-                "Start it: bin/trainer @ CONFIG. Same weights.dir on both?",
-                address, said - started, reply, config.weights_address,
-            )  # fmt: skip
+            seconds, answers = said - started, wire.answers(address)
+            logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
     started = time.monotonic()
     made = make_engine(config, staged)
     follower.settle()
@@ -102,16 +102,32 @@ def open_engine(
     return staged.version, *made
 
 
+def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
+    """What is missing, and what to do about it."""
+    files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
+    diagnose = f"Diagnose: bin/doctor{files}"
+    if answers:
+        reason = f"it answers, but {weights} has no version. Is that its weights.dir?"
+        return f"{start}: {reason} {diagnose}"
+    return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
+
+
 def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, policy.Tokenizer]:
-    """The configured engine over weights that lie here."""
+    """The configured engine over weights that lie here.
+
+    Raises ConfigError for an adapter whose base is not the model of this machine's settings.
+    """
     device = policy.choose_device(config.model.device)
     dtype, reason = policy.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    model = policy.load_model(staged.folder, device=device, dtype=dtype)
-    tokenizer = policy.load_tokenizer(staged.folder)
-    engine = registry.resolve("engine", config.engine.name)
-    made = engine(
-        model, tokenizer, step=staged.version.step,
+    version, adapts = staged.version, staged.version.says("adapts") is not None
+    folder = adapted.base_of(config, version) if adapts else staged.folder
+    model = policy.load_model(folder, device=device, dtype=dtype)
+    tokenizer = policy.load_tokenizer(folder)
+    make = functools.partial(
+        registry.resolve("engine", config.engine.name), model, tokenizer, step=version.step,
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
-    return made, tokenizer
+    if adapts:
+        return AdaptedEngine(make, model, staged.tensors, version.step), tokenizer
+    return make(), tokenizer

@@ -13,10 +13,12 @@ from typing import Any, Literal, TypeAlias
 from peralta_zmq.rollout import RolloutGroup
 
 Verdict: TypeAlias = Literal[
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "duplicate"
-]
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+    "duplicate",
+]  # fmt: skip
 OUTCOMES = (
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid", "lost",
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+    "lost",
 )  # fmt: skip
 ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
@@ -117,6 +119,8 @@ class Admission:
     ledger: Ledger = field(default_factory=Ledger)
     abandoned: set[str] = field(default_factory=set[str])
     """Ids of weights that a roll-back has left behind; what they sampled is not trained."""
+    distrusted: set[str] = field(default_factory=set[str])
+    """Senders whose logprobs are too far from ours; what they sample is not trained."""
     duplicates: int = 0
 
     def admit(self, group: RolloutGroup, *, step: int) -> Verdict:
@@ -134,6 +138,8 @@ class Admission:
             return "evaluated"
         if group.policy_step >= step or group.wid in self.abandoned:
             return "abandoned"
+        if group.sender in self.distrusted:
+            return "mismatched"
         if staleness(group, step=step) > self.max_off_policy_steps:
             return "stale"
         if self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0):

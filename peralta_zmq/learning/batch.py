@@ -32,6 +32,7 @@ class Piece:
     places: tuple[Int64Array, ...]  # of each rollout, where its tokens are
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # of each rollout
+    sender: str = ""  # of their group
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +52,7 @@ class Batch:
     mask: Tensor  # float32 [N], 1 where a token counts
     sequence: Tensor  # int64 [N], which rollout of this micro-batch
     num_sequences: int
+    senders: tuple[str, ...] = ()  # of the rollouts of this micro-batch
     temperatures: Tensor | float = 1.0  # float32 [N], that sampled each token; a number for all
     prox_logprobs: Tensor | None = None  # float32 [N], see tokens
     ref_logprobs: Tensor | None = None
@@ -64,6 +66,7 @@ class Cut:
     pieces: tuple[Piece, ...]
     num_truncated: int  # rollouts that lost their end
     num_dropped: int  # rollouts that are not trained
+    advantages: tuple[tuple[float, ...], ...]  # of each group's rollouts; none without signal
 
 
 def cut(
@@ -73,16 +76,18 @@ def cut(
     max_tokens: int,
     oversize: Oversize = "truncate",
     share_prompts: bool = True,
+    keep_zero_std: bool = False,
     stays: Sequence[Sequence[bool]] | None = None,
 ) -> Cut:
     """Groups with signal as pieces of at most `max_tokens` tokens.
 
-    Siblings share what they begin with unless `share_prompts` is off. A rollout that is too long
-    loses its end, or is dropped, as `oversize` says. `stays` tells of each rollout of each group
-    whether the filters leave it in; it counts in the baseline anyhow.
+    `keep_zero_std` takes those without signal too. Siblings share what they begin with unless
+    `share_prompts` is off. A rollout that is too long loses its end, or is dropped, as `oversize`
+    says. `stays` tells of each rollout of each group whether the filters leave it in; it counts in
+    the baseline anyhow.
     """
     pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
-    signal = [number for number, group in enumerate(groups) if group.has_signal]
+    signal = [number for number, group in enumerate(groups) if keep_zero_std or group.has_signal]
     worths = advantages_of([groups[number] for number in signal], advantage)
     for number, worth_of in zip(signal, worths, strict=True):
         kept = list[tuple[Rollout, float]]()
@@ -100,8 +105,11 @@ def cut(
             elif oversize == "truncate" and shorter is not rollout:  # nothing but prompt is left
                 counts["truncated"] -= 1
                 counts["dropped"] += 1
-        pieces += _pieces(kept, max_tokens if share_prompts else 0)
-    return Cut(tuple(pieces), counts["truncated"], counts["dropped"])
+        cut_up = _pieces(kept, max_tokens if share_prompts else 0)
+        pieces += [replace(each, sender=groups[number].sender) for each in cut_up]
+    told = dict(zip(signal, map(tuple, worths), strict=True))
+    advantages = tuple(told.get(number, ()) for number in range(len(groups)))
+    return Cut(tuple(pieces), counts["truncated"], counts["dropped"], advantages)
 
 
 def make_batches(
@@ -213,6 +221,7 @@ def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.dev
         mask=torch.ones_like(old),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
+        senders=tuple(piece.sender for piece in pieces for _ in piece.rollouts),
         temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
         if callable(temperature)
         else temperature,

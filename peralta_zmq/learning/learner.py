@@ -18,19 +18,22 @@ from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.filters import Filter, apply_filters
 from peralta_zmq.learning.ranks import ALONE, Ranks
+from peralta_zmq.learning.reference import Frozen, Reference
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
 from peralta_zmq.learning.tokens import TokenLoss
+from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # steps in a row without a finite gradient
 
 
 class Learner:
-    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped.
+    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped,
+    `mismatch` how far each sender's logprobs were from ours in it.
 
     `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
-    so is `score_with_entropy` the policy itself, for a loss that wants its entropy too.
+    `score_with_entropy` is the policy itself, for a loss that wants its entropy too.
     `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
     Of several `ranks` each makes the same calls with the same groups and takes its share of them.
     """
@@ -51,14 +54,17 @@ class Learner:
         num_iterations: int = 1,
         oversize: Oversize = "truncate",
         share_prompts: bool = True,
-        reference: Score | None = None,
-        teacher: Score | None = None,
+        keep_zero_std: bool = False,
+        reference: Reference | None = None,
+        teacher: Frozen | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
         filters: Sequence[Filter] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.step = 0
         self.problem = ""
+        self.advantages: Sequence[Sequence[float]] = ()  # of the newest step, as Cut has them
+        self.mismatch: dict[str, Mismatch] = {}  # by sender, of the last step
         self._skipped = self._skipped_in_a_row = 0  # steps
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
@@ -68,7 +74,8 @@ class Learner:
         self._temperature, self._num_iterations = temperature, num_iterations
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._oversize: Oversize = oversize
-        self._share_prompts, self._ranks = share_prompts, ranks
+        self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
+        self._ranks = ranks
         self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -84,9 +91,12 @@ class Learner:
         pieces = cut(
             groups, self._advantage, stays=stays,
             max_tokens=self._max_tokens, oversize=self._oversize,
-            share_prompts=self._share_prompts,
+            share_prompts=self._share_prompts, keep_zero_std=self._keep_zero_std,
         )  # fmt: skip
+        self.advantages = pieces.advantages
         metrics = self._update(pieces)
+        if self._reference is not None:
+            self._reference.follow(self.step)
         return {
             **describe(groups, step=self.step),
             **caught,
@@ -115,6 +125,7 @@ class Learner:
             for batches in dealt
         ]  # fmt: skip
         self._judge(taken)
+        self.mismatch = taken[0].mismatch  # later mini-batches meet a policy that has moved
         names = list(dict.fromkeys(name for each in taken for name in each.metrics))
         return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
 
@@ -126,11 +137,12 @@ class Learner:
             device=next(iter(self._parameters.values())).device,
             padded=not self._share_prompts, ranks=self._ranks,
         )  # fmt: skip
-        reference, teacher = self._reference, self._teacher
-        if reference is not None:
-            batches = [replace(b, ref_logprobs=logprobs_of(reference, b)) for b in batches]
-        if teacher is not None:
-            batches = [replace(b, teacher_logprobs=logprobs_of(teacher, b)) for b in batches]
+        if self._reference is not None:
+            with self._reference.at_work() as score:
+                batches = [replace(b, ref_logprobs=logprobs_of(score, b)) for b in batches]
+        if self._teacher is not None:
+            with self._teacher.at_work() as score:
+                batches = [replace(b, teacher_logprobs=logprobs_of(score, b)) for b in batches]
         return batches
 
     def _with_prox(self, batch: Batch) -> Batch:
@@ -148,7 +160,8 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer, RNG, counts: model/NAME, adamw/KIND/NAME, rng/torch, skipped.
+        """Masters, optimizer, RNG, counts: model/NAME, adamw/KIND/NAME, rng/torch, skipped; and
+        reference/NAME of a reference that follows the policy.
 
         Every tensor is whole, at any number of ranks; rank 0 has them.
         """
@@ -156,6 +169,9 @@ class Learner:
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
                 tensors[f"adamw/{kind}/{name}"] = self._ranks.collected(tensor)
+        if self._reference is not None:
+            for path, tensor in self._reference.state().items():
+                tensors[path] = self._ranks.collected(tensor)
         skipped = torch.tensor([self._skipped, self._skipped_in_a_row])
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
@@ -180,6 +196,11 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(self._ranks.own_part(masters[name], parameter))
+        if self._reference is not None:
+            self._reference.restore(
+                {path: self._ranks.own_part(tensors[path], like)
+                 for path, like in self._reference.state().items()}
+            )  # fmt: skip
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith("adamw/"):

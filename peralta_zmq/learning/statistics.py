@@ -33,6 +33,14 @@ def describe(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
     }
 
 
+def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The mean reward of each environment's rollouts, as rewards/NAME/mean."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.task, []).extend(group.rewards)
+    return {f"rewards/{name}/mean": fmean(values) for name, values in rewards.items()}
+
+
 def _reward_parts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for group in groups:

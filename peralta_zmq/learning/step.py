@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import torch
@@ -17,9 +17,11 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.batch import Batch
 from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import Segment
 
 MAX_LOG_RATIO = 10.0  # of the diagnostics
+BY_SENDER = "sender/"  # sums that are no metrics
 
 
 class Score(Protocol):
@@ -54,6 +56,7 @@ class Taken:
 
     metrics: dict[str, float]
     problem: str = ""
+    mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
 
 
 def take_step(
@@ -71,9 +74,9 @@ def take_step(
     The loss divides by the totals of the whole step, so that no split into micro-batches or
     ranks changes the gradient. A step whose gradient is not finite is skipped, by all ranks, and
     says why.
-    Metrics: loss, grad_norm, mismatch_kl, ess, skipped, and the loss's own. Raises ConfigError
-    when the loss does not keep its contract. A loss that wants the entropy of the policy is given
-    `score_with_entropy`, which is asked instead of `score`.
+    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the loss's own. Raises
+    ConfigError when the loss does not keep its contract. A loss that wants the entropy of the
+    policy is given `score_with_entropy`, which is asked instead of `score`.
     """
     step_tokens, step_sequences, num_batches = _totals(batches, ranks)
     sums: dict[str, float] = {}
@@ -89,9 +92,14 @@ def take_step(
             continue
         value, own = _checked(loss, tokens)
         value.backward()
-        for name, each in {**own, **_diagnostics(tokens), "loss": value}.items():
+        told = {
+            "entropy": _entropy(tokens), **own, **_diagnostics(tokens),
+            **_by_sender(tokens, batch.senders), "loss": value,
+        }  # fmt: skip
+        for name, each in told.items():
             sums[name] = sums.get(name, 0.0) + float(each.detach())
     metrics = ranks.merged(sums)
+    mismatch = _pop_mismatch(metrics)
     unlikely = metrics.pop("not_finite", 0.0)
     ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
     grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
@@ -107,6 +115,7 @@ def take_step(
             **own,
         },
         _problem(unlikely, metrics["loss"]) if skipped else "",
+        {} if skipped else mismatch,
     )
 
 
@@ -167,6 +176,43 @@ def _diagnostics(tokens: Tokens) -> dict[str, Tensor]:
         "ratio": (tokens.mask * ratio).sum(),
         "ratio_square": (tokens.mask * ratio.square()).sum(),
         "not_finite": (~tokens.logprobs.isfinite()).sum(),
+    }
+
+
+@torch.no_grad()
+def _entropy(tokens: Tokens) -> Tensor:
+    """The policy's entropy in nats, estimated from the sampled tokens: E_mu[-ratio pi].
+
+    Exact in the mean when nothing is cut off in sampling; a loss that computes it says it itself.
+    """
+    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return -(tokens.mask * apart.exp() * tokens.logprobs).sum() / tokens.step_tokens
+
+
+@torch.no_grad()
+def _by_sender(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
+    """k3 and tokens that count of each sender, to be added up by the two names of both."""
+    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sums: dict[str, Tensor] = {}
+    for name, each in (("kl", apart.exp() - apart - 1), ("tokens", torch.ones_like(apart))):
+        of_rollouts = apart.new_zeros(tokens.num_sequences)
+        of_rollouts.index_add_(0, tokens.sequence, tokens.mask * each)
+        for sender, of_rollout in zip(senders, of_rollouts.cpu(), strict=False):
+            key = f"{BY_SENDER}{name}/{sender}"
+            sums[key] = sums.get(key, 0.0) + of_rollout
+    return sums
+
+
+def _pop_mismatch(metrics: dict[str, float]) -> dict[str, Mismatch]:
+    """Take what `_by_sender` told out of the metrics; senders without a token are left out."""
+    told = {name: metrics.pop(name) for name in list(metrics) if name.startswith(BY_SENDER)}
+    tokens = {
+        name.removeprefix(f"{BY_SENDER}tokens/"): count
+        for name, count in told.items()
+        if name.startswith(f"{BY_SENDER}tokens/") and count
+    }
+    return {
+        sender: Mismatch(told[f"{BY_SENDER}kl/{sender}"], count) for sender, count in tokens.items()
     }
 
 

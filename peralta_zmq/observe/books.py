@@ -6,6 +6,7 @@ written again, so that a replay leaves no trace.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from peralta_zmq.observe import report
+from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.metrics import (
     EVENTS,
     METRICS,
@@ -24,25 +26,36 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )  # fmt: skip
+from peralta_zmq.observe.progress import Progress
 from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.observe.trackers import Tracker
+from peralta_zmq.observe.verdict import BEGINS, WINDOW, Verdict, verdict
 from peralta_zmq.rollout import Answer
 
 EVALUATIONS = "eval.jsonl"
 CLOSING_SAMPLES = 6
+NUM_EVENTS = 1000  # the newest, which the verdict looks at
 
 
 class Books:
     """The run's files and its table, open for one session. Use with `with`."""
 
-    def __init__(self, folder: Path, *, run: str, max_steps: int) -> None:
-        self.resuming = any(row.get("event") == "start" for row in read_rows(folder / EVENTS))
+    def __init__(
+        self, folder: Path, *, run: str, max_steps: int, trackers: Sequence[Tracker] = ()
+    ) -> None:
+        events = read_rows(folder / EVENTS)
+        self.resuming = any(row.get("event") == "start" for row in events)
         self._folder = folder
         self._last_step = _last_written(folder)
+        self._is_open = False  # this session has begun to train
+        self._newest_rows = deque(read_rows(folder / METRICS), maxlen=2 * WINDOW)
+        self._newest_events = deque(events, maxlen=NUM_EVENTS)
         with ExitStack() as stack:
             self._metrics = stack.enter_context(JsonLines(folder / METRICS))
             self._samples = stack.enter_context(JsonLines(folder / SAMPLES))
             self._evaluations = stack.enter_context(JsonLines(folder / EVALUATIONS))
             self._events = stack.enter_context(Events(folder / EVENTS))
+            self._trackers = [stack.enter_context(each) for each in trackers]
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
 
@@ -71,11 +84,22 @@ class Books:
 
     def event(self, name: str, **fields: object) -> None:
         """Something happened beside the steps."""
-        self._events.record(name, **fields)
+        self._newest_events.append(self._events.record(name, **fields))
+        self._is_open = self._is_open or name in BEGINS
+
+    def end(self, name: str, *, step: int) -> None:
+        """The session is over; one that had nothing to train is not told."""
+        if self._is_open:
+            self._is_open = False
+            self.event(name, step=step)
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
         self._terminal.note(text)
+
+    def progress(self, what: str, total: int) -> Progress:
+        """How far something beside the steps is, for the person who watches."""
+        return self._terminal.progress(what, total)
 
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
         """Write a step's metrics and one whole group; False when it is already written."""
@@ -85,8 +109,14 @@ class Books:
         self._last_step = step
         self._metrics.append(row)
         self._samples.append(sample)
-        self._terminal.step(dict(row))
+        self._newest_rows.append(dict(row))
+        self._track(step, row)
+        self._terminal.step(dict(row), self.verdict())
         return True
+
+    def verdict(self) -> Verdict:
+        """Who waits for whom, by the newest rows and events."""
+        return verdict(list(self._newest_rows), list(self._newest_events))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the held-out problems were answered at this step."""
@@ -110,9 +140,15 @@ class Books:
         self._evaluations.append(
             row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
         )
+        told = {f"eval/{name}": figure for name, figure in figures.items()}
+        self._track(step, {"eval/accuracy": accuracy, **told})
         several = figures if len(figures) > 2 else {}  # avg@1 and pass@1 say nothing new
         more = "".join(f"  {name} {value:.3f}" for name, value in several.items())
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{more}")
+
+    def _track(self, step: int, row: Mapping[str, object]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, row)
 
     def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
         """Summary, plot and last words, all from the run's files."""
@@ -123,12 +159,20 @@ class Books:
             eval_before=number(base, "accuracy") if base else None,
             eval_after=number(rows[-1], "accuracy"),
             accounting=accounting,
+            verdict=self.verdict(),
         )
         if report.write_reward_plot(self._folder) is None:
             self.note("no reward plot: pip install 'peralta_zmq[plot]'")
+        self._export()
         before, after = _answers(base or rows[-1]), _answers(rows[-1])
         words = report.closing_text(self._folder, summary, before, after, weights_folder)
         self._terminal.end(words)
+
+    def _export(self) -> None:
+        try:
+            write_report([self._folder], self._folder / report.PAGE)
+        except Exception as error:  # noqa: BLE001 - a run that is complete ends well without it
+            self.note(f"no {report.PAGE} ({error}); bin/dashboard {self._folder} may show more")
 
     def __enter__(self) -> Books:
         return self

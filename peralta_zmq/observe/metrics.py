@@ -36,7 +36,7 @@ class JsonLines:
 
         A disk that refuses costs the line, not the run.
         """
-        line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+        line = json.dumps(finite(row), allow_nan=False).encode() + b"\n"
         start = b"\n" if self._torn else b""
         try:
             self._torn = self._file.write(start + line) < len(start + line)
@@ -61,9 +61,11 @@ class Events:
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
-    def record(self, event: str, **fields: object) -> None:
-        """Append `{"time": now in unix seconds, "event": event, **fields}`."""
-        self._lines.append({"time": time.time(), "event": event, **fields})
+    def record(self, event: str, **fields: object) -> Row:
+        """Append `{"time": now in unix seconds, "event": event, **fields}`, and return it."""
+        row: Row = {"time": time.time(), "event": event, **fields}
+        self._lines.append(row)
+        return row
 
     def __enter__(self) -> Events:
         return self
@@ -120,12 +122,13 @@ def _cut_torn_line(file: BinaryIO) -> None:
         file.truncate(keep)
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """JSON has no NaN and no infinity: they become null, however deep."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         fields = cast("Mapping[str, object]", value)
-        return {key: _finite(field) for key, field in fields.items()}
+        return {key: finite(field) for key, field in fields.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(element) for element in cast("Sequence[object]", value)]
+        return [finite(element) for element in cast("Sequence[object]", value)]
     return value

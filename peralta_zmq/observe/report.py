@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
+from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import Answer
 
-SUMMARY, PLOT = "summary.json", "reward.png"
+SUMMARY, PLOT, PAGE = "summary.json", "reward.png", "report.html"
 Summary: TypeAlias = dict[str, Any]
 WIDTHS = (44, 26, 26)  # characters for problem, base answer, trained answer
 
@@ -26,6 +28,7 @@ def write_summary(
     eval_before: float | None,
     eval_after: float | None,
     accounting: Mapping[str, int],
+    verdict: Verdict,
 ) -> Summary:
     """Write summary.json whole and return it; accuracies are shares between 0 and 1.
 
@@ -43,6 +46,7 @@ def write_summary(
         "steps": len({row.get("step") for row in rows}),
         "restarts": sum(row.get("event") == "resume" for row in events),
         "accounting": dict(accounting),
+        "verdict": asdict(verdict),
     }
     replace_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
@@ -98,7 +102,7 @@ def closing_text(
     weights_folder: Path,
 ) -> str:
     """The last words of a run; of the answers, those to the same problems are shown."""
-    named = [("plot", folder / PLOT), ("metrics", folder / METRICS)]
+    named = [("plot", folder / PLOT), ("report", folder / PAGE), ("metrics", folder / METRICS)]
     return "\n".join(
         [
             *_sample_lines(before, after),
@@ -108,6 +112,7 @@ def closing_text(
             f"steps              {summary['steps']} in {summary['seconds']:.0f} s, "
             f"restarts: {summary['restarts']}",
             f"groups             {_accounting_text(summary['accounting'])}",
+            f"verdict            {summary['verdict']['sentence']}",
             *(f"{name:<19}{path}" for name, path in named if path.exists()),
             f"weights            {weights_folder}",
             "",

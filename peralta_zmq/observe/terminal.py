@@ -8,21 +8,26 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 from collections import deque
 from types import TracebackType
 from typing import TextIO
 
 from rich.bar import Bar
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.progress import Progress, duration
+from peralta_zmq.observe.verdict import Level, Verdict
 
 NUM_SHOWN = 12
-NUM_FRAME_LINES = 6  # title, rules, header and one line to spare
+NUM_FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, one to spare
+REPEAT_SECONDS = 60.0  # off a terminal, between two verdicts that come and go
+COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 logger = logging.getLogger(__name__)
 COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
 
@@ -35,6 +40,9 @@ class Terminal:
         self._run = run
         self._stream = stream or sys.stdout
         self._rows: deque[Row] = deque(maxlen=NUM_SHOWN)
+        self._shown: RenderableType = Text("waiting for the first step")
+        self._said: dict[str, float] = {}  # kind of verdict -> time of the row it was said at
+        self._kind = ""  # of the newest verdict
         console = Console(file=self._stream, highlight=False)
         lively = self._stream.isatty() and not console.is_dumb_terminal
         self._live = Live(console=console, auto_refresh=False) if lively else None
@@ -42,7 +50,7 @@ class Terminal:
     def __enter__(self) -> Terminal:
         if self._live:
             self._live.start()
-            self._live.update(Text("waiting for the first step"), refresh=True)
+            self._live.update(self._shown, refresh=True)
         return self
 
     def __exit__(
@@ -62,19 +70,45 @@ class Terminal:
         else:
             self._say(text)
 
+    def progress(self, what: str, total: int) -> Progress:
+        """Show how far something is, below the table if there is one."""
+        return Progress(what, total, show=self._show_progress, lively=self._live is not None)
+
+    def _show_progress(self, text: str) -> None:
+        if self._live:
+            self._live.update(Group(self._shown, Text(text)) if text else self._shown, refresh=True)
+        else:
+            self._say(text)
+
     def end(self, text: str) -> None:
         """The last words, below the table, which stays as it is."""
         if self._live:
             self._live.stop()
         self._say(text)
 
-    def step(self, row: Row) -> None:
-        """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s)."""
+    def step(self, row: Row, verdict: Verdict | None = None) -> None:
+        """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s).
+
+        The verdict stands under the table; off a terminal it is a line whenever another one holds.
+        """
         self._rows.append(row)
         if self._live:
-            self._live.update(self._table(), refresh=True)
-        else:
-            self._say(self._line())
+            shown = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
+            self._shown = Group(self._table(), shown)
+            self._live.update(self._shown, refresh=True)
+            return
+        self._say(self._line())
+        if verdict is not None and self._is_news(verdict, number(row, "time", 0.0)):
+            self._say(f"verdict: {verdict.text}")
+
+    def _is_news(self, verdict: Verdict, now: float) -> bool:
+        """Whether another thing holds than a step ago, numbers aside, unsaid for a minute."""
+        kind, before = re.sub(r"[0-9.]+", "", verdict.sentence), self._kind
+        self._kind = kind
+        if kind == before or now - self._said.get(kind, float("-inf")) < REPEAT_SECONDS:
+            return False
+        self._said[kind] = now
+        return True
 
     def _say(self, text: str) -> None:
         """Print a line; a full disk behind the stream ends the talk, not the run."""
@@ -124,18 +158,6 @@ class Terminal:
         seconds = number(last, "time") - number(first, "time")
         pace = seconds / num_steps if num_steps > 0 else number(last, "step_time")
         return duration(pace * max(0.0, self._max_steps - number(last, "step")))
-
-
-def duration(seconds: float) -> str:
-    """42s, 3m05s, 1h02m; a dash for NaN."""
-    if math.isnan(seconds):
-        return "-"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

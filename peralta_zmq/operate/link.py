@@ -12,11 +12,13 @@ from collections.abc import Generator
 from types import TracebackType
 
 PIECE = 1 << 14  # bytes passed on at a time
+NUM_PORTS = 4  # that a trainer listens on
 KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpressure
 
 
 class Link:
-    """Passes bytes from three local ports, `port` and the next two, to `target` and its next two.
+    """Passes bytes from four local ports, `port` and the three after it, to `target` and those
+    after that.
 
     While it is cut nothing passes and nobody is told, as with a cable pulled out; bytes already
     taken in are passed on when it is mended. Use with `with`.
@@ -115,11 +117,11 @@ class Link:
 
 
 def listening_ports() -> list[socket.socket]:
-    """Listening sockets on a free port and on the two after it."""
+    """Listening sockets on a free port and on the three after it."""
     while True:
         opened = [socket.create_server(("127.0.0.1", 0))]
         try:
-            for _ in range(2):
+            for _ in range(NUM_PORTS - 1):
                 opened.append(socket.create_server(("127.0.0.1", opened[-1].getsockname()[1] + 1)))
             return opened
         except (OSError, OverflowError):
@@ -127,8 +129,8 @@ def listening_ports() -> list[socket.socket]:
                 each.close()
 
 
-def three_free_ports() -> int:
-    """A port that is free just now together with the two after it."""
+def free_ports() -> int:
+    """A port that is free just now together with the three after it."""
     opened = listening_ports()
     port = int(opened[0].getsockname()[1])
     for each in opened:

@@ -17,7 +17,9 @@ from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.operate.history import History, Key, read_history
 
 # Fates that the journal knows.
-SETTLED = ("trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "invalid")
+SETTLED = (
+    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+)  # fmt: skip
 MAX_SHOWN = 5  # violations in one line
 
 

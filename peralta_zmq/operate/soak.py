@@ -23,7 +23,7 @@ from typing import TypeAlias
 from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.crew import Crew, Record, Worker, supervise
 from peralta_zmq.operate.history import read_history
-from peralta_zmq.operate.link import Link, three_free_ports
+from peralta_zmq.operate.link import Link, free_ports
 from peralta_zmq.operate.promises import check
 from peralta_zmq.operate.soak_report import figures_of, section, write_section
 from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
@@ -134,7 +134,7 @@ class Monkey:
 def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> int:
     """Run for so long under faults, then in peace to the end; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
-    record, weights, port = recorder(folder), folder / "nas" / "weights", three_free_ports()
+    record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
     over, target = False, 0
     with ExitStack() as stack:
         links = [stack.enter_context(Link(port)) for _ in range(NUM_GENERATORS)]

@@ -7,6 +7,7 @@ Tokens are shifted in `token_logprobs` and in `policy.score`, and nowhere else.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -42,18 +43,30 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 EMBEDDED = Path(__file__).parent.parent / "base_model"
 COMPANIONS = (".json", ".txt", ".jinja")
 LOGITS_AT_ONCE = {"cpu": 1 << 21}  # that are widened, so that no new pages are taken
+MAX_FACT = 100  # letters; a hello takes a few more
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def versions() -> dict[str, str]:
-    """What computes here: Python, torch, transformers, and the number of threads."""
-    return {
+def facts_of(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What computes here, for the hello of a worker: versions, device, numbers and threads."""
+    facts = {
+        "package": _package_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
         "threads": str(torch.get_num_threads()),
     }
+    return {name: fact[:MAX_FACT] for name, fact in facts.items()}
+
+
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("peralta_zmq")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def use_threads(num_workers: int = 1) -> int:
@@ -89,6 +102,13 @@ def available_cores() -> int:
         if quota != "max":
             cores = min(cores or 1, max(1, int(quota) // int(period)))
     return cores or 1
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a person knows it: cuda:0 (NVIDIA H200)."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
 
 
 def choose_device(device: str = "auto") -> torch.device:
@@ -161,6 +181,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")
     return cast(Tokenizer, tokenizer)
+
+
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """Every token of the tokenizer in `folder` with its number. Raises ConfigError."""
+    try:
+        return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model folder {folder} has no usable tokenizer: {reason}") from None
 
 
 def new_model(settings: Mapping[str, Any], *, seed: int) -> Model:

@@ -62,6 +62,7 @@ class Publisher:
         store: WeightStore,
         *,
         companions: Mapping[str, bytes],
+        about: Mapping[str, str] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         keep: Keep = Keep(),
         keyframe_interval: int = 10,
@@ -71,6 +72,7 @@ class Publisher:
         """`tell` is called in the thread as soon as a version is out."""
         self._tell = tell
         self._store, self._companions, self._dtype = store, companions, dtype
+        self._about = about
         self._keep, self._keyframe_interval = keep, keyframe_interval
         self._pace = _Pace(max_mbit_per_s)
         self._base: tuple[Version, Tensors] | None = None  # what the next delta is made from
@@ -79,6 +81,7 @@ class Publisher:
         self._reports: list[Report] = []
         self._failure: BaseException | None = None
         self._busy = self._closing = self._stuck = False
+        self._said = ""  # why versions are whole
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -176,6 +179,7 @@ class Publisher:
                 snapshot.step,
                 snapshot.tensors,
                 companions=self._companions,
+                about=self._about,
                 keep_last=self._keep.last,
                 keep_interval=self._keep.interval,
                 keep_seconds=self._keep.seconds,
@@ -203,7 +207,8 @@ class Publisher:
         if self._base is None or snapshot.whole:
             return None
         if reason := delta.unsuitable(snapshot.tensors):
-            if self._base[0].depth == 0:
+            if reason != self._said:
+                self._said = reason
                 logger.info("publishing whole versions: %s", reason)
             return None
         return self._base if self._base[0].depth + 1 < self._keyframe_interval else None

@@ -127,6 +127,7 @@ class WeightStore:
         tensors: Mapping[str, torch.Tensor],
         *,
         companions: Mapping[str, bytes],
+        about: Mapping[str, str] | None = None,
         keep_last: int = 3,
         keep_interval: int | None = None,
         keep_seconds: float = 0.0,
@@ -135,16 +136,17 @@ class WeightStore:
         timing: Timing | None = None,
     ) -> Version:
         """Write the next version, then prune: as a delta to `base` when that is worth it,
-        else whole with its companion files (config, tokenizer).
+        else whole with its companion files (config, tokenizer). `about` is said in the manifest.
 
         Numbers follow the step and are never reused. Raises StoreError when the place is gone,
         full or read-only; nothing half-written stays.
         """
         try:
-            number, about = self._next(step, tensors, companions)
+            number, said = self._next(step, tensors, companions)
+            said = {**(about or {}), **said}
             failpoint("publish.identity")
             stream = functools.partial(_stream, pace=pace, timing=timing or Timing())
-            version = self._write(number, about, tensors, companions, base, stream)
+            version = self._write(number, said, tensors, companions, base, stream)
         except OSError as error:
             reason = error.strerror or str(error)
             raise StoreError(f"cannot publish step {step} to {self.where}: {reason}") from None

@@ -12,6 +12,7 @@ from peralta_zmq import durable
 WEIGHTS, DELTA = "model.safetensors", "delta.bin"
 IDENTITY = "RUN.json"
 FORMAT = 2
+TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")  # of a manifest
 NAME = re.compile(r"step_\d{8}")  # a listing may hold what people and machines left there
 Kind = Literal["keyframe", "delta"]
 
@@ -56,7 +57,7 @@ class Version:
         return sum(size for size, _ in self.manifest.files.values())
 
     def says(self, field: str) -> str | None:
-        """A digest of the manifest: result, base or model; None when it does not say."""
+        """A text of the manifest: result, base, model, adapts; None when it does not say."""
         return cast("str | None", self.manifest.about.get(field))
 
 
@@ -78,7 +79,7 @@ def version_of(folder: Path, manifest: durable.Manifest) -> Version:
         raise durable.CorruptError(f"{folder.name}: neither a keyframe nor a delta")
     if (WEIGHTS if kind == "keyframe" else DELTA) not in manifest.files:
         raise durable.CorruptError(f"{folder.name}: a {kind} without its weights")
-    if not all(_is_text(about.get(field)) for field in ("run_id", "model", "base", "result")):
+    if not all(_is_text(about.get(field)) for field in TEXTS):
         raise durable.CorruptError(f"{folder.name}: a digest that is none")
     return Version(cast(int, number), cast(int, step), folder, manifest)
 

@@ -49,17 +49,22 @@ def _observer(folder: Path, poll_seconds: float) -> BaseObserver:
 
 def is_remote(folder: Path, mounts: Path = MOUNTS) -> bool:
     """Whether the folder's file system changes without the kernel's knowing (Linux only)."""
+    return kind_of(folder, mounts).startswith(REMOTE)
+
+
+def kind_of(folder: Path, mounts: Path = MOUNTS) -> str:
+    """The type of the folder's file system, ext4 or nfs4 for example; '' where nothing tells."""
     try:
         lines = mounts.read_text("utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return ""
     here = str(folder.absolute())
     kinds = {
         len(point): kind
         for point, kind in (_mount(line) for line in lines)
         if here == point or here.startswith(point.rstrip("/") + "/")
     }
-    return bool(kinds) and kinds[max(kinds)].startswith(REMOTE)
+    return kinds[max(kinds)] if kinds else ""
 
 
 def _mount(line: str) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 Knows the config and every leaf; knows nothing of the generator's loop. Killed at any moment it
 goes on from the newest checkpoint and the journal, with nothing trained twice.
 
-Its rooms: intake (groups), roster (generators), broadcast (weights), evaluations, recording.
+Its rooms: intake (groups), roster and doubts (generators), broadcast (weights), evaluations,
+recording, page.
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from peralta_zmq import parts, policy, registry, wire
+from peralta_zmq import adapted, parts, policy, registry, wire
 from peralta_zmq.config import Config, earlier_config, write_resolved
 from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.learning.statistics import by_environment
+from peralta_zmq.learning.trust import figures
 from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.trackers import check_trackers, open_trackers
+from peralta_zmq.policy import adapters
+from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.ranks import TrainerRanks, dismiss, enlist, follow, led
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
-from peralta_zmq.trainer import broadcast, evaluations, folders
+from peralta_zmq.trainer import broadcast, evaluations, folders, page
+from peralta_zmq.trainer.doubts import Doubts
 from peralta_zmq.trainer.intake import Intake
 from peralta_zmq.trainer.recording import Recorder
 from peralta_zmq.trainer.roster import Roster
@@ -65,6 +71,8 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
+        page.check(config)
+        check_trackers(config.run.report_to)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
@@ -78,10 +86,10 @@ class Trainer:
         self._books, journal = self._open_folder(stack, store)
         self._broadcast = broadcast.Broadcast(
             config, store, stack,
-            model_folder=self._model_folder, books=self._books,
+            beside=self._beside, books=self._books,
             speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
-        self._roster = Roster(counters, self._books)
+        self._roster = Roster(counters, self._books, self._hello)
         self._evaluations = evaluations.Evaluations(
             config, held_out, self._engine, self._tokenizer, self._books, self._speaker
         )
@@ -90,7 +98,9 @@ class Trainer:
             roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
+        self._doubts = Doubts(config, self._books, self._intake.admission)
         self._recorder = Recorder(self._books, self._tokenizer)
+        page.show(config, stack, self._books)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
         self._saved_step = -1
         self._stop.listen()
@@ -143,6 +153,7 @@ class Trainer:
         failpoint("trainer.collected")
         row = self._learn(groups)
         failpoint("trainer.stepped")
+        self._doubts.judge(step=self._learner.step)
         self._roster.excuse(time.monotonic() - collected)
         publishing = self._publish()
         row |= {
@@ -168,27 +179,35 @@ class Trainer:
         complete = step >= self._config.train.max_steps
         self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if complete else broadcast.STOP_SECONDS)
         if not complete:
+            self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             return
         self._evaluations.leave()
         self._intake.announce(step, begun=step, done=True)
         self._evaluations.evaluate(step)
         self._roster.hear(step=step)
-        store = self._broadcast.store
-        newest = store.newest()
-        folder = newest.folder if newest else store.folder
-        self._books.close_run(folder, self._intake.accounting())
+        self._books.end("complete", step=step)
+        self._books.close_run(self._loadable(), self._intake.accounting())
+
+    def _loadable(self) -> Path:
+        """A folder that transformers loads the last weights from."""
+        if adapters.has_adapters(self._model):
+            return adapted.export(self._config, self._folder, self._model_folder, self._model)
+        newest = self._broadcast.store.newest()
+        return newest.folder if newest else self._broadcast.store.folder
 
     # Opening.
 
     def _open_model(self, problems: Sequence[Problem], ranks: TrainerRanks) -> None:
         config = self._config
         self._model_folder = policy.model_folder(config.model.name)
-        device = policy.choose_device(config.model.device)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
-        self._model = policy.load_model(self._model_folder, device=device, dtype=torch.float32)
+        self._model = adapted.load_policy(config, self._model_folder)
+        self._beside = adapted.published_beside(config, self._model_folder, self._model)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
+        dtype, _ = training_dtype(self._model, config.train.dtype)
+        self._hello = policy.facts_of(self._model.device, dtype)
         self._learner = led(parts.learner_of(config, self._model, ranks), ranks, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
@@ -209,6 +228,12 @@ class Trainer:
         stack.enter_context(closing(announcer))
         counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
         stack.enter_context(closing(counters))
+        greeting = wire.Greeting(
+            self._config.run.name, run_id=self._run_id, hello=self._hello
+        )  # fmt: skip
+        show = broadcast.open_probe(self._config, stack)
+        greeter = wire.Greeter(wire.next_port(address, 3), greeting, show=show, gate=gate)
+        stack.enter_context(closing(greeter))
         first = wire.Announcement(self._run_id, boot=os.urandom(8), train_set=train_set)
         self._speaker = Speaker(announcer, first)
         return receiver, counters
@@ -235,8 +260,13 @@ class Trainer:
                 "choose another with --run.dir"
             ) from None
         journal = stack.enter_context(closing(Journal(folder / "journal")))
+        trackers = open_trackers(
+            config.run.report_to, folder=folder, run_id=self._run_id,
+            settings=config.model_dump(mode="json"),
+        )  # fmt: skip
         name, max_steps = config.run.name, config.train.max_steps
-        return stack.enter_context(Books(folder, run=name, max_steps=max_steps)), journal
+        books = Books(folder, run=name, max_steps=max_steps, trackers=trackers)
+        return stack.enter_context(books), journal
 
     # One step.
 
@@ -251,8 +281,9 @@ class Trainer:
         if problem := self._learner.problem:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")
-        self._progress = self._intake.saved()
-        return row
+        self._progress = {**self._intake.saved(), **self._beside.about}
+        self._doubts.note(self._learner.mismatch)
+        return row | figures(self._learner.mismatch)
 
     def _publish(self) -> float:
         """Hand this step's weights over to be published; returns the seconds it took.
@@ -263,19 +294,21 @@ class Trainer:
         step = self._learner.step
         whole = self._roster.wants_keyframe or step >= self._config.train.max_steps
         self._roster.wants_keyframe = False
-        return self._broadcast.publish(step, policy.weights_of(self._model), whole=whole)
+        return self._broadcast.publish(step, adapters.published_weights(self._model), whole=whole)
 
     def _record(
         self, groups: Sequence[RolloutGroup], row: dict[str, float], *, step_time: float
     ) -> None:
+        several = len(self._config.environments) > 1
         full = {
             **row,
+            **(by_environment(groups) if several else {}),
             **self._intake.figures(),
             "generators": len(self._roster.live()),
-            **self._roster.fares(),
+            **self._roster.fares(row),
             "step_time": step_time,
         }
-        self._recorder.record(self._learner.step, groups, full)
+        self._recorder.record(self._learner.step, groups, full, advantages=self._learner.advantages)
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""
@@ -326,6 +359,7 @@ class Trainer:
                 f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
                 "choose another --run.name, or the model it was made with"
             ) from None
+        adapted.check_base(self._beside, saved.progress, where=self._folder)
         self._progress = saved.progress
         self._intake.restore(saved.progress)
         self._saved_step = saved.step

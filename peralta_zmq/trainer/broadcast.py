@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 from torch import Tensor
 
 from peralta_zmq import parts, policy
+from peralta_zmq.adapted import Beside
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.books import Books
+from peralta_zmq.password import read_token
 from peralta_zmq.stores.place import open_place
+from peralta_zmq.stores.probe import Probe
 from peralta_zmq.stores.publisher import Keep, Publisher, Report
-from peralta_zmq.stores.serve import Server, read_token
+from peralta_zmq.stores.serve import Server
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 from peralta_zmq.trainer.speaker import Speaker
@@ -40,7 +42,7 @@ class Broadcast:
         store: WeightStore,
         stack: ExitStack,
         *,
-        model_folder: Path,
+        beside: Beside,
         books: Books,
         speaker: Speaker,
         stop: Stop,
@@ -56,7 +58,8 @@ class Broadcast:
             stack.enter_context(closing(server))
         self._publisher = Publisher(
             store,
-            companions=policy.companion_files(model_folder),
+            companions=beside.companions,
+            about=beside.about,
             dtype=policy.DTYPES[weights.dtype],
             keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
@@ -129,6 +132,13 @@ def open_store(config: Config) -> WeightStore:
         )
     read_token(config.weights.token_file)  # tried before anything is written
     return WeightStore(open_place(config.weights_address))
+
+
+def open_probe(config: Config, stack: ExitStack) -> Callable[[], str] | None:
+    """What shows a doctor that its weights folder is ours; None when ours is a bucket."""
+    if "://" in config.weights_address:
+        return None
+    return stack.enter_context(closing(Probe(config.weights_folder))).show
 
 
 def claim(store: WeightStore, config: Config, *, run_id: str, stop: Stop) -> None:

@@ -42,11 +42,13 @@ class Evaluations:
         """Let the trainer's own model answer, unless this step is evaluated already."""
         config = self._config
         if not self._books.has_evaluation(step):
-            answers = evaluate(
-                self._engine, self._tokenizer, self._held_out.problems, self._held_out.reward,
-                sampling=parts.eval_sampling_of(config, seed=config.run.seed),
-                num_generations=config.eval.rollouts_per_example,
-            )  # fmt: skip
+            problems = self._held_out.problems
+            with self._books.progress(f"evaluating step {step}", len(problems)) as progress:
+                answers = evaluate(
+                    self._engine, self._tokenizer, problems, self._held_out.reward,
+                    sampling=parts.eval_sampling_of(config, seed=config.run.seed),
+                    num_generations=config.eval.rollouts_per_example, reach=progress.reach,
+                )  # fmt: skip
             self._record(step, answers, [step])
 
     def begin(self, step: int) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peralta_zmq import parts, wire
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, files_given
 from peralta_zmq.curriculum.pools import Pools
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, staleness
+from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, Verdict, staleness
 from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import RolloutGroup
@@ -98,8 +98,8 @@ class Intake:
                 said = self._say_silence(started, said)
                 continue
             depth += queued
-            started = said = time.monotonic()
-            self._take_in(*received, step=step)
+            if self._take_in(*received, step=step) != "mismatched":
+                started = said = time.monotonic()
         self.commit()
         groups = self.take()
         self.announce(step - 1, begun=step)
@@ -111,7 +111,7 @@ class Intake:
         self._taken, self._in_step = dict(self._durable), len(groups)
         return groups
 
-    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> None:
+    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> Verdict:
         failpoint("trainer.received")
         self._roster.meet(group.sender, step=step)
         verdict = self.admission.admit(group, step=step)
@@ -124,6 +124,7 @@ class Intake:
         if self.journal.num_waiting >= COMMIT_GROUPS:
             self.commit()
         self.announce(step - 1, begun=step - 1, waiting=not self.has_batch)
+        return verdict
 
     def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
         """Note what became of a group that is in no step."""
@@ -243,6 +244,7 @@ class Intake:
             "dropped/abandoned": dropped["abandoned"],
             "dropped/lost": dropped["lost"],
             "dropped/filtered": dropped["filtered"],
+            "dropped/mismatched": dropped["mismatched"],
             "dropped/duplicate": self.admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
             **{
@@ -278,8 +280,13 @@ class Intake:
         now = time.monotonic()
         if now - said < SILENCE_SECONDS:
             return said
-        self._books.note(
-            f"no rollouts for {now - started:.0f} s on {self._receiver.address}. "
-            "Start a generator: bin/generator @ CONFIG"
-        )
+        aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
+        self._books.note(silence_text(now - started, self._receiver.address, aside))
         return now
+
+
+def silence_text(seconds: float, address: str, aside: Sequence[str]) -> str:
+    """What is missing, and how to get it; `aside` are generators whose groups do not count."""
+    but = f", but for those of {', '.join(aside)}, which are set aside" if aside else ""
+    start = f"Start a generator: bin/generator{files_given()}"
+    return f"no rollouts for {seconds:.0f} s on {address}{but}. {start}"

@@ -22,13 +22,23 @@ class Recorder:
         self._books, self._tokenizer = books, tokenizer
         self._signal_at, self._signal_step, self._said = time.monotonic(), 0, False
 
-    def record(self, step: int, groups: Sequence[RolloutGroup], row: Mapping[str, float]) -> None:
-        """Write the step, unless an earlier session has."""
+    def record(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        row: Mapping[str, float],
+        *,
+        advantages: Sequence[Sequence[float]],
+    ) -> None:
+        """Write the step, unless an earlier session has. `advantages` are those of each group."""
         full = {"step": step, "time": time.time(), **row}
-        if self._books.step(full, self._sample_of(step, groups[0])):
+        if self._books.step(full, self._sample_of(step, groups[0], advantages[0])):
             self._warn_without_signal(step, groups, row["frac_reward_zero_std"])
 
-    def _sample_of(self, step: int, group: RolloutGroup) -> dict[str, object]:
+    def _sample_of(
+        self, step: int, group: RolloutGroup, advantages: Sequence[float]
+    ) -> dict[str, object]:
+        first = group.rollouts[0]
         return {
             "step": step,
             "problem": group.problem_id,
@@ -36,6 +46,10 @@ class Recorder:
             "generator": group.generator_id,
             "policy_step": group.policy_step,
             "rewards": group.rewards,
+            "advantages": list(advantages),
+            "prompt": policy.text_of(
+                self._tokenizer, first.token_ids[: int(first.loss_mask.argmax())]
+            ),
             "texts": [policy.text_of(self._tokenizer, r.token_ids) for r in group.rollouts],
         }
 

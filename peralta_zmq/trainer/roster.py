@@ -6,24 +6,29 @@ Knows counters and the clock; knows nothing of groups.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from peralta_zmq import wire
 from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.hello import hello_text
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 MAX_LIVE = 4096  # generators spoken to
-FARES = ("tokens_per_s", "blocked_frac", "reload_s", "step", "unjudged")
+FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
 class Roster:
     """`reports` are the latest by sender; `wants_keyframe` says that one of them cannot follow."""
 
-    def __init__(self, counters: wire.CounterReceiver, books: Books) -> None:
+    def __init__(
+        self, counters: wire.CounterReceiver, books: Books, hello: Mapping[str, str]
+    ) -> None:
         self.reports: dict[str, wire.Counters] = {}
         self.wants_keyframe = False
-        self._counters, self._books = counters, books
+        self._counters, self._books, self._hello = counters, books, hello
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
+        self._greeted: set[str] = set()  # of those, who has said hello
 
     def hear(self, *, step: int) -> None:
         """Take in what generators report of themselves: who reports is alive."""
@@ -36,18 +41,30 @@ class Roster:
                 asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
                 self.wants_keyframe = self.wants_keyframe or asks
 
-    def meet(self, sender: str, *, step: int, **facts: object) -> None:
-        """We have heard of a start of a generator just now, perhaps for the first time."""
-        if sender not in self._heard:
-            name, _, boot = sender.rpartition("/")
-            self._books.event("join", generator=name, boot=boot, step=step, **facts)
-            twins = [each for each in self.live(within=SAME_NAME_SECONDS)
-                     if each.startswith(f"{name}/")]  # fmt: skip
-            if twins:
-                self._books.note(
-                    f"two generators are called {name}; if both run, give one --generator.name"
-                )
+    def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
+        """We have heard of a start of a generator just now, perhaps for the first time.
+
+        Its hello is in the event of its join, or in one of its own when a group came sooner.
+        """
+        name, _, boot = sender.rpartition("/")
+        facts = {"generator": name, "boot": boot, "step": step}
+        is_new = sender not in self._heard
+        if is_new:
+            self._greeted &= self._heard.keys()
+            self._books.event("join", **facts, hello=dict(hello or {}))
+            self._say_twins(name)
+        if hello and sender not in self._greeted:
+            self._greeted.add(sender)
+            self._books.note(hello_text(name, hello, here=self._hello))
+            if not is_new:
+                self._books.event("hello", **facts, hello=dict(hello))
         self._heard[sender] = time.monotonic()
+
+    def _say_twins(self, name: str) -> None:
+        if any(each.startswith(f"{name}/") for each in self.live(within=SAME_NAME_SECONDS)):
+            self._books.note(
+                f"two generators are called {name}; if both run, give one --generator.name"
+            )
 
     def excuse(self, seconds: float) -> None:
         """We heard nobody while we computed for so long: that is no silence of theirs."""
@@ -56,18 +73,24 @@ class Roster:
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
         """Senders heard in the last so many seconds."""
         now = time.monotonic()
-        self._heard = {
-            sender: at for sender, at in self._heard.items() if now - at < SILENCE_SECONDS
-        }
+        for sender in [each for each, at in self._heard.items() if now - at >= SILENCE_SECONDS]:
+            del self._heard[sender]
+            name, _, boot = sender.rpartition("/")
+            self._books.event("leave", generator=name, boot=boot)
         return [sender for sender, at in self._heard.items() if now - at < within][:MAX_LIVE]
 
-    def fares(self) -> dict[str, float]:
-        """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE."""
-        return {
+    def fares(self, known: Mapping[str, float]) -> dict[str, float]:
+        """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.
+
+        Its groups, in the row `known`, may be from newer weights than its last report.
+        """
+        told = {
             f"gen/{report.generator_id}/{name}": getattr(report, name)
             for sender in self.live() if (report := self.reports.get(sender))
             for name in FARES
         }  # fmt: skip
+        newer = {key: known[key] for key in told if key.endswith("/step") and key in known}
+        return told | {key: max(step, told[key]) for key, step in newer.items()}
 
     def told_beyond(self, seen: dict[str, int]) -> int:
         """Groups that were made, as their generators report, beyond the highest that came."""

@@ -1,15 +1,15 @@
 """Rollouts, announcements and counters over ZeroMQ. Knows sockets and bytes, not models.
 
 Generators PUSH whole groups to the trainer's PULL; the trainer PUBlishes what it is doing on the
-next port; generators PUBlish how they fare to the port after that. An announcement is a hint and
-may be lost. A message that breaks any rule is counted and dropped by the receiver, never raised.
-A group is kept in the sender's outbox until an announcement says that it is safe, and is sent
-again when it was lost on the way.
+next port; generators PUBlish how they fare to the port after that; a fourth port answers doctors.
+An announcement is a hint and may be lost. A message that breaks any rule is counted and dropped
+by the receiver, never raised. A group is kept in the sender's outbox until an announcement says
+that it is safe, and is sent again when it was lost on the way.
 
     strict         bytes from a stranger as plain values
-    groups         a group as bytes; announcements, counters  the other two messages
+    groups         a group as bytes; announcements, counters, greetings  the other messages
     sockets        options, addresses, ports
-    rollouts       the pair that carries groups; announcing, counting  the other two pairs
+    rollouts       the pair that carries groups; announcing, counting, greeting  the other pairs
     outbox         what was sent and is not yet known to be safe
     keys, gate     who may connect
 """
@@ -23,11 +23,13 @@ from peralta_zmq.wire.announcing import Announcer, Listener
 from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
 from peralta_zmq.wire.counting import CounterReceiver, CounterSender
 from peralta_zmq.wire.gate import Gate
+from peralta_zmq.wire.greeting import Greeter, Guest
+from peralta_zmq.wire.greetings import Greeting, decode_greeting, encode_greeting
 from peralta_zmq.wire.groups import decode_group, encode_group
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.outbox import Outbox
 from peralta_zmq.wire.rollouts import RolloutReceiver, RolloutSender
-from peralta_zmq.wire.sockets import answers, next_port
+from peralta_zmq.wire.sockets import answers, next_port, taken
 
 __all__ = [
     "Announcement",
@@ -37,6 +39,9 @@ __all__ = [
     "Counters",
     "Gate",
     "GeneratorKeys",
+    "Greeter",
+    "Greeting",
+    "Guest",
     "Listener",
     "Outbox",
     "RolloutReceiver",
@@ -44,10 +49,13 @@ __all__ = [
     "answers",
     "decode_announcement",
     "decode_counters",
+    "decode_greeting",
     "decode_group",
     "encode_announcement",
     "encode_counters",
+    "encode_greeting",
     "encode_group",
     "generator_keys",
     "next_port",
+    "taken",
 ]

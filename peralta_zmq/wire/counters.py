@@ -15,8 +15,6 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import strict
 
-MAX_HELLO = 32  # facts in one report
-
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -32,10 +30,11 @@ class Counters:
     step: int = 0  # of the weights in use
     tokens_per_s: float = 0.0
     blocked_frac: float = 0.0  # share of the time without a turn to sample
+    queue_frac: float = 0.0  # share of the time with a full queue, a part of the former
     reload_s: float = 0.0  # seconds of the latest change of weights
     wants_keyframe: bool = False  # no version can be followed from the one in use
     hello: dict[str, str] = field(default_factory=dict[str, str])
-    """Facts that stay: versions of python, torch, transformers; device, dtype, threads."""
+    """Facts that stay: package, python, torch, transformers; device, dtype, threads."""
 
     @property
     def sender(self) -> str:
@@ -44,7 +43,7 @@ class Counters:
 
 
 COUNTS = ("made", "lost", "resent", "unjudged", "step")
-MEASURES = ("tokens_per_s", "blocked_frac", "reload_s")
+MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),
     **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "hello": dict,
@@ -78,9 +77,5 @@ def _counters_of(fields: dict[str, Any]) -> Counters:
     for name in (*COUNTS, *MEASURES):
         if not 0 <= getattr(counters, name) < math.inf:  # NaN too
             raise ValueError(f"{name} is negative or not finite")
-    if len(counters.hello) > MAX_HELLO:
-        raise ValueError(f"more than {MAX_HELLO} facts")
-    for key, value in counters.hello.items():
-        strict.typed(key, str, "hello")
-        strict.typed(value, str, "hello")
+    strict.check_facts(counters.hello)
     return counters

@@ -61,7 +61,7 @@ def bind(opened: zmq.Socket[bytes], address: str) -> str:
 
 
 def next_port(address: str, by: int = 1) -> str:
-    """Announcements are on the port after the rollouts', counters on the one after that."""
+    """Announcements are on the port after the rollouts', then counters, then hellos."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + by}"
 
@@ -79,7 +79,11 @@ def answers(address: str, *, timeout: float = 1.0) -> bool:
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     if error.errno != zmq.EADDRINUSE:
         return f"cannot listen on {address} ({error}); check wire.bind and wire.port"
-    port = int(address.rpartition(":")[2])
+    return taken(int(address.rpartition(":")[2]))
+
+
+def taken(port: int) -> str:
+    """What to tell a person about a port of this machine that is in use."""
     return (
         f"port {port} is in use by {_port_holder(port)}; "
         "stop it, or choose another with --wire.port"

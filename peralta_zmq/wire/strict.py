@@ -14,6 +14,7 @@ from peralta_zmq.errors import WireError
 
 MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
 MAX_TEXT = 1 << 10  # bytes of one name
+MAX_FACTS, MAX_FACT = 32, 128  # facts in one hello; letters of a name or a value
 LIMITS = {
     "max_str_len": MAX_TEXT,
     "max_bin_len": MAX_MESSAGE,
@@ -73,3 +74,12 @@ def check_claim(claimed: str, owner: str | None) -> None:
     """Raise WireError unless a key's owner speaks in his own name; None = there are no keys."""
     if owner is not None and claimed != owner:
         raise WireError(f"the key of {owner} was used in another name, {claimed:.40}")
+
+
+def check_facts(facts: dict[Any, Any]) -> None:
+    """Raise ValueError unless a hello holds a few short texts by name."""
+    if len(facts) > MAX_FACTS:
+        raise ValueError(f"more than {MAX_FACTS} facts")
+    for word in (*facts.keys(), *facts.values()):
+        if len(typed(word, str, "hello")) > MAX_FACT:
+            raise ValueError(f"hello: a fact of {len(word)} letters")

@@ -66,8 +66,8 @@ def test_a_generator_that_slept_for_many_steps_reloads_once(field: Field) -> Non
     step = field.step
     sleeper.signal(signal.SIGCONT)
     end_well(field, trainer, awake, sleeper)
-    first = LOADED.findall(sleeper.printed)[len(before)]
-    assert int(first[1]) >= step - 1  # straight to the newest; one may be on its way to the disk
+    first = LOADED.findall(sleeper.printed)[len(before) :][:2]  # one may have been at hand already
+    assert int(first[-1][1]) >= step - 1  # to the newest; one may be on its way to the disk
 
 
 @chaos

@@ -11,14 +11,14 @@ import pytest
 from field import REPO
 
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate.link import three_free_ports
+from peralta_zmq.operate.link import free_ports
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 def test_every_worker_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "chaos", "--run.dir", str(tmp_path),
-               "--wire.port", str(three_free_ports())]  # fmt: skip
+               "--wire.port", str(free_ports())]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     run = tmp_path / "demo"

@@ -180,6 +180,14 @@ def test_groups_that_are_all_right_or_all_wrong_are_filtered_when_asked(
     assert Admission(8).admit(group_of(rewards), step=1) != "filtered"
 
 
+def test_what_a_distrusted_sender_samples_is_counted_and_not_trained() -> None:
+    admission = Admission(8)
+    admission.distrusted.add(group_of([1, 0]).sender)
+    assert admission.admit(group_of([1, 0]), step=1) == "mismatched"
+    assert admission.admit(group_of([1, 0], generator_id="other"), step=1) == "trained"
+    assert admission.ledger.outcomes == {"mismatched": 1, "trained": 1}
+
+
 def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
     admission = Admission(0)
     asked = group_of([1, 0], evaluates=3)

@@ -11,7 +11,8 @@ import torch
 from fakes import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
-from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.losses import grpo_kl, reinforce
+from peralta_zmq.learning.reference import AnotherModel, Reference
 from peralta_zmq.learning.tokens import Tokens
 from peralta_zmq.policy.score import Scorer
 from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
@@ -147,15 +148,71 @@ def test_prox_is_the_policy_itself_when_a_step_is_one_update() -> None:
 
 
 def test_frozen_models_score_the_same_tokens() -> None:
-    policy, frozen = tiny_model(), {name: tiny_model(seed=n) for n, name in enumerate("rt", 1)}
+    policy, other = tiny_model(), tiny_model(seed=1)
+    parameters = dict(policy.named_parameters())
     (tokens,) = seen_by(
         functools.partial(tiny_learner, policy),
-        reference=Scorer(frozen["r"]), teacher=Scorer(frozen["t"]),
+        reference=Reference(parameters, Scorer(policy)), teacher=AnotherModel(Scorer(other)),
     )  # fmt: skip
-    for name, given in (("r", tokens.ref_logprobs), ("t", tokens.teacher_logprobs)):
-        (own,) = seen_by(functools.partial(tiny_learner, frozen[name]))
+    for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
+        (own,) = seen_by(functools.partial(tiny_learner, model))
         assert torch.equal(given, own.logprobs)
         assert not given.requires_grad
+
+
+def following(model: Any, **options: Any) -> Any:
+    reference = Reference(dict(model.named_parameters()), Scorer(model), **options)
+    return tiny_learner(model, reference=reference, loss=functools.partial(grpo_kl, beta=0.5))
+
+
+def test_the_reference_stays_where_it_was_and_the_policy_gets_its_weights_back() -> None:
+    model, plain = tiny_model(), tiny_model()
+    learner, base = following(model), weights(model)
+    zero = functools.partial(grpo_kl, beta=0.0)
+    unasked = tiny_learner(plain, loss=zero)
+    asked = tiny_learner(
+        model, loss=zero, reference=Reference(dict(model.named_parameters()), Scorer(model))
+    )
+    for step in range(3):
+        asked.learn(groups_of(step))
+        unasked.learn(groups_of(step))
+    assert identical(weights(model), weights(plain))
+    assert not identical(weights(model), base)
+    kl = [learner.learn(groups_of(4))["kl"] for _ in range(2)]
+    assert 0 < kl[0] != kl[1]
+
+
+def test_a_reference_follows_the_policy_every_so_many_steps() -> None:
+    learner = following(tiny_model(), sync_steps=2)
+    kl = [learner.learn(groups_of(1))["kl"] for _ in range(5)]
+    assert [each == 0 for each in kl] == [True, False, True, False, True]
+
+
+def test_a_followed_policy_is_mixed_in_by_its_share() -> None:
+    model = tiny_model()
+    base = weights(model)
+    learner = following(model, sync_steps=1, mixup_alpha=0.25)
+    learner.learn(groups_of(1))
+    policy, state = weights(model), learner.state()
+    for name, first in base.items():
+        mixed = 0.25 * policy[name] + 0.75 * first
+        assert torch.allclose(state[f"reference/{name}"], mixed, atol=1e-7)
+
+
+@pytest.mark.parametrize("sync_steps", [None, 2])
+def test_a_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | None) -> None:
+    learner = following(tiny_model(), sync_steps=sync_steps)
+    for step in range(3):
+        learner.learn(groups_of(step))
+    state = learner.state()
+    assert any(path.startswith("reference/") for path in state) == (sync_steps is not None)
+    save(tmp_path, Checkpoint(3, state, {}), run_id="run-1", keep_last=1)
+    expected = [learner.learn(groups_of(step))["kl"] for step in range(3, 6)]
+    saved = restore(tmp_path, run_id="run-1")
+    assert saved is not None
+    other = following(tiny_model(), sync_steps=sync_steps)
+    other.restore(saved.step, saved.tensors)
+    assert [other.learn(groups_of(step))["kl"] for step in range(3, 6)] == expected
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fakes import group_of, rollout_with
 
-from peralta_zmq.learning.statistics import describe
+from peralta_zmq.learning.statistics import by_environment, describe
 
 GROUPS = [
     group_of([1, 0, 0, 1], lengths=[4, 4, 4, 8], policy_step=6),
@@ -52,6 +52,13 @@ def test_parts_of_the_reward_have_their_own_means() -> None:
                 rollout_with(0.0, rewards={"right": 0.0, "short": 0.0}))  # fmt: skip
     row = describe([replace(GROUPS[0], rollouts=rollouts)], step=8)
     assert (row["rewards/right/mean"], row["rewards/short/mean"]) == (0.5, 0.25)
+
+
+def test_each_environment_has_its_own_mean_over_rollouts() -> None:
+    groups = [*GROUPS, group_of([0.5, 0.25], task="sudoku"), group_of([0.25] * 4, task="sudoku")]
+    assert by_environment(groups) == {
+        "rewards/calculator/mean": 0.75, "rewards/sudoku/mean": pytest.approx(1.75 / 6),
+    }  # fmt: skip
 
 
 def test_generators_are_counted_with_their_newest_weights() -> None:

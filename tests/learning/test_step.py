@@ -185,6 +185,35 @@ def test_effective_sample_size_by_hand() -> None:
     assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
 
 
+def test_entropy_is_estimated_by_hand() -> None:
+    # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    assert step_by_hand(parameter, [batch, other]).metrics["entropy"] == pytest.approx(1.5)
+
+
+def test_entropy_of_a_loss_that_computes_it_stands_before_the_estimate() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"entropy": torch.tensor(0.25)}
+
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch], loss=loss).metrics["entropy"] == 0.25
+
+
+def test_mismatch_of_each_sender_by_hand_over_two_micro_batches() -> None:
+    # ann: k3 of .5 twice; bob: of 1, e - 2 = .718282; what is masked out has no sender
+    parameter, batch = by_hand(old=-1.5)
+    of_ann = replace(batch, senders=("ann/0",))
+    of_bob = replace(batch, senders=("bob/0",), old_logprobs=batch.old_logprobs - 0.5)
+    of_eve = masked_out(replace(batch, senders=("eve/0",)))
+    taken = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
+    assert taken.mismatch.keys() == {"ann/0", "bob/0"}
+    assert taken.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)
+    assert taken.mismatch["ann/0"].num_tokens == 2
+    assert taken.mismatch["bob/0"].mean == pytest.approx(0.718282, abs=1e-6)
+    assert not [name for name in taken.metrics if "ann" in name or "bob" in name]
+
+
 def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
     parameter, batch = by_hand(old=-1.0)
     other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))

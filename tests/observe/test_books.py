@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from peralta_zmq.observe.books import Books
-from peralta_zmq.observe.metrics import EVENTS, Events
+from peralta_zmq.observe.metrics import EVENTS, Events, Row, read_rows
+from peralta_zmq.observe.verdict import verdict
 
 
 def published(step: int, wid: str) -> tuple[str, dict[str, object]]:
@@ -39,3 +41,47 @@ def test_weights_of_later_steps_are_abandoned_by_a_roll_back(
             events.record(event, **fields)
     with Books(tmp_path, run="run", max_steps=3) as books:
         assert books.abandoned_weights(now) == abandoned
+
+
+def rows_in_which_the_trainer_waits(num_rows: int) -> list[Row]:
+    return [
+        {"step": step, "time": 1e9 + step, "step_time": 1.0, "reward": 0.5,
+         "time/wait_for_batch": 0.6}
+        for step in range(1, num_rows + 1)
+    ]  # fmt: skip
+
+
+def test_terminal_and_summary_tell_the_verdict_of_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_in_which_the_trainer_waits(4)
+    with Books(tmp_path, run="run", max_steps=4) as books:
+        for row in rows:
+            books.step(row, {})
+        books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
+        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
+    found = verdict(rows)
+    assert found.sentence == "the trainer waits 60% of its time for rollouts"
+    assert f"verdict: {found.text}\n" in capsys.readouterr().out
+    told = json.loads((tmp_path / "summary.json").read_text())["verdict"]
+    assert told == {"sentence": found.sentence, "advice": found.advice, "level": "warn"}
+
+
+def test_a_new_session_judges_with_the_rows_of_the_last_one(tmp_path: Path) -> None:
+    *earlier, newest = rows_in_which_the_trainer_waits(4)
+    with Books(tmp_path, run="run", max_steps=9) as books:
+        for row in earlier:
+            books.step(row, {})
+    with Books(tmp_path, run="run", max_steps=9) as books:
+        books.step(newest, {})
+        assert books.verdict() == verdict([*earlier, newest])
+
+
+def test_the_end_of_a_session_is_told_once_and_only_if_it_trained(tmp_path: Path) -> None:
+    for begun in (True, False):
+        with Books(tmp_path, run="run", max_steps=9) as books:
+            if begun:
+                books.event("start", step=0)
+            books.end("complete", step=9)
+            books.end("complete", step=9)
+    assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["start", "complete"]

@@ -5,17 +5,21 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peralta_zmq.observe.metrics import EVENTS, METRICS, JsonLines, Row
 from peralta_zmq.observe.report import closing_text, write_reward_plot, write_summary
+from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import Answer
 
 pytestmark = pytest.mark.timeout(60)
 
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
+VERDICT = Verdict("balanced: nobody waits", "", "ok")
 ACCOUNTING = {"made": 9, "trained": 6, "set_aside": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
+CLOSING: Any = {"accounting": ACCOUNTING, "verdict": VERDICT}
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_summary_has_its_fields(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
+    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     assert summary == {
         "reward_first": 0.3,
         "reward_last5": pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 0.9) / 5),
@@ -50,25 +54,26 @@ def test_the_summary_has_its_fields(folder: Path) -> None:
         "steps": 5,
         "restarts": 1,
         "accounting": ACCOUNTING,
+        "verdict": {"sentence": "balanced: nobody waits", "advice": "", "level": "ok"},
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 
 def test_a_run_without_rows_has_a_summary_of_nulls(tmp_path: Path) -> None:
-    summary = write_summary(tmp_path, eval_before=None, eval_after=None, accounting=ACCOUNTING)
+    summary = write_summary(tmp_path, eval_before=None, eval_after=None, **CLOSING)
     assert (summary["reward_first"], summary["reward_last5"]) == (None, None)
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
 def test_a_summary_replaces_the_earlier_one_and_leaves_no_other_file(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=None, accounting=ACCOUNTING)
-    write_summary(folder, eval_before=0.5, eval_after=0.9, accounting=ACCOUNTING)
+    write_summary(folder, eval_before=0.5, eval_after=None, **CLOSING)
+    write_summary(folder, eval_before=0.5, eval_after=0.9, **CLOSING)
     assert json.loads((folder / "summary.json").read_text())["eval_after"] == 0.9
     assert {path.name for path in folder.iterdir()} == {METRICS, EVENTS, "summary.json"}
 
 
 def test_the_plot_is_a_png_of_a_readable_size(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
+    write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     path = write_reward_plot(folder)
     assert path == folder / "reward.png"
     head = path.read_bytes()[:24]
@@ -83,7 +88,7 @@ def test_evaluations_and_resumes_are_drawn(folder: Path) -> None:
         return path.read_bytes()
 
     with_resume = drawn()
-    write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
+    write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     with_both = drawn()
     (folder / EVENTS).unlink()
     assert len({with_resume, with_both, drawn()}) == 3
@@ -114,7 +119,7 @@ def test_the_report_is_imported_without_matplotlib_and_torch() -> None:
 
 
 def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, accounting=ACCOUNTING)
+    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     write_reward_plot(folder)
     before = [Answer("add 3 to 5", "3 5 +", 0.0), Answer("x" * 60, "the result\nis 8.", 0.0)]
     after = [Answer("add 3 to 5", "3 + 5", 1.0), Answer("x" * 60, "8", 0.5)]
@@ -125,6 +130,7 @@ def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder:
     assert lines[1].index("3 5 +") < lines[1].index("3 + 5") < lines[1].index("0 -> 1")
     assert lines[2].startswith("x" * 41 + "...  the result is 8.")
     assert "held-out accuracy  0.500 -> 0.970" in lines
+    assert "verdict            balanced: nobody waits" in lines
     assert f"plot               {folder / 'reward.png'}" in lines
     assert f"metrics            {folder / METRICS}" in lines
     load = f'model = AutoModelForCausalLM.from_pretrained("{folder / "weights/step_000006"}")'
@@ -132,6 +138,6 @@ def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder:
 
 
 def test_a_run_without_base_evaluation_closes_with_a_dash(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=None, eval_after=0.97, accounting=ACCOUNTING)
+    summary = write_summary(folder, eval_before=None, eval_after=0.97, **CLOSING)
     text = closing_text(folder, summary, [], [], folder)
     assert "held-out accuracy  - -> 0.970" in text

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.terminal import Terminal, duration
+from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.observe.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -95,6 +96,38 @@ def test_on_a_terminal_the_table_names_run_progress_and_time_left() -> None:
     assert re.search(r"12 .*0\.71.*12%.*0\.9.*3.*0\.21s.*146.*2", seen)
 
 
+WAITS = Verdict("the trainer waits 60% of its time for rollouts", "add a generator", "warn")
+BALANCED = Verdict("balanced: the trainer waits 8%", "", "ok")
+
+
+def verdicts(*shown: tuple[float, Verdict]) -> list[str]:
+    """Lines beside those of the steps, for verdicts at these times."""
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        for moment, verdict in shown:
+            terminal.step(ROW | {"time": moment}, verdict)
+    return [line for line in stream.getvalue().splitlines() if not line.startswith("step=")]
+
+
+def test_off_a_terminal_a_verdict_is_a_line_when_another_one_holds() -> None:
+    later = Verdict("the trainer waits 63% of its time for rollouts", "add a generator", "warn")
+    assert verdicts((1, WAITS), (2, later), (3, BALANCED), (4, BALANCED)) == [
+        "verdict: the trainer waits 60% of its time for rollouts; add a generator",
+        "verdict: balanced: the trainer waits 8%",
+    ]
+
+
+def test_verdicts_that_come_and_go_are_told_once_a_minute() -> None:
+    flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
+    assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
+
+
+def test_on_a_terminal_the_verdict_stands_below_the_table() -> None:
+    seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS))
+    told = "the trainer waits 60% of its time for rollouts; add a generator"
+    assert seen.index("0.71") < seen.index(told)
+
+
 def test_the_table_keeps_the_last_twelve_steps() -> None:
     def show(terminal: Terminal) -> None:
         for step in range(101, 114):
@@ -108,14 +141,6 @@ def test_the_table_keeps_the_last_twelve_steps() -> None:
 def test_on_a_terminal_a_note_is_printed_as_it_is() -> None:
     seen = on_a_terminal(lambda terminal: terminal.note("held-out [before] 0.5"))
     assert "held-out [before] 0.5" in seen
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599, "59m59s"), (3720, "1h02m")],
-)
-def test_a_duration_is_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_last_words_stand_below_the_table() -> None:
@@ -137,3 +162,22 @@ def test_a_full_disk_behind_the_output_ends_the_talk_and_not_the_run(
         terminal.step({"step": 1})
         terminal.end("the last words")
     assert caplog.messages == ["no more output here: No space left on device"]
+
+
+def test_on_a_terminal_progress_stands_below_the_table_and_goes_away() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.step(ROW, BALANCED)
+        terminal._show_progress("evaluating step 12: 5 of 10")
+        terminal._show_progress("")
+
+    seen = on_a_terminal(show)
+    before, _, after = seen.partition("evaluating step 12: 5 of 10")
+    assert "balanced" in before and "balanced" in after
+    assert "evaluating" not in after
+
+
+def test_off_a_terminal_progress_is_a_line_in_its_time() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal, terminal.progress("evaluating step 0", 10) as progress:
+        progress.reach(5)  # at once: nobody waits yet
+    assert stream.getvalue() == ""

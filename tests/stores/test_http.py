@@ -18,6 +18,7 @@ from throttle import Link
 from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_at
 
 from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.password import read_token
 from peralta_zmq.stores.copy import Copy
 from peralta_zmq.stores.directory import DirectoryStore
 from peralta_zmq.stores.follow import Follower
@@ -25,7 +26,7 @@ from peralta_zmq.stores.http import Served
 from peralta_zmq.stores.link import LinkJudge, link_verdict
 from peralta_zmq.stores.place import open_place
 from peralta_zmq.stores.publisher import Publisher
-from peralta_zmq.stores.serve import Server, read_token
+from peralta_zmq.stores.serve import Server
 from peralta_zmq.stores.store import WeightStore
 
 TOKEN = "0123456789abcdef"

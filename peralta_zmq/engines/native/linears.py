@@ -29,7 +29,7 @@ class Product:
         self.names = names  # of the weights
         self._sizes = [each.out_features for each in linears]
         self._dtype = linears[0].weight.dtype
-        biases = [each.bias for each in linears if each.bias is not None]
+        biases = [bias for each in linears if (bias := _bias_of(each)) is not None]
         self._bias = torch.cat(biases) if biases else None
         self._rows: Tensor | None = None  # multiplied last
         self._parts: tuple[Tensor, ...] = ()
@@ -105,10 +105,14 @@ def _together(parent: nn.Module) -> Iterator[tuple[str, ...]]:
     linears = {leaf: each for leaf, each in parent.named_children() if type(each) is nn.Linear}
     for leaves in SAME_ROWS:
         found = [linears[leaf] for leaf in leaves if leaf in linears]
-        if len(found) == len(leaves) and len({each.bias is None for each in found}) == 1:
+        if len(found) == len(leaves) and len({_bias_of(each) is None for each in found}) == 1:
             yield leaves
             linears = {leaf: each for leaf, each in linears.items() if leaf not in leaves}
     yield from ((leaf,) for leaf in linears)
+
+
+def _bias_of(linear: nn.Linear) -> Tensor | None:
+    return cast("Tensor | None", linear.bias)
 
 
 @functools.cache

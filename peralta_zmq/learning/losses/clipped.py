@@ -37,14 +37,16 @@ def decoupled_ppo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     c_clip: float | None = None,
+    use_decoupled_loss: bool = True,
     behav_imp_weight_cap: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """mean(w max(-A r, -A clip(r))), r = exp(pi - prox), w = exp(prox - mu) (AReaL).
 
     A weight above `behav_imp_weight_cap` becomes 0, and its token stays in the mean. Without
-    prox it is PPO on mu.
+    prox, or without `use_decoupled_loss`, it is PPO on mu.
     """
-    proximal = tokens.old_logprobs if tokens.prox_logprobs is None else tokens.prox_logprobs
+    prox = tokens.prox_logprobs if use_decoupled_loss else None
+    proximal = tokens.old_logprobs if prox is None else prox
     ratio, weight = ratio_of(tokens.logprobs - proximal), ratio_of(proximal - tokens.old_logprobs)
     metrics = _outside(ratio, tokens.advantages, epsilon, epsilon_high)
     if behav_imp_weight_cap is not None:

@@ -116,6 +116,20 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_long_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: Any) -> None:
+    """Longer than a sliding window; the last prompt ends inside it, so that it shrinks."""
+    prefix, settings = list(range(10, 30)), FAMILIES[family]
+    prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:12]]
+    expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in prompts]
+    engine = engine_of(sharp_model(**settings), tokenizer, slots=3)
+    completions = sampled(engine, GREEDY, requests(prompts))
+    assert tokens(completions) == expected
+    for each in completions:
+        scores = scored(sharp_model(**settings), each, 1.0)
+        assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer: Any) -> None:
     model = tiny_model(**FAMILIES[family])
     ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])

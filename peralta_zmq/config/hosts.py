@@ -1,0 +1,182 @@
+"""The machines of a run, from a hosts file: where each is, and what it does there.
+
+Knows what makes a list of hosts sensible; reaches none of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import Field, NonNegativeInt, model_validator
+from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
+
+from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
+from peralta_zmq.config.section import PLAIN_NAME, Section, Text
+from peralta_zmq.errors import ConfigError
+
+PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")  # goes through two shells
+HOME_FOLDER = "~/peralta_zmq"
+
+
+class Host(Section):
+    """One machine, and what runs there."""
+
+    name: Text
+    """what it is called in logs; its workers are NAME-trainer and NAME-0, NAME-1 ..."""
+    ssh: Text | None = None
+    """what you would write after ssh, options included; None = this machine, without ssh"""
+    dir: Text | None = None
+    """folder there for a copy of the project; None = ~/peralta_zmq, or this one without ssh"""
+    python: Text = "python3"
+    """the Python there, 3.10 or later, from which .venv is made"""
+    role: Literal["trainer", "generator"] = "generator"
+    """one host is the trainer"""
+    count: NonNegativeInt | None = None
+    """generators there; None = 1, or none beside the trainer"""
+    device: Text | None = None
+    """cpu, cuda, cuda:1, mps or auto; None = as the config says"""
+    weights_dir: Text | None = None
+    """the weights folder as it is mounted there; None = as the config says"""
+    env: dict[str, str] = Field(default={})
+    """environment variables of its workers"""
+
+    @property
+    def num_generators(self) -> int:
+        """Generators that run there."""
+        return self.count if self.count is not None else int(self.role == "generator")
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of its workers."""
+        first = [f"{self.name}-trainer"] if self.role == "trainer" else []
+        return first + self.generators
+
+    @property
+    def generators(self) -> list[str]:
+        """Names of its generators."""
+        return [f"{self.name}-{index}" for index in range(self.num_generators)]
+
+    @property
+    def folder(self) -> str | None:
+        """Where the project is copied to; None = it is there already: this machine's own."""
+        return self.dir or (HOME_FOLDER if self.ssh else None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, settings: object) -> object:
+        if isinstance(settings, Mapping):
+            given = cast("Mapping[str, object]", settings)
+            for leaf in given:
+                if leaf not in cls.model_fields:
+                    near = get_close_matches(leaf, cls.model_fields, n=1)
+                    known = f"a host has {', '.join(cls.model_fields)}"
+                    hint = f"did you mean {near[0]}?" if near else known
+                    name = given.get("name", "without a name")
+                    raise ConfigError(f"host {name}: unknown setting {leaf}; {hint}")
+        return settings
+
+
+class Hosts(Section):
+    """All machines of a run."""
+
+    config: Text = "configs/demo.toml"
+    """what is trained: a config file, read on this machine; options of bin/lan come on top"""
+    host: tuple[Host, ...] = ()
+    """the machines, as [[host]]"""
+
+    @property
+    def trainer(self) -> Host:
+        """The one with the trainer."""
+        return next(host for host in self.host if host.role == "trainer")
+
+    @property
+    def generators(self) -> list[str]:
+        """Names of all generators, in their order."""
+        return [name for host in self.host for name in host.generators]
+
+    @model_validator(mode="after")
+    def _check(self) -> Hosts:
+        for host in self.host:
+            _check_host(host)
+        _check_listed_once(self.host)
+        _check_roles(self.host)
+        return self
+
+
+def load_hosts(path: Path) -> Hosts:
+    """Read a hosts file. Raises ConfigError, one line that begins with the file's name."""
+    words = [FILE_SIGN, str(path)]
+    try:
+        check_files(words)
+        return cli(Hosts, args=words)
+    except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
+        text = " ".join(reason_of(error, "configs/hosts.example.toml").split())
+        raise ConfigError(f"{path}: {text}") from None
+
+
+def _check_host(host: Host) -> None:
+    if not PLAIN_NAME.fullmatch(host.name):
+        raise ConfigError(f"host {host.name!r} is not a plain name; use letters, digits, . _ and -")
+    folder = host.dir or HOME_FOLDER
+    if not PLAIN_FOLDER.fullmatch(folder) or ".." in folder.split("/"):
+        raise ConfigError(
+            f"host {host.name}: dir {folder!r} is no folder of its own; use one like "
+            f"{HOME_FOLDER}, of letters, digits, . _ + and -"
+        )
+    try:
+        words = shlex.split(host.ssh or "")
+    except ValueError as error:
+        raise ConfigError(f"host {host.name}: ssh {host.ssh!r}: {error}; write -o 'A B'") from None
+    if host.ssh and (not words or words[-1].startswith("-")):
+        raise ConfigError(f"host {host.name}: ssh {host.ssh!r} ends in no machine; write me@box")
+    if host.role == "generator" and host.count == 0:
+        raise ConfigError(f"host {host.name}: count = 0 runs nothing there; leave the host out")
+
+
+def _check_listed_once(hosts: tuple[Host, ...]) -> None:
+    for name, count in Counter(host.name for host in hosts).items():
+        if count > 1:
+            raise ConfigError(
+                f"host {name} is listed {count} times; list it once, with count = for more "
+                "generators there"
+            )
+    seen: dict[tuple[str, str], str] = {}
+    for host in hosts:
+        place = (host.ssh or "", (host.folder or "").rstrip("/"))
+        if place in seen:
+            raise ConfigError(
+                f"hosts {seen[place]} and {host.name} are the same folder of the same machine; "
+                "list it once, with count = for its generators, or give each a dir of its own"
+            )
+        seen[place] = host.name
+    for name, owners in _owners(hosts).items():
+        if len(owners) > 1:
+            raise ConfigError(
+                f"hosts {' and '.join(owners)} would both have a worker {name}; rename one"
+            )
+
+
+def _owners(hosts: tuple[Host, ...]) -> dict[str, list[str]]:
+    names = [(worker, host.name) for host in hosts for worker in host.workers]
+    return {worker: [host for each, host in names if each == worker] for worker, _ in names}
+
+
+def _check_roles(hosts: tuple[Host, ...]) -> None:
+    trainers = [host.name for host in hosts if host.role == "trainer"]
+    if len(trainers) > 1:
+        raise ConfigError(
+            f"hosts {' and '.join(trainers)} are both the trainer; a run has one, so give the "
+            'others role = "generator"'
+        )
+    if not trainers:
+        raise ConfigError('no host is the trainer; give one of them role = "trainer"')
+    if not any(host.num_generators for host in hosts):
+        raise ConfigError(
+            f"nobody generates; add a host, or give {trainers[0]} count = 1 for a generator there"
+        )

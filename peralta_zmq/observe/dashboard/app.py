@@ -1,0 +1,103 @@
+"""The routes of the page. The one door to starlette, with its guard.
+
+    /                        the page; its files beside it
+    /api/runs                names of the runs
+    /api/runs/N?cursor=...   what is new of run N
+    /api/runs/N/samples      whole groups, ?after=NUMBER
+    /metrics, /healthz       for Prometheus, for whoever wants to know whether we answer
+
+Knows addresses and views. A file is served by its name in a table that was read at the start; no
+path of a request ever reaches the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from peralta_zmq.observe import prometheus
+from peralta_zmq.observe.dashboard import view
+from peralta_zmq.observe.dashboard.guard import Guard
+from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.metrics import finite
+
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+MAX_CURSOR = 200
+
+
+def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
+    """The application that shows `runs` to those who may ask at `host`."""
+
+    def run_of(request: Request) -> RunFiles:
+        number = int(request.path_params["number"])
+        if number >= len(runs):
+            raise HTTPException(404, "there is no such run")
+        run = runs[number]
+        run.refresh()
+        return run
+
+    async def names(request: Request) -> Response:
+        return _json({"runs": [run.name for run in runs]})
+
+    async def one(request: Request) -> Response:
+        cursor = request.query_params.get("cursor", "")[:MAX_CURSOR]
+        return _json(view.answer(run_of(request), cursor=cursor, now=time.time()))
+
+    async def samples(request: Request) -> Response:
+        after = request.query_params.get("after", "0")
+        if not after.isdecimal() or len(after) > 12:
+            raise HTTPException(400, "after is a number")
+        return _json({"samples": view.samples(run_of(request), after=int(after))})
+
+    async def metrics(request: Request) -> Response:
+        runs[0].refresh()
+        told = prometheus.exposition(runs[0].last, run=runs[0].name)
+        return PlainTextResponse(told, media_type=EXPOSITION)
+
+    async def health(request: Request) -> Response:
+        runs[0].refresh()
+        age = time.time() - runs[0].newest_time
+        step = runs[0].last.get("step")
+        return _json({"status": "ok", "step": step, "age_seconds": age})
+
+    routes = [
+        Route("/api/runs", names),
+        Route("/api/runs/{number:int}", one),
+        Route("/api/runs/{number:int}/samples", samples),
+        Route("/metrics", metrics),
+        Route("/healthz", health),
+        *(Route(path, shown) for path, shown in _pages().items()),
+    ]
+    return Guard(Starlette(routes=routes), host=host, token=token)
+
+
+def _pages() -> Mapping[str, Response]:
+    """The page's files by their path; a response without a body of its own can be sent again."""
+    there = files("peralta_zmq.observe.dashboard") / "static"
+    known = [(each.name, each) for each in there.iterdir()]
+    pages = {
+        f"/{name}": Response(each.read_bytes(), media_type=KINDS[name.rpartition(".")[2]])
+        for name, each in known if name.rpartition(".")[2] in KINDS
+    }  # fmt: skip
+    return {**pages, "/": pages["/index.html"]}
+
+
+def _json(content: Mapping[str, Any]) -> Response:
+    """ASCII, so that half a surrogate pair in a model's words is no fault."""
+    return Response(json.dumps(finite(content), allow_nan=False), media_type="application/json")

@@ -1,0 +1,341 @@
+// Charts with a shared cursor. Knows columns, colours and uPlot; knows nothing of where the
+// numbers come from. A chart is {id, title, unit, lines, x, columns}.
+"use strict";
+
+const Charts = (() => {
+  const COLOURS = ["blue", "amber", "teal", "rose", "violet", "slate"];
+  const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
+  const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+  const HEIGHT = 190;
+  const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
+    "checkpoint_failed", "journal_failed"]);
+  const panels = new Map(); // by chart id
+  let grid, markers = [];
+
+  // Numbers as text, for legends and axes.
+  function shown(value, percent) {
+    if (value === null || value === undefined) return "-";
+    if (percent) return (100 * value).toFixed(value && Math.abs(value) < 0.01 ? 1 : 0) + "%";
+    const size = Math.abs(value);
+    if (size >= 1000) return Math.round(value).toLocaleString("en-US");
+    if (size >= 100) return value.toFixed(0);
+    if (size !== 0 && size < 0.001) return value.toExponential(1);
+    return String(Number(value.toPrecision(3)));
+  }
+
+  function colour(name) {
+    const probe = document.createElement("span");
+    probe.style.color = `var(--${name})`;
+    grid.append(probe);
+    const found = getComputedStyle(probe).color;
+    probe.remove();
+    return found;
+  }
+
+  // New points into old ones; a step that is there already takes over what is not null.
+  function merged(old, added) {
+    const keys = added.lines.map(line => line.key);
+    const column = key => {
+      const place = old.lines.findIndex(line => line.key === key);
+      return place < 0 ? old.x.map(() => null) : old.columns[place].slice();
+    };
+    const x = old.x.slice(), columns = keys.map(column);
+    const places = new Map(x.map((step, place) => [step, place]));
+    let sorted = true;
+    added.x.forEach((step, from) => {
+      let place = places.get(step);
+      if (place === undefined) {
+        place = x.push(step) - 1;
+        places.set(step, place);
+        sorted = sorted && (place === 0 || x[place - 1] < step);
+        columns.forEach(each => each.push(null));
+      }
+      added.columns.forEach((each, index) => {
+        if (each[from] !== null) columns[index][place] = each[from];
+      });
+    });
+    if (sorted) return { ...added, x, columns };
+    const order = x.map((_, place) => place).sort((a, b) => x[a] - x[b]);
+    return { ...added, x: order.map(place => x[place]),
+      columns: columns.map(each => order.map(place => each[place])) };
+  }
+
+  // One run as it is; several as one line each and colour by run.
+  function plan(versions, names) {
+    const first = versions[0];
+    const left = first.lines.some(line => !line.right); // else there is nothing to be right of
+    versions = versions.map(version => ({ ...version,
+      lines: version.lines.map(line => ({ ...line, right: line.right && left })) }));
+    if (versions.length === 1) {
+      let stacked = 0, plain = 0;
+      const lines = versions[0].lines.map(line => ({
+        ...line, dash: [], colour: line.kind === "stack" ? STACKED[stacked++ % STACKED.length]
+          : line.kind === "band" ? "band" : COLOURS[plain++ % COLOURS.length],
+      }));
+      return { lines, data: [first.x, ...first.columns], shown: [first.x, ...first.columns] };
+    }
+    const lines = [], tables = [];
+    versions.forEach((version, run) => {
+      const kept = version.lines.map((line, index) => [line, version.columns[index]])
+        .filter(([line]) => line.kind !== "band");
+      tables.push([version.x, ...kept.map(([, column]) => column)]);
+      kept.forEach(([line], index) => lines.push({
+        ...line, key: `${run}/${line.key}`, kind: line.kind === "dots" ? "dots" : "line",
+        label: `${names[run]} ${line.label}`, colour: COLOURS[run % COLOURS.length],
+        dash: DASHES[index % DASHES.length],
+      }));
+    });
+    const data = tables.some(table => table[0].length) ? uPlot.join(tables)
+      : [[], ...lines.map(() => [])];
+    return { lines, data, shown: data };
+  }
+
+  function stackedUp(lines, data) {
+    if (!lines.some(line => line.kind === "stack")) return data;
+    const sums = data[0].map(() => 0);
+    return [data[0], ...data.slice(1).map(column => column.map((value, place) =>
+      value === null || value === undefined ? null : (sums[place] += value)))];
+  }
+
+  class Panel {
+    constructor(chart) {
+      this.id = chart.id;
+      this.box = document.createElement("article");
+      this.box.className = "chart";
+      this.box.tabIndex = 0;
+      this.box.dataset.testid = `chart-${chart.id}`;
+      const title = document.createElement("h2");
+      const name = document.createElement("span"), unit = document.createElement("small");
+      unit.textContent = chart.unit;
+      name.append(chart.title, " ", unit);
+      title.append(name);
+      this.at = document.createElement("span");
+      this.at.className = "at";
+      title.append(this.at);
+      this.legend = document.createElement("div");
+      this.legend.className = "legend";
+      this.plot = document.createElement("div");
+      this.plot.className = "plot";
+      this.box.append(title, this.legend, this.plot);
+      this.box.addEventListener("keydown", event => this.move(event));
+      this.box.addEventListener("blur", () => this.leave());
+      this.shape = "";
+      grid.append(this.box);
+    }
+
+    draw(versions, names) {
+      const { lines, data, shown: values } = plan(versions, names);
+      this.values = values;
+      this.title = versions[0].title;
+      const shape = JSON.stringify(lines);
+      const stacked = stackedUp(lines, data);
+      const known = data[0].length > 0 && data.slice(1).some(column => column.some(v => v != null));
+      if (shape !== this.shape || known !== this.known || !this.u) {
+        this.shape = shape;
+        this.known = known;
+        this.lines = lines;
+        this.build(stacked);
+      } else {
+        this.u.setData(stacked, this.u.scales.x.min === this.u.data[0][0] ||
+          this.whole());
+      }
+      this.box.dataset.points = data[0].length;
+      this.box.dataset.lastStep = data[0].length ? data[0][data[0].length - 1] : "";
+      this.tell(null);
+    }
+
+    whole() { // not zoomed in
+      const x = this.u.data[0];
+      return !x.length || this.u.scales.x.max >= x[x.length - 1];
+    }
+
+    build(data) {
+      if (this.u) this.u.destroy();
+      this.u = null;
+      this.plot.replaceChildren();
+      this.makeLegend();
+      if (!this.known) {
+        const nothing = document.createElement("p");
+        nothing.className = "nothing";
+        nothing.textContent = "nothing to draw yet";
+        this.plot.append(nothing);
+        return;
+      }
+      this.u = new uPlot(this.options(), data, this.plot);
+    }
+
+    options() {
+      const [ink, gridline] = [colour("muted"), colour("grid")];
+      const right = this.lines.some(line => line.right);
+      const percent = this.lines.some(line => line.percent);
+      const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+      const axis = { stroke: ink, font, grid: { stroke: gridline, width: 1 },
+        ticks: { show: false }, gap: 6 };
+      const labels = (u, splits) => splits.map(value => shown(value, percent));
+      const steps = (u, splits) => splits.map(value =>
+        Number.isInteger(value) ? value.toLocaleString("en-US") : "");
+      return {
+        width: Math.max(200, this.plot.clientWidth), height: HEIGHT,
+        padding: [8, right ? 0 : 10, 0, 0],
+        legend: { show: false },
+        cursor: { sync: { key: "steps", scales: ["x", null] }, y: false,
+          points: { size: 6 }, drag: { x: true, y: false, dist: 8 } },
+        scales: { x: { time: false }, y: { range }, right: { range } },
+        axes: [
+          { ...axis, size: 26, values: steps, grid: { show: false }, space: 60 },
+          { ...axis, size: 54, values: labels, space: 36 },
+          ...(right ? [{ ...axis, side: 1, scale: "right", size: 54, space: 36,
+            values: labels, grid: { show: false } }] : []),
+        ],
+        series: [{}, ...this.lines.map(series)],
+        bands: bandsOf(this.lines),
+        hooks: {
+          draw: [drawMarkers],
+          setCursor: [u => this.tell(u.cursor.idx)],
+          ready: [() => { this.box.dataset.drawn = "1"; }],
+        },
+      };
+    }
+
+    makeLegend() {
+      this.told = [];
+      const keys = this.lines.filter(line => line.kind !== "band").map(line => {
+        const key = document.createElement("span");
+        key.className = `key ${line.kind}`;
+        key.style.setProperty("--mark", `var(--${line.colour})`);
+        const value = document.createElement("b");
+        value.dataset.testid = `${this.id}-${line.key}`;
+        key.append(line.label, value);
+        this.told.push([value, this.lines.indexOf(line) + 1, line.percent]);
+        return key;
+      });
+      this.legend.replaceChildren(...keys);
+    }
+
+    // The values under the cursor; without one, the newest of each line.
+    tell(place) {
+      const x = this.values[0];
+      const there = place !== null && place !== undefined && place < x.length;
+      this.at.textContent = there ? nameOf(x, place) : "";
+      for (const [value, column, percent] of this.told) {
+        const numbers = this.values[column];
+        let from = there ? place : x.length - 1;
+        while (!there && from > 0 && (numbers[from] === null || numbers[from] === undefined)) from--;
+        value.textContent = shown(numbers[from], percent);
+      }
+      if (!there) this.box.setAttribute("aria-label", `${this.title}: ${this.legend.innerText}`);
+    }
+
+    move(event) {
+      if (!this.u) return;
+      const x = this.u.data[0];
+      const now = this.u.cursor.idx ?? x.length;
+      const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: x.length - 1 }[event.key];
+      if (event.key === "Escape") this.leave();
+      if (to === undefined || !x.length) return;
+      event.preventDefault();
+      const place = Math.max(0, Math.min(x.length - 1, to));
+      this.u.setCursor({ left: this.u.valToPos(x[place], "x"), top: 20 }, true, true);
+    }
+
+    leave() {
+      if (this.u) this.u.setCursor({ left: -10, top: -10 }, true, true);
+    }
+
+    fit() {
+      const width = this.plot.clientWidth;
+      if (this.u && width > 0 && width !== this.u.width) this.u.setSize({ width, height: HEIGHT });
+    }
+  }
+
+  function nameOf(x, place) {
+    const near = Math.max(0.5, (x[x.length - 1] - x[0]) / 150);
+    const here = markers.filter(each => Math.abs(each.step - x[place]) <= near);
+    const names = here.slice(0, 2).map(each => `${each.event} ${each.text}`);
+    return [`step ${x[place].toLocaleString("en-US")}`, ...names].join("  \u00b7  ");
+  }
+
+  // Zero is in sight unless that would hide the course.
+  function range(u, low, high) {
+    if (low === null || low === undefined) return [0, 1];
+    if (low > 0 && low < 0.5 * high) low = 0;
+    if (high < 0 && high > 0.5 * low) high = 0;
+    const room = 0.06 * (high - low || Math.abs(high) || 1);
+    return [low === 0 ? 0 : low - room, high === 0 ? 0 : high + room];
+  }
+
+  function series(line) {
+    const stroke = colour(line.colour);
+    const base = { label: line.label, scale: line.right ? "right" : "y", dash: line.dash,
+      stroke, width: 1.75, points: { show: lonely, size: 5, fill: stroke } };
+    if (line.kind === "band") return { ...base, width: 0, points: { show: false } };
+    if (line.kind === "dots") {
+      return { ...base, paths: () => null, points: { show: true, size: 8, fill: stroke } };
+    }
+    if (line.kind === "stack") return { ...base, width: 0, fill: stroke, points: { show: false } };
+    return base;
+  }
+
+  function lonely(u, place) { // a line of one point would not be seen
+    return u.data[place].filter(value => value !== null && value !== undefined).length === 1;
+  }
+
+  function bandsOf(lines) {
+    const bands = [];
+    lines.forEach((line, place) => {
+      const next = lines[place + 1];
+      if (line.kind === "band" && next && next.kind === "band") {
+        bands.push({ series: [place + 2, place + 1], fill: colour("band"), dir: -1 });
+      }
+      if (line.kind === "stack" && place > 0) bands.push({ series: [place + 1, place] });
+    });
+    return bands;
+  }
+
+  function drawMarkers(u) {
+    const { ctx, bbox } = u, ratio = devicePixelRatio || 1;
+    ctx.save();
+    for (const marker of markers) {
+      if (marker.step < u.scales.x.min || marker.step > u.scales.x.max) continue;
+      const x = Math.round(u.valToPos(marker.step, "x", true)) + 0.5;
+      ctx.strokeStyle = ctx.fillStyle = colour(BAD.has(marker.event) ? "bad" : "slate");
+      ctx.globalAlpha = 0.55;
+      ctx.lineWidth = ratio;
+      ctx.setLineDash([2 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.globalAlpha = 0.9;
+      ctx.beginPath();
+      ctx.moveTo(x - 3.5 * ratio, bbox.top - 5 * ratio);
+      ctx.lineTo(x + 3.5 * ratio, bbox.top - 5 * ratio);
+      ctx.lineTo(x, bbox.top);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  return {
+    merged,
+    open(element) {
+      grid = element;
+      new ResizeObserver(() => panels.forEach(panel => panel.fit())).observe(grid);
+    },
+    // `runs` is a list of {name, charts: Map id -> chart}; all have the same charts.
+    draw(runs, newMarkers) {
+      markers = newMarkers;
+      const known = runs.filter(run => run.charts.size);
+      if (!known.length) return;
+      for (const id of known[0].charts.keys()) {
+        const versions = known.map(run => run.charts.get(id));
+        if (!panels.has(id)) panels.set(id, new Panel(versions[0]));
+        panels.get(id).draw(versions, known.map(run => run.name));
+      }
+    },
+    repaint() { // colours have changed
+      panels.forEach(panel => { panel.shape = ""; });
+    },
+    colourOf: run => COLOURS[run % COLOURS.length],
+  };
+})();

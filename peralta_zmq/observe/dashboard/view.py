@@ -1,0 +1,285 @@
+"""What the page says of a run: everything above, below and between its charts, as JSON.
+
+Knows what a run's files hold; knows nothing of HTTP. Numbers become text here and nowhere else, so
+that the page, the exported file and the tests cannot differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from heapq import merge
+from statistics import fmean
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from peralta_zmq.observe.dashboard.charts import drawn
+from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.samples import sample
+from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.terminal import duration
+from peralta_zmq.observe.verdict import verdict
+
+Json: TypeAlias = dict[str, Any]
+NUM_PACE = 20  # steps from which pace, wait and change are told
+QUIET_SECONDS, QUIET_STEPS = 30.0, 10.0  # without a row, whichever is longer
+NUM_EVENTS_SHOWN, NUM_MARKERS, NUM_GENERATORS, NUM_SAMPLES_SENT = 60, 80, 200, 12
+MAX_TEXT = 300  # characters of an event
+MARKED = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
+          "publish_failed", "checkpoint_failed", "journal_failed", "stop", "complete"}  # fmt: skip
+ENDED = {"finished", "stopped"}
+STATES = {
+    "loading": "reading the files of this run",
+    "empty": "waiting for the first step",
+    "training": "training",
+    "quiet": "no news",
+    "crashed": "ended without a word",
+    "stopped": "stopped",
+    "finished": "finished",
+}
+
+
+def answer(run: RunFiles, *, cursor: str = "", now: float) -> Json:
+    """All that the page needs beyond what it has: `cursor` is the one of the answer before."""
+    generation, rows, evaluations = _place(cursor)
+    sent = (len(run.table.steps), len(run.evaluations))
+    anew = generation != run.generation
+    grown = anew or sent != (rows, evaluations)
+    accuracies = {step: number(row, "accuracy") for step, row in run.evaluations.items()}
+    return {
+        "cursor": f"{run.generation}:{sent[0]}:{sent[1]}",
+        "anew": anew,
+        "loading": run.loading,
+        "charts": drawn(run.table, accuracies, after=0 if anew else rows) if grown else [],
+        "num_steps": sent[0],
+        "state": state(run, now=now),
+    }
+
+
+def state(run: RunFiles, *, now: float) -> Json:
+    """Header, verdict, cards, generators, events and markers."""
+    config, condition = run.config(), condition_of(run, now=now)
+    judged = verdict(list(run.rows), _in_order(run), now=None if condition in ENDED else now)
+    return {
+        "header": _header(run, config, condition, now),
+        "verdict": {"sentence": judged.sentence, "advice": judged.advice, "level": judged.level},
+        "cards": _cards(run),
+        "generators": generators(run),
+        "events": [_event(row) for row in list(run.events)[: -NUM_EVENTS_SHOWN - 1 : -1]],
+        "markers": _markers(run),
+        "num_samples": run.samples[-1][0] if run.samples else 0,
+    }
+
+
+def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
+    """The newest whole groups beyond number `after`, oldest first."""
+    newest = [each for each in run.samples if each[0] > after][-NUM_SAMPLES_SENT:]
+    return [sample(count, row) for count, row in newest]
+
+
+def condition_of(run: RunFiles, *, now: float) -> str:
+    """One of STATES."""
+    if run.loading:
+        return "loading"
+    sessions = [row.get("event") for row in run.events]
+    said = [each for each in sessions if each in ("start", "resume", "stop", "complete")]
+    if said[-1:] == ["complete"] or _is_complete(run):
+        return "finished"
+    if said[-1:] == ["stop"]:
+        return "stopped"
+    quiet = now - run.newest_time
+    if quiet > max(QUIET_SECONDS, QUIET_STEPS * number(run.last, "step_time", 0.0)):
+        return "quiet" if run.live else "crashed"
+    return "training" if run.rows else "empty"
+
+
+def generators(run: RunFiles) -> list[Json]:
+    """One line for each generator ever heard of, by name."""
+    names = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
+    boots = {str(row.get("generator")): row for row in run.events if row.get("event") == "join"}
+    names = sorted(names | set(boots))[:NUM_GENERATORS]
+    return [_generator(name, run, boots.get(name, {})) for name in names]
+
+
+def _generator(name: str, run: RunFiles, joined: Mapping[str, object]) -> Json:
+    row = run.last
+
+    def told(kind: str) -> float:
+        return number(row, f"gen/{name}/{kind}")
+
+    heard = any(math.isfinite(told(kind)) for kind in ("tokens_per_s", "groups"))
+    fresh = number(joined, "time", -math.inf) > number(row, "time", -math.inf)
+    left = any(
+        each.get("event") == "leave" and each.get("boot", 0) == joined.get("boot", 0)
+        and each.get("generator") == name for each in run.events
+    )  # fmt: skip
+    behind = number(row, "step") - told("step")
+    return {
+        "name": name,
+        "state": "gone" if left or not (heard or fresh) else "up" if heard else "new",
+        "step": text(told("step"), 0),
+        "behind": text(behind, 0),
+        "tokens_per_s": text(told("tokens_per_s"), 0),
+        "blocked": text(100 * told("blocked_frac"), 0, "%"),
+        "reload_s": text(told("reload_s"), 3, " s"),
+        "groups": text(told("groups"), 0),
+    }
+
+
+def _header(run: RunFiles, config: Mapping[str, Any], condition: str, now: float) -> Json:
+    train, model = config.get("train", {}), config.get("model", {})
+    tasks = [str(each.get("task")) for each in config.get("env", [])]
+    max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
+    return {
+        "run": run.name,
+        "folder": str(run.folder),
+        "model": str(model.get("name", "")),
+        "task": ", ".join(tasks) or str(config.get("task", {}).get("name", "")),
+        "condition": condition,
+        "condition_text": STATES[condition],
+        "explanation": _explanation(run, condition, now),
+        "step": text(step, 0),
+        "max_steps": text(max_steps, 0),
+        "share": step / max_steps if max_steps > 0 else None,
+        "eta": "" if condition != "training" else duration(_eta(run, max_steps - step)),
+        "age": _finite(now - run.newest_time),
+    }
+
+
+def _explanation(run: RunFiles, condition: str, now: float) -> str:
+    quiet = duration(now - run.newest_time)
+    joined = sum(row.get("event") == "join" for row in run.events)
+    summary = run.summary()
+    return {
+        "empty": f"{joined} generators have joined; charts appear with the first step."
+        if joined
+        else "No generator has joined yet. Start one: bin/generator @ CONFIG",
+        "quiet": f"The trainer runs and has taken no step for {quiet}.",
+        "crashed": f"No sign of the trainer for {quiet}: it was killed, or it crashed. "
+        "The same command resumes it with nothing lost.",
+        "stopped": "Stopped by hand and saved. The same command resumes it.",
+        "finished": f"{text(number(summary, 'steps'), 0)} steps in "
+        f"{duration(number(summary, 'seconds'))}; held-out accuracy "
+        f"{text(number(summary, 'eval_before'), 3)} -> {text(number(summary, 'eval_after'), 3)}.",
+    }.get(condition, "")
+
+
+def _eta(run: RunFiles, steps_left: float) -> float:
+    rows = list(run.rows)[-NUM_PACE - 1 :]
+    if len(rows) < 2:
+        return number(run.last, "step_time") * steps_left
+    steps = number(rows[-1], "step") - number(rows[0], "step")
+    return (number(rows[-1], "time") - number(rows[0], "time")) / max(1.0, steps) * steps_left
+
+
+def _cards(run: RunFiles) -> list[Json]:
+    row, recent = run.last, list(run.rows)[-NUM_PACE:]
+    values = {
+        key: run.table.values(key, after=max(0, len(run.table.steps) - 1))
+        for key in ("rollouts_per_s", "tokens_per_s", "dropped")
+    }
+    newest = {key: float(value[-1]) if len(value) else math.nan for key, value in values.items()}
+    seconds = sum(number(each, "step_time", 0.0) for each in recent)
+    waited = sum(
+        max(0.0, number(each, "time/wait_for_batch", 0.0) - number(each, "time/journal", 0.0))
+        for each in recent
+    )
+    share = 100 * waited / seconds if seconds > 0 else math.nan
+    mean, worst = number(row, "staleness/mean"), number(row, "staleness/max")
+    known = generators(run)
+    up = sum(each["state"] != "gone" for each in known)
+    return [
+        _card("reward", "Reward", text(number(row, "reward"), 3), _change(run)),
+        _card("eval", "Held-out accuracy", *_evaluated(run)),
+        _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
+              f"{text(newest['tokens_per_s'], 0)} tokens/s"),
+        _card("wait", "Trainer waits", text(share, 0, "%"), f"of the last {len(recent)} steps"),
+        _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
+        _card("staleness", "Staleness", text(mean, 1), f"steps, at most {text(worst, 0)}"),
+        _card("dropped", "Dropped", text(newest["dropped"], 0), "groups in all"),
+        _card("generators", "Generators up", text(number(row, "generators", up), 0),
+              f"of {len(known)} seen"),
+    ]  # fmt: skip
+
+
+def _card(name: str, label: str, value: str, note: str) -> Json:
+    return {"id": name, "label": label, "value": value, "note": note}
+
+
+def _change(run: RunFiles) -> str:
+    """How the reward of the newest steps differs from as many before them."""
+    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_PACE))
+    known = rewards[np.isfinite(rewards)]
+    half = len(known) // 2
+    if not half:
+        return "no change to tell yet"
+    change = fmean(known[-half:]) - fmean(known[-2 * half : -half])
+    return f"{change:+.3f} in {half} step{'s' * (half > 1)}"
+
+
+def _evaluated(run: RunFiles) -> tuple[str, str]:
+    if not run.evaluations:
+        return "-", "none yet"
+    first, last = min(run.evaluations), max(run.evaluations)
+    value = number(run.evaluations[last], "accuracy")
+    note = f"step {last:.0f}"
+    if first < last:
+        note += f"; {text(number(run.evaluations[first], 'accuracy'), 3)} at {first:.0f}"
+    return text(value, 3), note
+
+
+def _event(row: Row) -> Json:
+    rest = {key: value for key, value in row.items() if key not in ("time", "event", "boot")}
+    told = "  ".join(f"{key}={_plain(value)}" for key, value in rest.items())
+    return {
+        "time": _finite(number(row, "time")),
+        "event": str(row.get("event", ""))[:MAX_TEXT],
+        "text": told[:MAX_TEXT],
+    }
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)[:MAX_TEXT]
+
+
+def _markers(run: RunFiles) -> list[Json]:
+    """Where in the charts something happened: at its step, or the one under way."""
+    marked = [row for row in run.events if row.get("event") in MARKED][-NUM_MARKERS:]
+    times, steps = run.table.values("time"), run.table.steps
+    found: list[Json] = []
+    for row in marked:
+        step = number(row, "step")
+        if not math.isfinite(step):
+            place = int(np.searchsorted(times, number(row, "time")))
+            step = steps[min(place, len(steps) - 1)] if steps else 0.0
+        event = _event(row)
+        found.append({"step": step, "event": event["event"], "text": event["text"]})
+    return found
+
+
+def _in_order(run: RunFiles) -> list[Row]:
+    return list(merge(run.events, run.quiet_events, key=lambda row: number(row, "time", 0.0)))
+
+
+def _is_complete(run: RunFiles) -> bool:
+    if not run.summary():
+        return False
+    return number(run.last, "step", 0.0) >= number(run.config().get("train", {}), "max_steps")
+
+
+def _place(cursor: str) -> tuple[str, int, int]:
+    """The three parts of a cursor; one that is not ours is the beginning."""
+    generation, *counts = cursor.rsplit(":", 2)
+    if len(counts) == 2 and all(each.isdecimal() and len(each) < 12 for each in counts):
+        return generation, int(counts[0]), int(counts[1])
+    return "", 0, 0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def text(value: float, digits: int, unit: str = "") -> str:
+    """A number as the page shows it; a dash for none."""
+    return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"

@@ -1,0 +1,411 @@
+"""Who waits for whom, in one sentence: a pure function of a run's newest rows and events.
+
+Knows metric names and this project's knobs; knows nothing of files, terminals or pages. The first
+finding that holds is the verdict, what is broken before what could be faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal, TypeAlias
+
+from peralta_zmq.observe.metrics import number
+
+Level: TypeAlias = Literal["ok", "warn", "bad"]
+Known: TypeAlias = Mapping[str, object]
+
+WINDOW = 20  # rows that count
+ENOUGH = 3  # rows before we speak of balance
+WAITS = 0.25  # share of the time from which waiting is worth a word
+STALLS = 0.15  # the same for publishing and for the journal
+LATE = 0.10  # share of groups that come to nothing
+SILENCE_SECONDS, SILENCE_STEPS = 30.0, 10.0  # without a step, whichever is longer
+STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights, both
+SATURATED_SECONDS = 0.5  # a version that is out sooner is no burden
+SLOW = 0.5  # of the median generator's speed
+NO_SIGNAL = 0.8  # share of groups with equal rewards
+SOLVED, HOPELESS = 0.9, 0.1  # mean reward
+BEGINS, ENDS = ("start", "resume"), ("stop", "complete")  # events of a session
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What holds, what to change (empty when nothing need be), and how bad it is."""
+
+    sentence: str
+    advice: str
+    level: Level
+
+    @property
+    def text(self) -> str:
+        """Sentence and advice as one line."""
+        return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Fare:
+    """How a generator that still reports did in these rows; 0 for what it did not report."""
+
+    name: str
+    tokens_per_s: float
+    blocked: float  # share of its time without a turn, or without room in its queue
+    queue: float  # the latter part of it
+    reload_seconds: float  # of one change of weights
+    step: float  # of its newest weights
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the time in which it may sample."""
+        return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the findings look at."""
+
+    rows: Sequence[Known]  # the newest, oldest first, at least one
+    fares: Sequence[Fare]  # of the generators that report, by name
+    gone: Sequence[str]  # generators heard in these rows, and no more
+    events: Sequence[Known]
+    quiet_seconds: float  # since the newest row; NaN when the caller has no clock
+
+    def total(self, key: str) -> float:
+        """Sum over the rows; a row without the key counts 0."""
+        return sum(number(row, key, 0.0) for row in self.rows)
+
+    def share(self, key: str) -> float:
+        """Part of all step time that `key` (seconds) took."""
+        return self.total(key) / max(1e-9, self.total("step_time"))
+
+    def growth(self, key: str) -> float:
+        """By how much a count that only grows has grown; a restart may set it back."""
+        return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the median step."""
+        return median(number(row, "step_time", 0.0) for row in self.rows)
+
+    @property
+    def waiting(self) -> float:
+        """Share of its time that the trainer waits for groups; the journal's part is no wait."""
+        return max(0.0, self.share("time/wait_for_batch") - self.share("time/journal"))
+
+    @property
+    def num_groups(self) -> float:
+        """Groups that these rows' steps took, after the first row."""
+        return sum(
+            number(row, key, 0.0)
+            for row in self.rows[1:]
+            for key in row
+            if key.startswith("gen/") and key.endswith("/groups")
+        )
+
+
+def verdict(
+    rows: Sequence[Known], events: Sequence[Known] = (), *, now: float | None = None
+) -> Verdict:
+    """The one sentence about a run, from rows of metrics.jsonl and events.jsonl, oldest first.
+
+    Only the last WINDOW rows count. `now` (unix seconds) is for a run that is under way: with it,
+    a run that has stopped making steps is told.
+    """
+    counted = _counted(rows, events)
+    if not counted:
+        return _before_the_first_step(events, now)
+    gone = _gone(counted, events)
+    view = View(
+        counted, _fares(counted, but=gone), gone, events, _quiet_seconds(counted[-1], events, now)
+    )
+    return next(found for look in FINDINGS if (found := look(view)) is not None)
+
+
+def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
+    """The newest rows that were trained live; a session's first one has its start in it."""
+    lived = [row for row in rows[-WINDOW - 1 :] if number(row, "step_time", 0.0) > 0.0][-WINDOW:]
+    firsts = {number(each, "step") + 1 for each in events if each.get("event") in BEGINS}
+    later = [row for row in lived if number(row, "step") not in firsts]
+    return later if len(later) >= ENOUGH else lived
+
+
+def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
+    started = [number(each, "time") for each in events if each.get("event") in BEGINS]
+    joined = any(each.get("event") == "join" for each in events)
+    seconds = now - started[-1] if now is not None and started else math.nan
+    if joined or not seconds > SILENCE_SECONDS:
+        return Verdict("waiting for the first step", "", "ok")
+    return Verdict(
+        f"no step yet: no generator has come in {seconds:.0f} s",
+        "start one: bin/generator @ CONFIG", "bad",
+    )  # fmt: skip
+
+
+def _names(row: Known) -> set[str]:
+    """Generators that report in this row."""
+    ends = "/tokens_per_s"
+    return {key[4 : -len(ends)] for key in row if key.startswith("gen/") and key.endswith(ends)}
+
+
+def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
+    """A report covers two seconds only, so shares and speeds are means over the rows."""
+
+    def mean(name: str, kind: str) -> float:
+        told = [number(row, f"gen/{name}/{kind}") for row in rows]
+        return fmean([value for value in told if math.isfinite(value)] or [0.0])
+
+    return [
+        Fare(
+            name,
+            tokens_per_s=mean(name, "tokens_per_s"),
+            blocked=mean(name, "blocked_frac"),
+            queue=mean(name, "queue_frac"),
+            reload_seconds=mean(name, "reload_s"),
+            step=number(rows[-1], f"gen/{name}/step", 0.0),
+        )
+        for name in sorted(_names(rows[-1]) - set(but))
+    ]
+
+
+def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
+    """Generators that were heard in these rows or left since, and are not heard now."""
+    up: dict[str, object] = {}  # name -> the newest start of it that joined
+    gone = {name for row in rows for name in _names(row)} - _names(rows[-1])
+    since = number(rows[0], "time")
+    for each in events:
+        name, boot = str(each.get("generator")), each.get("boot")
+        if each.get("event") == "join":
+            up[name] = boot
+            gone.discard(name)
+        elif each.get("event") == "leave" and up.get(name, boot) == boot:
+            up.pop(name, None)
+            if number(each, "time") >= since:
+                gone.add(name)
+    return sorted(gone)
+
+
+def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
+    """Since the newest step or start; NaN for a run that is not under way."""
+    sessions = [each for each in events if each.get("event") in (*BEGINS, *ENDS)]
+    if now is None or (sessions and sessions[-1].get("event") in ENDS):
+        return math.nan
+    moments = [number(each, "time") for each in [row, *sessions[-1:]]]
+    return now - max((each for each in moments if math.isfinite(each)), default=now)
+
+
+# What may be found, worst first. Each returns None when it does not hold.
+
+
+def _stopped(view: View) -> Verdict | None:
+    """No step for a long time."""
+    if not view.quiet_seconds > max(SILENCE_SECONDS, SILENCE_STEPS * view.step_seconds):
+        return None
+    sentence = f"no step for {view.quiet_seconds:.0f} s"
+    if view.gone and not view.fares:
+        return Verdict(
+            f"{sentence}: no generator is up, {', '.join(view.gone)} left",
+            "start one: bin/generator @ CONFIG", "bad",
+        )  # fmt: skip
+    return Verdict(sentence, "look at the newest event and at the trainer's last lines", "bad")
+
+
+def _no_signal(view: View) -> Verdict | None:
+    """Groups whose rewards are all equal teach nothing."""
+    shares = [number(row, "frac_reward_zero_std", 0.0) for row in view.rows]
+    reward = fmean(number(row, "reward", 0.5) for row in view.rows)
+    if len(shares) < ENOUGH or fmean(shares) < NO_SIGNAL:
+        return None
+    if reward >= SOLVED:
+        return Verdict(
+            f"the task is solved: mean reward {reward:.2f}, and {_percent(fmean(shares))} of "
+            "groups have equal rewards",
+            "stop here, or train on harder problems", "ok",
+        )  # fmt: skip
+    told = f"{_percent(fmean(shares))} of groups have equal rewards, mean reward {reward:.2f}"
+    if reward <= HOPELESS:
+        advice = "check the reward; else easier problems, or more sampling.num_generations"
+    else:
+        advice = "raise sampling.temperature or sampling.num_generations"
+    if min(shares) == 1.0:
+        return Verdict(f"no learning signal: {told}", advice, "bad")
+    return Verdict(f"little learning signal: {told}", advice, "warn")
+
+
+def _left(view: View) -> Verdict | None:
+    """A generator is not heard any more."""
+    if not view.gone:
+        return None
+    who, one = ", ".join(view.gone), len(view.gone) == 1
+    return Verdict(
+        f"{who} {'is' if one else 'are'} gone, {len(view.fares)} still up",
+        f"restart {'it' if one else 'them'}; the others go on", "warn" if view.fares else "bad",
+    )  # fmt: skip
+
+
+def _unjudged(view: View) -> Verdict | None:
+    """Groups that got no reward."""
+    lost = {fare.name: view.growth(f"gen/{fare.name}/unjudged") for fare in view.fares}
+    num_lost = sum(lost.values())
+    share = num_lost / max(1.0, num_lost + view.num_groups)
+    if share < LATE:
+        return None
+    most = max(lost, key=lost.__getitem__)
+    return Verdict(
+        f"{_percent(share)} of groups got no reward, most of them at {most}",
+        "read its log; the reward fails, or takes longer than task.reward_timeout", "warn",
+    )  # fmt: skip
+
+
+def _late(view: View) -> Verdict | None:
+    """Groups dropped because they were too old."""
+    num_late = view.growth("dropped/stale")
+    share = num_late / max(1.0, num_late + view.num_groups)
+    if share < LATE:
+        return None
+    senders = [
+        str(each.get("sender")).rpartition("/")[0]
+        for each in view.events
+        if each.get("event") == "drop" and each.get("outcome") == "stale"
+    ]
+    most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
+    whose = f", most of them from {most}" if most else ""
+    return Verdict(
+        f"{_percent(share)} of groups came too late and were dropped{whose}",
+        "raise train.max_off_policy_steps, or take away the slowest generator", "warn",
+    )  # fmt: skip
+
+
+def _behind(view: View) -> Verdict | None:
+    """A generator samples from old weights although there are newer ones."""
+    if not view.fares:
+        return None
+    oldest = min(view.fares, key=lambda fare: fare.step)
+    steps = number(view.rows[-1], "step") - oldest.step
+    seconds = steps * view.step_seconds
+    if steps < STALE_STEPS or seconds < STALE_SECONDS:
+        return None
+    return Verdict(
+        f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, "
+        f"{steps:.0f} steps or {seconds:.0f} s old",
+        "check its link to weights.dir: bin/doctor there", "warn",
+    )  # fmt: skip
+
+
+def _publishing(view: View) -> Verdict | None:
+    """Publishing holds the trainer up, or cannot keep pace with it."""
+    if (stall := view.share("time/publish")) >= STALLS:
+        return Verdict(
+            f"publishing holds the trainer up for {_percent(stall)} of its time",
+            "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
+            "warn",
+        )
+    spent = [
+        number(row, "weights/encode_seconds", 0.0) + number(row, "weights/write_seconds", 0.0)
+        for row in view.rows
+    ]
+    seconds = median(spent)
+    if seconds < max(SATURATED_SECONDS, view.step_seconds):
+        return None
+    size = median(number(row, "weights/bytes", 0.0) for row in view.rows)
+    return Verdict(
+        f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
+        f"{seconds:.1f} s to publish, a step {view.step_seconds:.1f} s",
+        "raise weights.keyframe_interval or weights.max_mbit_per_s, or take a faster weights.dir",
+        "warn",
+    )
+
+
+def _reloading(view: View) -> Verdict | None:
+    """A generator spends its time on changing weights."""
+    if not view.fares:
+        return None
+    slowest = max(view.fares, key=lambda fare: fare.reload_seconds)
+    share = slowest.reload_seconds / max(1e-9, view.step_seconds)
+    if share < WAITS:
+        return None
+    return Verdict(
+        f"{slowest.name} spends {_percent(min(1.0, share))} of its time on new weights, "
+        f"{slowest.reload_seconds:.1f} s at each step",
+        "raise train.batch_size for fewer versions", "warn",
+    )  # fmt: skip
+
+
+def _journaling(view: View) -> Verdict | None:
+    """The run's own disk is slow."""
+    if (share := view.share("time/journal")) < STALLS:
+        return None
+    return Verdict(
+        f"the disk of run.dir is saturated: the journal takes {_percent(share)} of the "
+        "trainer's time",
+        "move run.dir to a local disk", "warn",
+    )  # fmt: skip
+
+
+def _balance(view: View) -> Verdict:
+    """Who waits for whom."""
+    if len(view.rows) < ENOUGH:
+        return Verdict("too early to say who waits for whom", "", "ok")
+    waiting = view.waiting
+    blocked = fmean(fare.blocked for fare in view.fares) if view.fares else 0.0
+    queue = fmean(fare.queue for fare in view.fares) if view.fares else 0.0
+    trainer, generators = _percent(waiting), _percent(blocked)
+    if waiting >= WAITS and queue >= WAITS:
+        return Verdict(
+            f"the link to the trainer is saturated: generators wait {_percent(queue)} of their "
+            f"time for room in their queue, the trainer {trainer} for rollouts",
+            "raise wire.hwm, or put them on a faster network", "warn",
+        )  # fmt: skip
+    if waiting >= WAITS and blocked >= WAITS:
+        return Verdict(
+            f"they take turns: the trainer waits {trainer} of its time for rollouts, "
+            f"generators {generators} for the trainer",
+            "raise train.max_async_level", "warn",
+        )  # fmt: skip
+    if waiting >= WAITS:
+        return _too_few_rollouts(view)
+    if blocked >= WAITS:
+        return _too_many_rollouts(view)
+    return Verdict(
+        f"balanced: the trainer waits {trainer} of its time for rollouts, "
+        f"generators {generators} for the trainer", "", "ok",
+    )  # fmt: skip
+
+
+def _too_few_rollouts(view: View) -> Verdict:
+    sentence = f"the trainer waits {_percent(view.waiting)} of its time for rollouts"
+    slowest = min(view.fares, key=lambda fare: fare.speed, default=None)
+    typical = median(fare.speed for fare in view.fares) if view.fares else 0.0
+    if slowest is not None and slowest.speed < SLOW * typical:
+        sentence += (
+            f"; {slowest.name} is slow, {slowest.tokens_per_s:.0f} of all "
+            f"{sum(fare.tokens_per_s for fare in view.fares):.0f} tokens/s"
+        )
+    advice = "add a generator on another machine, or raise engine.slots"
+    return Verdict(sentence, advice, "warn")
+
+
+def _too_many_rollouts(view: View) -> Verdict:
+    worst = max(view.fares, key=lambda fare: fare.blocked)
+    why = "on a full queue" if worst.queue > worst.blocked / 2 else "until the trainer needs more"
+    return Verdict(
+        f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of its "
+        f"time {why}",
+        "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
+        "warn",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
+
+
+FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
+    _stopped, _no_signal, _left, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
+    _balance,
+)  # fmt: skip

@@ -1,0 +1,252 @@
+"""The page as a person sees it, in a browser.
+
+make test-browser
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import append, group, make_run, row
+
+from peralta_zmq.observe.metrics import read_rows
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> \ud800 </script>'
+
+
+def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424}, {"step": 20, "accuracy": 0.875})
+    last = read_rows(folder / "metrics.jsonl")[-1]
+    seen = tab(serve(folder).url)
+    seen.wait_for("card-reward", f"{last['reward']:.3f}")
+    shown = {name: seen.text(f"card-{name}") for name in
+             ("eval", "rollouts", "wait", "queue", "staleness", "dropped",
+              "generators")}  # fmt: skip
+    # 128 rollouts and 4096 tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
+    assert shown == {"eval": "0.875", "rollouts": "320", "wait": "50%", "queue": "14",
+                     "staleness": "1.2", "dropped": "3", "generators": "2"}  # fmt: skip
+    assert seen.text("note-rollouts") == "10,240 tokens/s"
+    assert (seen.text("run"), seen.text("about")) == ("hand", "embedded \u00b7 calculator")
+    assert (seen.text("step"), seen.text("max-steps")) == ("30", "60")
+    assert seen.text("condition") == "training"
+    assert seen.text("eta") == "12s left"  # 30 steps of 0.4 s
+    assert seen.text("generator-ann").split("\t") == [
+        "ann", "up", "29", "1", "1,045", "15%", "0.012 s", "8"]  # fmt: skip
+    assert seen.text("reward-reward") == f"{last['reward']:.3g}"
+    assert seen.text("weights-weights/seconds") == "0.03"
+    assert seen.text("verdict").startswith("the trainer waits 50% of its time for rollouts")
+    assert seen.chart("reward", "data-points") == "31"  # 30 steps and the evaluation at 0
+    assert seen.page.locator("article.chart[data-drawn]").count() == 10
+
+
+def test_a_new_row_is_there_within_two_seconds(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=5)
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "5")
+    append(folder / "metrics.jsonl", row(6, reward=0.125))
+    seen.wait_for("card-reward", "0.125", seconds=2.0)
+    assert seen.chart("reward", "data-points") == "6"
+    append(folder / "samples.jsonl", group(6, "newest", "other"))
+    seen.page.get_by_text("newest", exact=True).wait_for(timeout=2000)
+
+
+def test_a_server_that_was_killed_comes_back_without_a_point_twice(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=5)
+    served = serve(folder)
+    seen = tab(served.url, lost=True)
+    seen.wait_for("step", "5")
+    served.kill()
+    seen.wait_for("condition", "reconnecting")
+    assert "bin/dashboard" in seen.text("note")
+    assert seen.text("card-queue") == "14"  # what is known stays
+    append(folder / "metrics.jsonl", row(6), row(7))
+    served.start()
+    seen.wait_for("step", "7")
+    seen.wait_for("condition", "training")
+    assert seen.chart("reward", "data-points") == "7"
+    assert seen.chart("reward", "data-last-step") == "7"
+
+
+def test_an_empty_run_says_what_it_waits_for(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    seen = tab(serve(folder).url)
+    seen.wait_for("condition", "waiting for the first step")
+    assert "No generator has joined yet" in seen.text("note")
+    assert seen.text("card-reward") == "-"
+    assert "NaN" not in seen.page.locator("body").inner_text()
+    append(folder / "metrics.jsonl", row(1))
+    seen.wait_for("step", "1", seconds=2.0)
+
+
+def test_a_number_that_is_none_is_a_dash_and_a_gap(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=5)
+    append(folder / "metrics.jsonl", row(6, reward=math.nan, loss=math.inf, entropy=-math.inf))
+    seen = tab(serve(folder).url)
+    seen.wait_for("card-reward", "-")
+    body = seen.page.locator("body").inner_text()
+    assert "NaN" not in body and "Infinity" not in body and "null" not in body
+    assert seen.chart("loss", "data-points") == "6"
+
+
+def test_ten_thousand_steps_are_drawn_within_a_second(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=10_000)
+    url = serve(folder).url
+    seen = tab("about:blank")
+    seen.origin = url
+    seen.page.goto(url, wait_until="commit")
+    took = seen.page.evaluate("""async () => {
+        const done = () => document.querySelectorAll("article.chart[data-drawn]").length === 10
+            && document.querySelector('[data-testid="step"]').textContent === "10,000";
+        while (!done()) await new Promise(requestAnimationFrame);
+        return performance.now();
+    }""")  # milliseconds since the navigation began
+    print(f"10,000 steps are drawn {took:.0f} ms after the navigation")
+    assert took < 1000
+    assert int(seen.chart("reward", "data-points")) < 2000
+
+
+def test_what_a_model_writes_is_text(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    append(folder / "samples.jsonl", group(3, HOSTILE, "x" * 100_000, "b"))
+    append(folder / "events.jsonl", {"time": time.time(), "event": "skip", "reason": HOSTILE})
+    append(folder / "metrics.jsonl", {**row(4), "gen/<b onclick=x>/tokens_per_s": 1.0})
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "4")
+    first = seen.page.get_by_test_id("completion").first
+    first.get_by_text("window.hacked").wait_for()
+    told = first.inner_text()
+    assert told.startswith(HOSTILE.partition("\ud800")[0]) and told.endswith(" </script>")
+    assert seen.page.get_by_test_id("completion").nth(1).inner_text().endswith(" more characters)")
+    assert seen.page.evaluate("window.hacked") is None
+    assert seen.page.locator("main img, main b[onclick]").count() == 0
+    assert "<img src=x" in seen.text("events")
+
+
+def test_a_sample_shows_reward_and_advantage_and_can_be_held(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "3")
+    seen.page.get_by_test_id("rollout").first.wait_for()
+    assert seen.text("prompt") == "add 3 to 4"
+    first = seen.page.get_by_test_id("rollout").first.inner_text()
+    assert first.split() == ["reward", "1.00", "advantage", "+0.75", "3", "+", "4"]
+    seen.page.get_by_test_id("pause").click()
+    append(folder / "samples.jsonl", group(4, "later", "still later"))
+    append(folder / "metrics.jsonl", row(4))
+    seen.wait_for("step", "4")
+    assert "later" not in seen.text("sample")
+    seen.page.get_by_test_id("pause").click()
+    seen.page.get_by_text("still later").wait_for()
+
+
+@pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
+def test_the_page_is_dark_or_light_as_the_system_is(
+    tmp_path: Path, serve: Callable, tab: Callable, *, scheme: str, dark: bool
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    seen = tab(serve(folder).url, color_scheme=scheme)
+    seen.wait_for("step", "3")
+    brightness = """() => getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g)
+        .slice(0, 3).reduce((sum, each) => sum + Number(each), 0)"""
+    assert (seen.page.evaluate(brightness) < 150) == dark
+    for _ in range(1 if dark else 2):  # auto -> light -> dark
+        seen.page.get_by_test_id("theme").click()
+    assert (seen.page.evaluate(brightness) < 150) == (not dark)
+
+
+def test_a_phone_needs_no_scrolling_sideways(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    seen = tab(serve(folder).url, viewport={"width": 390, "height": 844})
+    seen.wait_for("step", "30")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
+    charts = seen.page.locator("article.chart").all()
+    assert {round(each.bounding_box()["width"]) for each in charts} == {362}  # one column
+
+
+def test_charts_and_controls_answer_the_keyboard(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "30")
+    seen.page.keyboard.press("Tab")
+    assert seen.page.evaluate("document.activeElement.className") == "skip"
+    seen.page.get_by_test_id("chart-loss").focus()
+    seen.page.keyboard.press("Home")
+    for name in ("loss", "reward"):  # the cursor is shared
+        assert seen.page.get_by_test_id(f"chart-{name}").locator(".at").inner_text() == (
+            "step 1 \u00b7 join generator=ann step=1 \u00b7 join generator=bob step=1"
+        )
+    seen.page.keyboard.press("ArrowRight")
+    rewards = [each["reward"] for each in read_rows(folder / "metrics.jsonl")]
+    assert seen.text("reward-reward") == f"{rewards[1]:.3g}"
+    seen.page.keyboard.press("Escape")
+    assert seen.text("reward-reward") == f"{rewards[-1]:.3g}"
+    seen.page.get_by_test_id("pause").focus()
+    seen.page.keyboard.press("Enter")
+    assert seen.page.get_by_test_id("pause").get_attribute("aria-pressed") == "true"
+
+
+def test_nothing_moves_for_those_who_ask_for_that(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    seen = tab(serve(make_run(tmp_path / "hand", num_steps=3)).url, reduced_motion="reduce")
+    seen.wait_for("condition", "training")
+    moves = "getComputedStyle(document.getElementById('pill'), '::before').animationName"
+    assert seen.page.evaluate(moves) == "none"
+
+
+def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    append(folder / "samples.jsonl", group(30, HOSTILE, "b"))
+    file = tmp_path / "report.html"
+    command = [sys.executable, str(ROOT / "bin" / "dashboard"), str(folder), "--export", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    live, exported = tab(serve(folder).url), tab(file.as_uri())
+    live.wait_for("step", "30")
+    exported.wait_for("step", "30")
+    numbers = """() => [...document.querySelectorAll(
+        "[data-testid^=card], [data-testid^=note-], .legend b, #generators td")]
+        .map(each => each.textContent)"""
+    live.page.get_by_test_id("rollout").first.wait_for()
+    assert len(live.page.evaluate(numbers)) > 40
+    assert exported.page.evaluate(numbers) == live.page.evaluate(numbers)
+    assert exported.text("sample") == live.text("sample")
+    assert exported.page.evaluate("window.hacked") is None
+    assert len(exported.requests) == 1
+
+
+def test_two_runs_lie_over_each_other(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+    folders = [make_run(tmp_path / name, num_steps=count) for name, count in
+               (("first", 30), ("second", 20))]  # fmt: skip
+    seen = tab(serve(*folders).url)
+    seen.wait_for("run", "first")
+    legend = seen.page.get_by_test_id("chart-queue").locator(".legend")
+    legend.get_by_text("second queue").wait_for()
+    assert legend.inner_text().split() == ["first", "queue", "14", "second", "queue", "14"]
+    seen.page.get_by_role("button", name="second").click()
+    seen.wait_for("step", "20")

@@ -1,0 +1,164 @@
+"""Machines for tests of bin/lan: folders with an environment each, and a real sshd on loopback.
+
+No right is needed that the user of the tests does not have; all of it lies in the test's folder.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin:/usr/local/sbin")
+needs_rsync = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync on this machine")
+needs_sshd = pytest.mark.skipif(
+    not (SSHD and shutil.which("ssh") and shutil.which("rsync")),
+    reason="no sshd, ssh or rsync on this machine (Debian: apt install openssh-server rsync)",
+)
+SMALL = (
+    *("--sampling.num-generations", "4", "--train.batch-size", "16", "--engine.slots", "8"),
+    *("--eval.num-examples", "4", "--no-eval.eval-base-model", "--checkpoint.interval", "5"),
+    *("--weights.poll-seconds", "1", "--train.max-off-policy-steps", "6"),
+)
+
+
+def make_machine(folder: Path) -> Path:
+    """A project folder that bin/lan has used before: an environment, equal to ours, and no code."""
+    ours, environment = Path(sys.prefix), folder / ".venv"
+    environment.mkdir(parents=True)
+    (folder / ".lan").mkdir()
+    for name in ("bin", "lib"):
+        (environment / name).symlink_to(ours / name)
+    shutil.copy(ours / "pyvenv.cfg", environment)
+    (environment / "ready").touch()
+    return folder
+
+
+def hosts_file(path: Path, *hosts: dict[str, object]) -> Path:
+    """Write a hosts file with these [[host]]s."""
+    rows = ["\n".join(["[[host]]", *(f"{leaf} = {_toml(each)}" for leaf, each in host.items())])
+            for host in hosts]  # fmt: skip
+    path.write_text("\n\n".join(rows) + "\n")
+    return path
+
+
+def _toml(each: object) -> str:
+    return str(each) if isinstance(each, int) else f'"{each}"'
+
+
+def lan(*words: str, **how: object) -> subprocess.CompletedProcess[str]:
+    """Run bin/lan to its end."""
+    return subprocess.run(  # type: ignore[call-overload]
+        [sys.executable, str(REPO / "bin/lan"), *words], capture_output=True, text=True,
+        cwd=REPO, check=False, timeout=100, **how,
+    )  # fmt: skip
+
+
+class Sshd:
+    """A server on a loopback port of its own, and a client's config that reaches it."""
+
+    def __init__(self, folder: Path, *extra: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("host_key", "user_key", "stranger_key"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(words, check=True)
+        shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = int(free.getsockname()[1])
+        self._config = folder / "sshd_config"
+        self._config.write_text("\n".join([
+            f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host_key",
+            f"AuthorizedKeysFile {folder}/authorized_keys", "PidFile none", "UsePAM no",
+            "StrictModes no", "PasswordAuthentication no", "KbdInteractiveAuthentication no",
+            "PermitRootLogin yes", "MaxStartups 100", *extra, "",
+        ]))  # fmt: skip
+        public = (folder / "host_key.pub").read_text()
+        (folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {public}")
+        self.config = self.client("ssh_config", key="user_key")
+
+    def client(self, name: str, *, key: str, port: int | None = None) -> Path:
+        """A file for ssh -F in which every name leads to this server."""
+        path = self.folder / name
+        path.write_text("\n".join([
+            "Host *", "HostName 127.0.0.1", f"Port {port or self.port}",
+            f"User {getpass.getuser()}", f"IdentityFile {self.folder / key}",
+            "IdentitiesOnly yes", f"UserKnownHostsFile {self.folder}/known_hosts",
+            "StrictHostKeyChecking yes", "",
+        ]))  # fmt: skip
+        return path
+
+    def start(self) -> None:
+        if os.getuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # a root's sshd insists on it
+        words = [str(SSHD), "-D", "-e", "-f", str(self._config)]
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def drop_connections(self) -> int:
+        """End every session as a lost link would; the number of them."""
+        children = [pid for pid in pids() if parent(pid) == self._process.pid]
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        return len(children)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def sshd(folder: Path, *extra: str) -> Iterator[Sshd]:
+    server = Sshd(folder, *extra)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.drop_connections()
+        server.close()
+
+
+def pids() -> list[int]:
+    """All processes."""
+    return [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+
+
+def parent(pid: int) -> int:
+    """Its parent's id; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def processes_in(folder: Path) -> dict[int, str]:
+    """Command lines, by id, of living processes whose working folder is in this one."""
+    found: dict[int, str] = {}
+    for pid in pids():
+        try:
+            place = Path(os.readlink(f"/proc/{pid}/cwd"))
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if place.is_relative_to(folder) and words:
+            found[pid] = words
+    return found

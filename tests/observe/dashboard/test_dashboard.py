@@ -1,0 +1,372 @@
+"""What is read of a run, what is sent of it, and to whom.
+
+.venv/bin/python -m pytest tests/observe/dashboard
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import append, group, make_run, row
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe.dashboard import door, view
+from peralta_zmq.observe.dashboard.export import report
+from peralta_zmq.observe.dashboard.follow import Tail
+from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.samples import sample
+from peralta_zmq.observe.dashboard.server import Dashboard
+from peralta_zmq.observe.dashboard.table import Table, derived, picked
+
+STATIC = files("peralta_zmq.observe.dashboard") / "static"
+VENDORED = {  # of uPlot 1.6.32, as npm has it
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+TOKEN = "0123456789abcdef" * 2
+
+
+def followed(folder: Path) -> RunFiles:
+    run = RunFiles(folder)
+    run.refresh()
+    return run
+
+
+# Reading.
+
+
+def test_a_row_is_read_once_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = Tail(path)
+    assert tail.read() == ([], False)
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"st')
+    assert tail.read() == ([{"step": 1}, {"step": 2}], False)
+    assert tail.read() == ([], False)
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert tail.read() == ([{"step": 3}], False)
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail = Tail(path)
+    tail.read()
+    (tmp_path / "new").write_text('{"step": 9}\n')
+    (tmp_path / "new").rename(path)
+    assert tail.read() == ([{"step": 9}], True)
+
+
+def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
+    table = Table()
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)):
+        table.add({"step": step, "reward": reward})
+    assert list(table.steps) == [1, 2]
+    assert table.values("reward").tolist() == [0.1, 0.7]
+    assert table.rewinds == 1
+
+
+def test_what_no_row_says_is_derived() -> None:
+    told = derived(
+        row(1)
+    )  # 128 rollouts in 0.4 s: 0.21 s waited with 0.01 s of journal, 0.2 s of work
+    assert told["rollouts_per_s"] == pytest.approx(320)
+    assert told["time/waiting"] == pytest.approx(0.2)
+    assert told["time/rest"] == pytest.approx(0.0, abs=1e-12)
+    assert (told["dropped"], told["weights/seconds"]) == (3, pytest.approx(0.03))
+
+
+def test_of_many_points_every_extreme_and_every_gap_is_kept() -> None:
+    values = np.zeros(10_000)
+    values[[1234, 5678]] = 9.0, -9.0
+    values[7777] = math.nan
+    chosen = picked([values], num_buckets=100)
+    assert {0, 1234, 5678, 7777, 9999} <= set(chosen.tolist())
+    assert len(chosen) <= 302
+
+
+# Answers.
+
+
+def test_an_answer_has_only_what_is_new_since_the_cursor(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    run = followed(folder)
+    first = view.answer(run, now=time.time())
+    assert first["charts"][0]["x"] == [1, 2, 3]
+    assert view.answer(run, cursor=first["cursor"], now=0.0)["charts"] == []
+    append(folder / "metrics.jsonl", row(4))
+    run.refresh()
+    second = view.answer(run, cursor=first["cursor"], now=time.time())
+    assert (second["anew"], second["charts"][0]["x"]) == (False, [4])
+    append(folder / "metrics.jsonl", row(2))  # rolled back
+    run.refresh()
+    third = view.answer(run, cursor=second["cursor"], now=time.time())
+    assert (third["anew"], third["charts"][0]["x"]) == (True, [1, 2])
+
+
+def test_a_cursor_holds_for_a_server_that_was_started_anew(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    cursor = view.answer(followed(folder), now=0.0)["cursor"]
+    again = view.answer(followed(folder), cursor=cursor, now=0.0)
+    assert (again["anew"], again["charts"]) == (False, [])
+
+
+@pytest.mark.parametrize("cursor", ["x", "::", "a:b:c", "1:-1:2", ":99999999999999:0", "\ud800"])
+def test_a_cursor_that_is_not_ours_is_the_beginning(tmp_path: Path, cursor: str) -> None:
+    run = followed(make_run(tmp_path / "hand", num_steps=3))
+    assert view.answer(run, cursor=cursor, now=0.0)["charts"][0]["x"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("live", "later", "event", "condition"),
+    [
+        (False, 1.0, None, "training"),
+        (False, 31.0, None, "crashed"),
+        (True, 31.0, None, "quiet"),
+        (False, 31.0, "stop", "stopped"),
+        (False, 31.0, "complete", "finished"),
+    ],
+)
+def test_the_condition_of_a_run(
+    tmp_path: Path, *, live: bool, later: float, event: str | None, condition: str
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    if event:
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    run = RunFiles(folder, live=live)
+    run.refresh()
+    assert view.condition_of(run, now=run.newest_time + later) == condition
+
+
+def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    without_bob = {key: value for key, value in row(4).items() if "/bob/" not in key}
+    append(folder / "metrics.jsonl", without_bob)
+    states = {each["name"]: each["state"] for each in view.generators(followed(folder))}
+    assert states == {"ann": "up", "bob": "gone"}
+    append(folder / "events.jsonl",
+           {"time": time.time(), "event": "leave", "generator": "ann", "boot": "ann"})  # fmt: skip
+    assert view.generators(followed(folder))[0]["state"] == "gone"
+
+
+def test_the_prompt_of_an_old_row_is_what_all_answers_begin_with_line_by_line() -> None:
+    texts = ["<user>\nadd\n<assistant>\n3 + 4", "<user>\nadd\n<assistant>\n3 4 +"]
+    told = sample(1, {"step": 1, "texts": texts, "rewards": [1.0, math.nan]})
+    assert told["prompt"] == "<user>\nadd\n<assistant>\n"
+    assert [each["text"] for each in told["rollouts"]] == ["3 + 4", "3 4 +"]
+    assert [each["reward"] for each in told["rollouts"]] == [1.0, None]
+
+
+# Serving.
+
+
+@pytest.fixture
+def page(tmp_path: Path, stack: ExitStack) -> Dashboard:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
+    page.start()
+    return page
+
+
+def asked(
+    page: Dashboard, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Status, headers and body; the path goes out as it is written."""
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
+    with closing(connection):
+        connection.request(method, path, headers=dict(headers or {}))
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def test_every_answer_carries_the_policy(page: Dashboard) -> None:
+    for path in ("/", "/page.js", "/api/runs/0", "/nothing", "/metrics"):
+        _, headers, _ = asked(page, path)
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", [
+    "/../../metrics.jsonl", "/static/../page.py", "/%2e%2e/%2e%2e/etc/passwd", "/..%2fpage.py",
+    "/api/runs/../../config.toml", "/api/runs/1", "/api/runs/-1", "//etc/passwd", "/page.js/..",
+    "/uPlot.LICENSE", "/api/runs/99999999999999999999999",
+])  # fmt: skip
+def test_no_path_leads_out_of_the_page(page: Dashboard, path: str) -> None:
+    assert asked(page, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_the_page_only_reads(page: Dashboard, method: str) -> None:
+    assert asked(page, "/api/runs/0", method=method)[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:1", 200), ("localhost:1", 200), ("[::1]:1", 200),
+     ("evil.example", 400), ("127.0.0.1.evil.example:1", 400), ("10.1.2.3", 400), ("", 400)],
+)  # fmt: skip
+def test_a_name_that_a_stranger_lets_point_here_is_refused(
+    page: Dashboard, host: str, status: int
+) -> None:
+    assert asked(page, "/api/runs", headers={"Host": host})[0] == status
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path, page: Dashboard) -> None:
+    append(tmp_path / "hand" / "metrics.jsonl", row(4, reward=math.nan, loss=math.inf))
+    append(tmp_path / "hand" / "samples.jsonl", group(4, "half a pair \ud800", "b"))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for path in ("/api/runs/0", "/api/runs/0/samples", "/healthz"):
+        status, _, body = asked(page, path)
+        assert status == 200
+        json.loads(body, parse_constant=refuse)
+    charts = json.loads(asked(page, "/api/runs/0")[2])["charts"]
+    assert charts[0]["x"][-1] == 4 and charts[0]["columns"][2][-1] is None
+
+
+def test_an_answer_has_a_bound(tmp_path: Path, page: Dashboard) -> None:
+    append(
+        tmp_path / "hand" / "samples.jsonl", *(group(4, *["x" * 100_000] * 100) for _ in range(8))
+    )
+    assert len(asked(page, "/api/runs/0/samples")[2]) < 6_000_000
+    append(
+        tmp_path / "hand" / "metrics.jsonl", {f"gen/{i}/step": 1.0 for i in range(5000)} | row(4)
+    )
+    assert len(asked(page, "/api/runs/0")[2]) < 1_000_000
+
+
+def test_prometheus_and_health(page: Dashboard) -> None:
+    status, headers, body = asked(page, "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b'run="hand"' in body and b"nan" not in body.lower()
+    told = json.loads(asked(page, "/healthz")[2])
+    assert (told["status"], told["step"]) == ("ok", 3) and told["age_seconds"] < 60
+
+
+def test_a_taken_port_gives_way_to_the_next_and_says_so(tmp_path: Path, stack: ExitStack) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    taken = stack.enter_context(closing(socket.socket()))
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=port)))
+    assert port < page.port < port + 20
+    assert page.greeting == [f"page: http://127.0.0.1:{page.port} (port {port} is taken)"]
+
+
+def test_other_machines_need_a_token(tmp_path: Path, stack: ExitStack) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    with pytest.raises(ConfigError, match=r"dashboard.host 0.0.0.0 would show this run to whoever"):
+        Dashboard([folder], host="0.0.0.0", port=0)
+    page = Dashboard([folder], host="0.0.0.0", port=0, token=TOKEN)
+    stack.enter_context(closing(page))
+    page.start()
+    assert page.greeting[1].startswith("warning: other machines reach the page, without encryption")
+    for path in ("/", "/api/runs", "/metrics", "/?token=wrong", "/healthz"):
+        assert asked(page, path)[0] == 401
+    status, headers, _ = asked(page, f"/?token={TOKEN}")
+    assert (status, headers["location"]) == (303, "/")
+    assert "HttpOnly" in headers["set-cookie"] and "SameSite=strict" in headers["set-cookie"]
+    cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+    assert asked(page, "/api/runs", headers=cookie)[0] == 200
+    assert asked(page, "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
+    assert asked(page, "/", headers={**cookie, "Host": "evil.example"})[0] == 400
+
+
+def test_a_fault_of_the_page_stays_in_its_thread(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(view, "answer", fails)
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
+    page.start()
+    assert asked(page, "/api/runs/0")[0] == 500
+    assert asked(page, "/healthz")[0] == 200
+    monkeypatch.setattr(Dashboard, "_made", fails)
+    broken = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
+    broken.start()
+    broken._thread.join(5)
+    assert not broken._thread.is_alive()
+    assert "broken" in caplog.text and "training goes on" in caplog.text
+
+
+def test_at_ten_thousand_steps_the_page_takes_less_than_a_hundredth_of_the_trainers_time(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """A page asks once a second; a new step has come each time."""
+    folder = make_run(tmp_path / "hand", num_steps=10_000)
+    page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0, live=True)))
+    page.start()
+    cursor = json.loads(asked(page, "/api/runs/0")[2])["cursor"]
+    thread = page._thread
+    assert isinstance(thread, threading.Thread) and thread.ident
+    clock = time.pthread_getcpuclockid(thread.ident)
+    before = time.clock_gettime(clock)
+    for step in range(10_001, 10_041):
+        append(folder / "metrics.jsonl", row(step))
+        cursor = json.loads(asked(page, f"/api/runs/0?cursor={cursor}")[2])["cursor"]
+    spent = (time.clock_gettime(clock) - before) / 40
+    print(f"{1000 * spent:.2f} ms of the thread for each second")
+    assert spent < 0.01
+
+
+# One file, and the door.
+
+
+def test_the_exported_file_names_its_parts_by_their_hashes_and_nothing_else(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    append(folder / "samples.jsonl", group(3, "</script><script>alert(1)</script>", "b"))
+    told = report([RunFiles(folder)])
+    assert "default-src 'none'; script-src 'sha256-" in told
+    assert told.count("<script") == told.count("</script>") == 2
+    assert "http://" not in told.replace("http://www.w3.org/", "").replace("http://${", "")
+    assert "src=" not in told.partition('<script type="application/json"')[0]
+
+
+def test_the_door_writes_a_file_and_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    assert door.main([str(folder), "--export", str(tmp_path / "report.html")]) == 0
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        door.main([str(tmp_path / "nothing")])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        door.main([str(folder), "--export", str(tmp_path / "no" / "report.html")])
+
+
+@pytest.mark.parametrize(("name", "digest"), VENDORED.items())
+def test_uplot_is_what_its_makers_published(name: str, digest: str) -> None:
+    assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest
+    assert b"MIT" in (STATIC / "uPlot.LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["page.js", "charts.js", "samples.js"])
+def test_no_word_can_become_markup(name: str) -> None:
+    script = (STATIC / name).read_text("utf-8")
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
+                "new Function", "DOMParser", "createContextualFragment"):  # fmt: skip
+        assert way not in script

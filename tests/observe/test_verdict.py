@@ -1,0 +1,298 @@
+"""The sentence about a run, for runs made up by hand: who waits, who is gone, what to change."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.verdict import Verdict, verdict
+
+pytestmark = pytest.mark.timeout(20)
+
+NOW = 5000.0  # unix seconds; step n ends at 1000 + 2 n
+
+
+def gen(name: str, **kinds: float) -> Row:
+    fields = {"tokens_per_s": 400.0, "blocked_frac": 0.05, "reload_s": 0.01, "unjudged": 0} | kinds
+    return {f"gen/{name}/{kind}": value for kind, value in fields.items()}
+
+
+def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
+    """Steps of 2 s, 8 groups each, in which nobody waits for long."""
+    rows: list[Row] = []
+    for step in range(1, num_rows + 1):
+        row: Row = {
+            "step": step, "time": 1000.0 + 2 * step, "step_time": 2.0, "reward": 0.5,
+            "frac_reward_zero_std": 0.1, "time/wait_for_batch": 0.2, "time/journal": 0.04,
+            "time/publish": 0.01, "weights/encode_seconds": 0.1, "weights/write_seconds": 0.1,
+            "weights/bytes": 2_000_000, "dropped/stale": 0,
+        }  # fmt: skip
+        for each in generators or (gen("a"), gen("b")):
+            row |= each
+        for name in {key.split("/")[1] for key in row if key.startswith("gen/")}:
+            row |= {f"gen/{name}/groups": 4, f"gen/{name}/step": step - 1} | {
+                key: value for key, value in row.items() if key == f"gen/{name}/step"
+            }
+        rows.append(row | {name.replace("__", "/"): value for name, value in fields.items()})
+    return rows
+
+
+def growing(rows: list[Row], **per_row: float) -> list[Row]:
+    """The same rows with counts that grow by so much in each."""
+    return [
+        row | {key.replace("__", "/"): count * at for key, count in per_row.items()}
+        for at, row in enumerate(rows)
+    ]
+
+
+def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
+    """`name` is not heard in the last rows."""
+    kept = [{k: v for k, v in row.items() if f"gen/{name}/" not in k} for row in rows[-last:]]
+    return [*rows[:-last], *kept]
+
+
+START: Row = {"event": "start", "time": 1000.0, "step": 0}
+STALE_DROPS: list[Row] = [
+    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff"} for name in ("a", "b", "b")
+]
+RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
+    # who waits: (0.2 - 0.04) of 2 s are 8%
+    "balanced": (
+        run(), [], None,
+        Verdict(
+            "balanced: the trainer waits 8% of its time for rollouts, generators 5% for the "
+            "trainer", "", "ok",
+        ),
+    ),
+    "too few rollouts": (
+        run(time__wait_for_batch=1.28), [], None,
+        Verdict(
+            "the trainer waits 62% of its time for rollouts",
+            "add a generator on another machine, or raise engine.slots", "warn",
+        ),
+    ),
+    "a slow one among three": (
+        run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0), time__wait_for_batch=1.28),
+        [], None,
+        Verdict(
+            "the trainer waits 62% of its time for rollouts; nas is slow, 40 of all 840 tokens/s",
+            "add a generator on another machine, or raise engine.slots", "warn",
+        ),
+    ),
+    "a generator that is held back is not slow": (
+        run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0, blocked_frac=0.9)), [], None,
+        Verdict(
+            "the trainer is the bottleneck: c is blocked 90% of its time until the trainer needs "
+            "more",
+            "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
+            "warn",
+        ),
+    ),
+    "a full queue": (
+        run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None,
+        Verdict(
+            "the trainer is the bottleneck: a is blocked 60% of its time on a full queue",
+            "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
+            "warn",
+        ),
+    ),
+    "both wait": (
+        run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.64), [], None,
+        Verdict(
+            "they take turns: the trainer waits 30% of its time for rollouts, generators 40% for "
+            "the trainer",
+            "raise train.max_async_level", "warn",
+        ),
+    ),
+    "both wait and the queue is full": (
+        run(10, gen("a", blocked_frac=0.4, queue_frac=0.35), time__wait_for_batch=0.64), [], None,
+        Verdict(
+            "the link to the trainer is saturated: generators wait 35% of their time for room in "
+            "their queue, the trainer 30% for rollouts",
+            "raise wire.hwm, or put them on a faster network", "warn",
+        ),
+    ),
+    # weights
+    "publishing stalls": (
+        run(time__publish=0.5), [], None,
+        Verdict(
+            "publishing holds the trainer up for 25% of its time",
+            "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
+            "warn",
+        ),
+    ),
+    "publishing lags": (
+        run(weights__write_seconds=8.1, weights__bytes=1_300_000_000), [], None,
+        Verdict(
+            "the disk or link of weights.dir is saturated: a version (1.3 GB) takes 8.2 s to "
+            "publish, a step 2.0 s",
+            "raise weights.keyframe_interval or weights.max_mbit_per_s, or take a faster "
+            "weights.dir", "warn",
+        ),
+    ),
+    "reloading dominates": (
+        run(10, gen("a"), gen("nas", reload_s=0.8)), [], None,
+        Verdict(
+            "nas spends 40% of its time on new weights, 0.8 s at each step",
+            "raise train.batch_size for fewer versions", "warn",
+        ),
+    ),
+    "the journal's disk": (
+        run(time__wait_for_batch=0.9, time__journal=0.8), [], None,
+        Verdict(
+            "the disk of run.dir is saturated: the journal takes 40% of the trainer's time",
+            "move run.dir to a local disk", "warn",
+        ),
+    ),
+    "old weights": (
+        run(10, gen("a"), gen("nas", step=4)), [], None,
+        Verdict(
+            "nas still samples from the weights of step 4, 6 steps or 12 s old",
+            "check its link to weights.dir: bin/doctor there", "warn",
+        ),
+    ),
+    # 9 rows after the first: 9 groups dropped, 72 trained
+    "late groups": (
+        growing(run(), dropped__stale=1), STALE_DROPS, None,
+        Verdict(
+            "11% of groups came too late and were dropped, most of them from b",
+            "raise train.max_off_policy_steps, or take away the slowest generator", "warn",
+        ),
+    ),
+    "no reward": (
+        growing(run(), gen__b__unjudged=4), [], None,
+        Verdict(
+            "33% of groups got no reward, most of them at b",
+            "read its log; the reward fails, or takes longer than task.reward_timeout", "warn",
+        ),
+    ),
+    # the signal
+    "no signal at reward 0": (
+        run(frac_reward_zero_std=1.0, reward=0.0), [], None,
+        Verdict(
+            "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
+            "check the reward; else easier problems, or more sampling.num_generations", "bad",
+        ),
+    ),
+    "little signal": (
+        run(frac_reward_zero_std=0.85), [], None,
+        Verdict(
+            "little learning signal: 85% of groups have equal rewards, mean reward 0.50",
+            "raise sampling.temperature or sampling.num_generations", "warn",
+        ),
+    ),
+    "solved": (
+        run(frac_reward_zero_std=1.0, reward=0.98), [], None,
+        Verdict(
+            "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
+            "stop here, or train on harder problems", "ok",
+        ),
+    ),
+    # who is gone
+    "one is not in the last row": (
+        without(run(), "b", last=2), [], None,
+        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+    ),
+    "one left since the last row": (
+        without(run(10, gen("a"), gen("b"), gen("c")), "b", last=1),
+        [{"event": "leave", "generator": "c", "boot": "2", "time": 1030.0}], None,
+        Verdict("b, c are gone, 1 still up", "restart them; the others go on", "warn"),
+    ),
+    "all are gone": (
+        without(run(10, gen("a")), "a", last=1), [], None,
+        Verdict("a is gone, 0 still up", "restart it; the others go on", "bad"),
+    ),
+    "no step and nobody up": (
+        without(run(10, gen("a")), "a", last=1), [], 1110.0,
+        Verdict(
+            "no step for 90 s: no generator is up, a left",
+            "start one: bin/generator @ CONFIG", "bad",
+        ),
+    ),
+    "no step though somebody is up": (
+        run(), [START], 1110.0,
+        Verdict(
+            "no step for 90 s", "look at the newest event and at the trainer's last lines", "bad"
+        ),
+    ),
+    # before there is much to say
+    "nothing": ([], [], NOW, Verdict("waiting for the first step", "", "ok")),
+    "nobody came": (
+        [], [START], 1045.0,
+        Verdict(
+            "no step yet: no generator has come in 45 s", "start one: bin/generator @ CONFIG",
+            "bad",
+        ),
+    ),
+    "two steps": (run(2), [], None, Verdict("too early to say who waits for whom", "", "ok")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_verdict_says(name: str) -> None:
+    rows, events, now, expected = RUNS[name]
+    assert verdict(rows, events, now=now) == expected
+
+
+BALANCED = verdict(run())
+
+
+def test_what_holds_and_what_to_change_are_one_line() -> None:
+    assert Verdict("a waits", "add b", "warn").text == "a waits; add b"
+    assert Verdict("balanced", "", "ok").text == "balanced"
+
+
+def test_only_the_newest_twenty_rows_count() -> None:
+    assert verdict([*run(30, time__wait_for_batch=2.0), *run(20)]) == BALANCED
+    assert verdict([*run(20), *run(20, time__wait_for_batch=2.0)]).level == "warn"
+
+
+def test_the_first_step_of_a_session_does_not_count() -> None:
+    rows = run(4)
+    rows[0] |= {"step_time": 60.0, "time/wait_for_batch": 58.0}
+    assert verdict(rows).level == "warn"
+    assert verdict(rows, [START]) == BALANCED
+
+
+def test_replayed_steps_do_not_count() -> None:
+    assert verdict([*run(), *run(10, step_time=0.0, time__wait_for_batch=2.0)]) == BALANCED
+
+
+def test_a_generator_that_came_back_is_not_gone() -> None:
+    join: Row = {"event": "join", "generator": "b", "boot": "2", "time": 1019.0}
+    leave: Row = {"event": "leave", "generator": "b", "boot": "1", "time": 1020.0}
+    assert verdict(run(), [join | {"boot": "1"}, join, leave]) == BALANCED
+    assert verdict(run(), [join, leave | {"boot": "2"}]).sentence == "b is gone, 1 still up"
+
+
+def test_one_that_left_long_ago_is_not_spoken_of() -> None:
+    leave: Row = {"event": "leave", "generator": "c", "boot": "1", "time": 900.0}
+    assert verdict(run(), [leave]) == BALANCED
+
+
+@pytest.mark.parametrize("end", ["stop", "complete"])
+def test_a_run_that_was_ended_has_not_fallen_silent(end: str) -> None:
+    ended: Row = {"event": end, "time": 1021.0}
+    assert verdict(run(), [START, ended], now=NOW) == BALANCED
+    assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
+
+
+def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_own() -> None:
+    assert verdict(run(), now=1049.0) == BALANCED
+    assert verdict(run(), now=1051.0).level == "bad"
+    slow = run(step_time=60.0)
+    assert verdict(slow, now=1600.0).level == "ok"
+    assert verdict(slow, now=1630.0).level == "bad"
+
+
+def test_nulls_and_absent_fields_are_no_error() -> None:
+    empty: Row = {"step": 1, "step_time": 1.0, "reward": None, "gen/a/tokens_per_s": None}
+    assert verdict([empty] * 5).level == "ok"
+
+
+def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:
+    rows = run() * 1000
+    started = time.perf_counter()
+    verdict(rows, [START])
+    assert time.perf_counter() - started < 0.05

@@ -1,0 +1,163 @@
+"""The weights folder: each look passes on a good one and fails on a bad one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from weight_sets import weights_at
+
+from peralta_zmq.config import load_config
+from peralta_zmq.operate.doctor import weights, work
+from peralta_zmq.stores.folder import Folder
+from peralta_zmq.stores.probe import Probe
+from peralta_zmq.stores.store import WeightStore
+
+MIB = 1 << 20
+ROOT = os.geteuid() == 0
+
+
+def test_folder_that_is_there_names_its_file_system(tmp_path: Path) -> None:
+    found = weights.check_there(tmp_path, role="generator")
+    assert found.ok and found.detail.startswith(f"{tmp_path} is there (file system ")
+
+
+def test_generator_does_not_make_the_folder(tmp_path: Path) -> None:
+    found = weights.check_there(tmp_path / "nas", role="generator")
+    assert not found.ok and found.detail == f"{tmp_path / 'nas'} does not exist"
+    assert found.remedy.startswith("mount it here, or name it")
+
+
+def test_trainer_will_make_the_folder_and_is_warned_of_a_missing_mount(tmp_path: Path) -> None:
+    found = weights.check_there(tmp_path / "nas" / "weights", role="trainer")
+    assert found.ok and f"will be made in {tmp_path}" in found.detail
+    assert found.remedy == "if it is on a NAS, mount that first"
+    assert not (tmp_path / "nas").exists()
+
+
+def test_file_in_the_place_of_the_folder_cannot_be_listed(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    found = weights.check_there(tmp_path / "weights", role="trainer")
+    assert not found.ok and "cannot be listed" in found.detail
+    assert found.remedy.startswith("mount it again")
+
+
+def test_writing_works_and_leaves_nothing(tmp_path: Path) -> None:
+    found = weights.check_writing(tmp_path / "not" / "yet", size=2 * MIB)
+    assert found.ok and found.detail.startswith("write, fsync and rename work, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that refuses all")
+def test_folder_that_refuses_writes_is_told() -> None:
+    found = weights.check_writing(Path("/proc/self/fdinfo"), size=MIB)
+    assert not found.ok and found.detail.startswith("/proc/self/fdinfo cannot be written (")
+    assert found.remedy.startswith("give this user the right to write there")
+
+
+def test_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "write", full)
+    found = weights.check_writing(tmp_path, size=MIB)
+    monkeypatch.undo()
+    assert not found.ok and "No space left on device" in found.detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_for_three_models(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert weights.check_space(tmp_path, free // 4).ok
+    found = weights.check_space(tmp_path, free // 2)
+    assert not found.ok and "3 models need" in found.detail
+    assert found.remedy == "free some, or choose another folder"
+    assert "not known yet" in weights.check_space(tmp_path, None).detail
+
+
+def test_file_of_the_other_side_is_seen_by_event_and_by_looking(tmp_path: Path) -> None:
+    with closing(Probe(tmp_path)) as probe:
+        found = weights.check_visible(tmp_path, lambda: (probe.show(), ""), poll_seconds=0.1)
+    assert found.ok and "the same folder as the trainer's" in found.detail
+    assert "by event 0." in found.detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    def late() -> tuple[str, str]:
+        threading.Timer(0.3, (tmp_path / "doctor-1").touch).start()
+        return "doctor-1", ""
+
+    found = weights.check_visible(tmp_path, late, poll_seconds=0.1)
+    assert found.ok and any(f"after 0.{tenth}" in found.detail for tenth in (3, 4, 5))
+
+
+def test_another_folder_on_this_machine_is_told(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    with closing(Probe(tmp_path / "there")) as probe:
+        found = weights.check_visible(
+            tmp_path / "here", lambda: (probe.show(), ""), poll_seconds=0.1, patience=0.2
+        )
+    assert not found.ok and f"does not appear in {tmp_path / 'here'} within" in found.detail
+    assert found.remedy == "it is another folder: mount the same one, and name it with weights.dir"
+
+
+def test_trainer_that_cannot_write_its_folder_is_told(tmp_path: Path) -> None:
+    found = weights.check_visible(tmp_path, lambda: ("", "it is full"), poll_seconds=0.1)
+    assert not found.ok and found.detail == "the trainer's machine: it is full"
+    assert found.remedy == "see its own bin/doctor"
+
+
+def test_reading_the_newest_version_tells_what_a_reload_takes(tmp_path: Path) -> None:
+    store = WeightStore(Folder(tmp_path))
+    store.claim("demo-1")
+    store.publish(3, weights_at(3), companions={})
+    store.release()
+    found = weights.check_speed(tmp_path, 1_000_000_000)
+    assert found.ok and "of the newest version; a whole model takes " in found.detail
+    assert "MB/s" in found.detail
+
+
+def test_without_a_version_a_file_of_our_own_is_read(tmp_path: Path) -> None:
+    found = weights.check_speed(tmp_path, None)
+    assert found.ok and "33.6 MB of our own" in found.detail
+    assert list(tmp_path.iterdir()) == []
+    assert "nothing to read yet" in weights.check_speed(tmp_path / "nas", None).detail
+
+
+def test_torn_version_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    found = weights.check_speed(tmp_path, None)
+    assert not found.ok and "step_00000001 cannot be read" in found.detail
+
+
+def test_weights_behind_an_address(tmp_path: Path) -> None:
+    from peralta_zmq.stores.serve import Server
+
+    store = WeightStore(Folder(tmp_path))
+    store.claim("demo-1")
+    store.release()
+    with closing(Server(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
+        address = f"http://127.0.0.1:{server.port}"
+        assert weights.check_address(address, None, run_id="demo-1").ok
+        found = weights.check_address(address, None, run_id="demo-2")
+    assert not found.ok and found.detail.endswith("has the weights of run demo-1, not demo-2")
+    found = weights.check_address(address, None, run_id="demo-1")
+    assert not found.ok and "does not answer" in found.detail
+    assert found.remedy.startswith("start the trainer with weights.serve_port")
+
+
+def test_bytes_of_a_model_are_read_from_its_files() -> None:
+    from peralta_zmq import policy
+
+    size = work.model_bytes(load_config("doctor", ["--weights.dtype", "float32"]))
+    model = policy.load_model(
+        policy.EMBEDDED, device=policy.choose_device("cpu"), dtype=policy.DTYPES["float32"]
+    )
+    assert size == 4 * sum(each.numel() for each in policy.weights_of(model).values())
+    assert work.model_bytes(load_config("doctor", [])) == size // 2
+    assert work.model_bytes(load_config("doctor", ["--model.name", "no/such-model"])) is None

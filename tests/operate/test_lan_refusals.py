@@ -1,0 +1,162 @@
+"""What is wrong with a real host is told with its name and a remedy, and nothing is started.
+
+.venv/bin/python -m pytest -m lan tests/operate/test_lan_refusals.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import SMALL, hosts_file, lan, make_machine, needs_rsync, needs_sshd, processes_in, sshd
+
+from peralta_zmq.operate.link import free_ports
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(200), needs_rsync]
+TOOLS = ("sh", "dirname", "df", "awk", "tail", "ls", "make", "mkdir", "touch", "rm", "cat")
+OLD_PYTHON = next(iter(sorted(Path.home().glob(".pyenv/versions/3.[6-9].*/bin/python"))), None)
+NOTHING = "nothing was started: beta failed; --partial goes on without\n"
+
+
+@pytest.fixture(autouse=True)
+def machines(tmp_path: Path) -> Iterator[None]:
+    """Two of them, and nothing of them left running."""
+    for name in ("alpha", "beta"):
+        make_machine(tmp_path / name)
+    (tmp_path / "nas").mkdir()
+    yield
+    for pid in processes_in(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def up(
+    folder: Path, beta: dict[str, object], *words: str, command: str = "up"
+) -> subprocess.CompletedProcess[str]:
+    """A sound trainer with a generator beside it, and a host that is as the test wants it."""
+    nas = str(folder / "nas/weights")
+    alpha = {"name": "alpha", "role": "trainer", "dir": str(folder / "alpha"), "count": 1,
+             "python": sys.executable, "weights_dir": nas}  # fmt: skip
+    path = hosts_file(folder / "hosts.toml", alpha, {
+        "name": "beta", "dir": str(folder / "beta"), "python": sys.executable,
+        "weights_dir": nas, **beta,
+    })  # fmt: skip
+    settings = [*SMALL, "--wire.port", str(free_ports()), "--wire.host", "127.0.0.2",
+                "--wire.bind", "127.0.0.2", *words]  # fmt: skip
+    return lan(command, "--hosts", str(path), *(settings if command in ("up", "sync") else words))
+
+
+def started(folder: Path) -> list[Path]:
+    return [*folder.glob("*/.lan/*.life"), *folder.glob("*/.lan/*.lock")]
+
+
+@needs_sshd
+def test_a_host_that_is_off_and_one_that_refuses_our_key(tmp_path: Path) -> None:
+    with sshd(tmp_path / "ssh") as server:
+        off = server.client("off", key="user_key", port=free_ports())
+        failed = up(tmp_path, {"ssh": f"-F {off} beta"})
+        assert failed.returncode == 1
+        assert "beta: look: ssh: " in failed.stderr and "Connection refused: no" in failed.stderr
+        assert failed.stderr.endswith(NOTHING)
+        stranger = server.client("stranger", key="stranger_key")
+        failed = up(tmp_path, {"ssh": f"-F {stranger} beta"})
+        assert f"its key is not accepted there; ssh-copy-id -F {stranger} beta" in failed.stderr
+        assert failed.stderr.endswith(NOTHING)
+    assert not (tmp_path / "alpha/bin").exists()  # not even copied
+    assert started(tmp_path) == []
+
+
+@needs_sshd
+def test_a_host_without_rsync(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in TOOLS:
+        (tools / name).symlink_to(str(shutil.which(name)))
+    with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
+        failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
+    assert "beta: look: there is no rsync; install it there" in failed.stderr
+    assert started(tmp_path) == []
+
+
+@needs_sshd
+def test_a_copy_that_is_cut_off_starts_nothing_until_it_is_whole(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in TOOLS:
+        (tools / name).symlink_to(str(shutil.which(name)))
+    (tools / "rsync").write_text("#!/bin/sh\nexit 12\n")  # ends in the middle of its talk
+    (tools / "rsync").chmod(0o755)
+    with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
+        failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
+        assert "beta: copy: copying stopped halfway (rsync code 12" in failed.stderr
+        assert "the same command again goes on from there" in failed.stderr
+        assert (tmp_path / "beta/.lan/copying").exists() and started(tmp_path) == []
+    assert up(tmp_path, {}, command="sync").returncode == 0
+    assert not (tmp_path / "beta/.lan/copying").exists()
+    (tmp_path / "beta/.lan/copying").touch()
+    failed = up(tmp_path, {}, "beta", command="restart")
+    assert "beta: restart: the code here is half copied, a sync was cut off; run bin/lan sync" in (
+        failed.stderr
+    )
+
+
+@pytest.mark.skipif(OLD_PYTHON is None, reason="no Python older than 3.10 on this machine")
+def test_an_old_python(tmp_path: Path) -> None:
+    failed = up(tmp_path, {"python": str(OLD_PYTHON)})
+    assert f"beta: look: {OLD_PYTHON} is Python 3." in failed.stderr
+    assert "and 3.10 or later is needed; set python = to a newer one" in failed.stderr
+    assert failed.stderr.endswith(NOTHING)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
+    if subprocess.run(words, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        failed = up(tmp_path, {"dir": str(small / "beta")})
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert f"beta: look: the disk of {small}/beta is full: 8 MB free, 3000 MB" in failed.stderr
+
+
+def test_a_folder_with_somebody_elses_files_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    failed = up(tmp_path, {"dir": str(other)})
+    assert f"beta: look: {other} holds files that bin/lan did not put there" in failed.stderr
+    assert [each.name for each in other.iterdir()] == ["thesis.tex"]
+
+
+def test_a_port_that_is_in_use(tmp_path: Path) -> None:
+    port = free_ports()
+    with socket.create_server(("127.0.0.2", port)):
+        failed = up(tmp_path, {}, "--wire.port", str(port))
+    assert "beta" not in failed.stderr
+    assert f"alpha: doctor: ports: port {port} is in use by pid {os.getpid()}" in failed.stderr
+    assert "and that is the trainer" in failed.stderr
+    assert started(tmp_path) == []
+
+
+def test_a_weights_folder_that_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    failed = up(tmp_path, {"weights_dir": str(tmp_path / "elsewhere")})
+    assert "beta: doctor: visible: " in failed.stderr
+    assert "it is another folder: mount the same one" in failed.stderr
+    assert failed.stderr.endswith(NOTHING) and started(tmp_path) == []
+
+
+def test_partial_goes_on_without_the_generators_that_fail(tmp_path: Path) -> None:
+    done = up(tmp_path, {"python": "python2.0"}, "--partial", "--train.max-steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "beta: look: python2.0 does not run" in done.stderr
+    assert "alpha-trainer | step=2/2" in done.stdout
+    assert not (tmp_path / "beta/bin").exists()

@@ -1,0 +1,166 @@
+"""A run over real ssh: two hosts on loopback, each with a folder and a mount of its own.
+
+.venv/bin/python -m pytest -m lan tests/operate/test_lan_ssh.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hosts import REPO, SMALL, Sshd, hosts_file, lan, make_machine, needs_sshd, processes_in, sshd
+
+from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate.link import free_ports
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(200), needs_sshd]
+TRAINER_ADDRESS = "127.0.0.2"  # any but 127.0.0.1, which would be everybody's own
+
+
+@dataclass
+class Home:
+    """Two machines, the server through which both are reached, and one NAS."""
+
+    folder: Path
+    server: Sshd
+    port: int
+
+    @property
+    def hosts(self) -> Path:
+        return self.folder / "hosts.toml"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "alpha/runs/demo"
+
+    @property
+    def step(self) -> int:
+        rows = read_rows(self.run / "metrics.jsonl")
+        return int(str(rows[-1]["step"])) if rows else 0
+
+    def settings(self) -> list[str]:
+        return [*SMALL, "--train.max-steps", "5000", "--train.learning-rate", "1e-5",
+                "--wire.host", TRAINER_ADDRESS, "--wire.bind", TRAINER_ADDRESS,
+                "--wire.port", str(self.port), "--security.keys", str(self.folder / "keys"),
+                ]  # fmt: skip
+
+    def lan(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return lan(command, "--hosts", str(self.hosts), *words)
+
+    def states(self) -> dict[str, list[str]]:
+        """The table of bin/lan status: the words of each worker's line."""
+        lines = self.lan("status").stdout.splitlines()[1:]
+        return {words[0]: words for words in map(str.split, lines)}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    with sshd(tmp_path / "ssh") as server:
+        (tmp_path / "nas").mkdir()
+        hosts: list[dict[str, object]] = []
+        for name, role in (("alpha", "trainer"), ("beta", "generator")):
+            machine = make_machine(tmp_path / name)
+            (tmp_path / f"mount-of-{name}").symlink_to(tmp_path / "nas")
+            hosts.append({
+                "name": name, "role": role, "ssh": f"-F {server.config} {name}",
+                "dir": str(machine), "python": sys.executable,
+                "weights_dir": str(tmp_path / f"mount-of-{name}" / "weights"),
+            })  # fmt: skip
+        hosts_file(tmp_path / "hosts.toml", *hosts)
+        opened = Home(tmp_path, server, free_ports())
+        yield opened
+        for pid in processes_in(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def worker_pid(folder: Path, door: str) -> int:
+    """The worker itself, not its supervisor, guard or viewer."""
+    (pid,) = [pid for pid, words in processes_in(folder).items()
+              if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
+    return pid
+
+
+def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home: Home) -> None:
+    screen = home.folder / "screen"
+    with screen.open("w") as out:
+        viewer = subprocess.Popen(
+            [sys.executable, str(REPO / "bin/lan"), "up", "--hosts", str(home.hosts),
+             *home.settings()],
+            stdout=out, stderr=subprocess.STDOUT, cwd=REPO, start_new_session=True,
+        )  # fmt: skip
+
+    def seen(text: str) -> bool:
+        return bool(re.search(text, screen.read_text(), re.MULTILINE))
+
+    def step_after(step: int) -> None:
+        until(lambda: home.step > step, f"no step after {step}")
+
+    try:
+        until(lambda: seen(r"^alpha-trainer \| step=3/") or viewer.poll() is not None, "no step")
+        assert viewer.poll() is None, screen.read_text()
+        assert seen(r"^beta-0 \| .*loaded version="), screen.read_text()
+
+        # A dropped ssh kills no worker, and the logs come back by themselves.
+        workers = {worker_pid(home.folder / "alpha", "trainer"),
+                   worker_pid(home.folder / "beta", "generator")}  # fmt: skip
+        assert home.server.drop_connections() >= 2
+        until(lambda: seen("^alpha: the connection is lost, its workers go on"), screen.read_text())
+        step_after(home.step)
+        lost = len(screen.read_text())
+        until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], "no logs")
+        assert workers == {worker_pid(home.folder / "alpha", "trainer"),
+                           worker_pid(home.folder / "beta", "generator")}  # fmt: skip
+
+        # Ctrl-C ends the looking, not the run.
+        os.killpg(viewer.pid, signal.SIGINT)
+        assert viewer.wait(timeout=20) == 0
+        assert seen("^the run goes on; its logs: bin/lan logs --hosts .*, its end: bin/lan down")
+        step_after(home.step)
+        states = home.states()
+        assert states["alpha-trainer"][2] == states["beta-0"][2] == "running", states
+
+        # A generator is restarted by name.
+        before = worker_pid(home.folder / "beta", "generator")
+        restarted = home.lan("restart", "beta-0")
+        assert restarted.returncode == 0, restarted.stderr
+        assert "beta-0: stopped" in restarted.stdout and "beta-0: started" in restarted.stdout
+        assert worker_pid(home.folder / "beta", "generator") != before
+        step_after(home.step)
+
+        # SIGKILL to the trainer: its supervisor brings it back, and status says so.
+        os.kill(worker_pid(home.folder / "alpha", "trainer"), signal.SIGKILL)
+        step = home.step
+        step_after(step + 2)
+        line = home.lan("status").stdout.splitlines()[1].split()
+        assert line[:3] == ["alpha-trainer", "alpha", "running"] and line[5] == "1", line
+
+        assert home.lan("stop", "beta").returncode == 0
+        assert home.states()["beta-0"][2] == "stopped"
+    finally:
+        viewer.kill()
+        down = home.lan("down")
+    assert down.returncode == 0, down.stdout + down.stderr
+    assert processes_in(home.folder) == {}
+    for port in range(home.port, home.port + 4):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((TRAINER_ADDRESS, port), timeout=1)
+    assert json.loads((home.folder / "alpha/.lan/alpha-trainer.life").read_text())["stopped"]
+    secrets = sorted(each.name for each in (home.folder / "beta/.lan/keys").iterdir())
+    assert secrets == ["beta-0.secret", "trainer.public"]  # and nobody else's

@@ -1,0 +1,80 @@
+"""Run folders made by hand, for whatever reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+from peralta_zmq.observe.metrics import Row
+
+CONFIG = """\
+[run]
+name = "hand"
+[model]
+name = "embedded"
+[task]
+name = "calculator"
+[train]
+max_steps = {max_steps}
+"""
+
+
+def row(step: int, *, when: float | None = None, **more: object) -> Row:
+    """One row of metrics.jsonl: two generators, half of the time is waiting."""
+    reward = 0.5 + 0.4 * math.sin(step / 50)
+    made: Row = {
+        "step": step, "time": time.time() if when is None else when, "reward": reward,
+        "reward_std": 0.2, "frac_reward_zero_std": 0.25, "completions/mean_length": 9.5,
+        "completions/clipped_ratio": 0.0, "num_rollouts": 128, "num_tokens": 4096,
+        "staleness/mean": 1.25, "staleness/max": 3, "loss": -0.04, "grad_norm": 0.19,
+        "mismatch_kl": 1.5e-5, "entropy": 0.7, "learning_rate": 1e-4, "queue/depth": 14,
+        "time/forward_backward": 0.2, "time/wait_for_batch": 0.21, "time/journal": 0.01,
+        "time/publish": 0.0, "weights/bytes": 147543, "weights/encode_seconds": 0.02,
+        "weights/write_seconds": 0.01, "dropped/stale": 2, "dropped/lost": 1, "generators": 2,
+        "step_time": 0.4,
+    }  # fmt: skip
+    for name in ("ann", "bob"):
+        made |= {
+            f"gen/{name}/groups": 8, f"gen/{name}/step": step - 1, f"gen/{name}/reload_s": 0.012,
+            f"gen/{name}/tokens_per_s": 1044.9, f"gen/{name}/blocked_frac": 0.15,
+        }  # fmt: skip
+    return {**made, **more}
+
+
+def append(path: Path, *rows: Row) -> None:
+    """More whole lines; NaN as Python writes it."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in rows)
+
+
+def make_run(folder: Path, *, num_steps: int, max_steps: int | None = None) -> Path:
+    """A run that has just taken its newest step, 0.4 s after the one before."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG.format(max_steps=max_steps or max(1, 2 * num_steps)))
+    now = time.time()
+    begun = now - 0.4 * num_steps
+    append(folder / "events.jsonl", {"time": begun, "event": "start", "step": 0})
+    append(
+        folder / "metrics.jsonl",
+        *(row(step, when=begun + 0.4 * step) for step in range(1, num_steps + 1)),
+    )
+    if num_steps:
+        joins = ({"time": begun, "event": "join", "generator": name, "boot": name, "step": 1}
+                 for name in ("ann", "bob"))  # fmt: skip
+        append(folder / "events.jsonl", *joins)
+        append(folder / "samples.jsonl", group(num_steps))
+    return folder
+
+
+def group(step: int, *texts: str) -> Row:
+    """One row of samples.jsonl; the first answer is right."""
+    answers = texts or ("3 + 4", "3 4 +", "7", "4 - 3")
+    rewards = [1.0] + [0.0] * (len(answers) - 1)
+    return {
+        "step": step, "problem": "p", "task": "calculator", "generator": "ann",
+        "policy_step": step - 1, "rewards": rewards,
+        "advantages": [each - 1 / len(answers) for each in rewards],
+        "prompt": "add 3 to 4\n", "texts": [f"add 3 to 4\n{answer}" for answer in answers],
+    }  # fmt: skip

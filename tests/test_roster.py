@@ -1,0 +1,67 @@
+"""Who works for the trainer: who comes, who leaves, how they fare.
+
+.venv/bin/python -m pytest tests/test_roster.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from fakes import BOOT, RUN
+from sockets import ANYWHERE, eventually
+
+from peralta_zmq import wire
+from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.metrics import EVENTS, read_rows
+from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
+
+pytestmark = pytest.mark.timeout(20)
+SAID = wire.Counters(
+    RUN, "ann", BOOT, step=4, tokens_per_s=100.0, blocked_frac=0.5, queue_frac=0.25, reload_s=1.0
+)
+
+
+@pytest.fixture
+def roster(tmp_path: Path) -> Iterator[Roster]:
+    """One that has heard from ann."""
+    with (
+        closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)) as receiver,
+        closing(wire.CounterSender(receiver.address)) as sender,
+        Books(tmp_path, run="run", max_steps=9) as books,
+    ):
+        roster = Roster(receiver, books, {})
+
+        def heard() -> bool:
+            sender.send(SAID)
+            roster.hear(step=1)
+            return bool(roster.live())
+
+        eventually(heard)
+        yield roster
+
+
+def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
+    assert roster.fares({}) == {
+        "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
+        "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unjudged": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_groups", "told"), [(3, 4), (6, 6)])
+def test_its_step_is_the_newest_that_a_report_or_a_group_tells(
+    roster: Roster, of_groups: int, told: int
+) -> None:
+    assert roster.fares({"gen/ann/step": of_groups})["gen/ann/step"] == told
+
+
+def test_one_unheard_for_long_has_left_and_is_told_once(roster: Roster, tmp_path: Path) -> None:
+    roster.excuse(-SILENCE_SECONDS)
+    assert roster.live() == roster.live() == []
+    rows = read_rows(tmp_path / EVENTS)
+    assert [row["event"] for row in rows] == ["join", "leave"]
+    assert (rows[1]["generator"], rows[1]["boot"]) == ("ann", BOOT.hex())
+    assert abs(float(str(rows[1]["time"])) - time.time()) < 20
