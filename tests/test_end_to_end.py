@@ -241,7 +241,7 @@ def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigt
 ) -> None:
     generator = machine.start("generator")
     until(lambda: "no TCP answer" in generator.printed, generator)
-    assert "bin/trainer @ CONFIG" in generator.printed
+    assert "Start it: bin/trainer" in generator.printed
     generator.process.send_signal(signal.SIGTERM)
     generator.ends(timeout=3)
     assert "Traceback" not in generator.printed

@@ -291,7 +291,7 @@ def line() -> Iterator[Line]:
 
 def generator_of(follower: Follower, line: Line, version: Version, **weights: object) -> Generator:
     config = Config.model_validate({"weights": weights})
-    return Generator(config, "ann", b"bootboot", follower, line, version)
+    return Generator(config, "ann", b"bootboot", follower, line, version, {"python": "3.11"})
 
 
 @pytest.mark.parametrize(("update", "during"), [("in_flight", 2), ("between_groups", 1)])

@@ -67,7 +67,8 @@ def test_steps_without_signal_are_named_once_with_three_samples(
         recorder = Recorder(books, tokenizer)
         for step in range(1, NO_SIGNAL_STEPS + 5):
             assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
-            recorder.record(step, groups, {"frac_reward_zero_std": 1.0, "reward": 0.25})
+            row = {"frac_reward_zero_std": 1.0, "reward": 0.25}
+            recorder.record(step, groups, row, advantages=[[0.0] * 2] * 4)
             if step == NO_SIGNAL_STEPS:
                 printed = capsys.readouterr().out
                 assert (

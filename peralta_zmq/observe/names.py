@@ -59,6 +59,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "staleness/max": "age of the oldest group",
         "dropped/stale": "groups dropped so far for being older than train.max_off_policy_steps",
         "dropped/abandoned": "groups dropped so far because a roll-back undid their weights",
+        "dropped/mismatched": "groups dropped so far as their generator computes other logprobs",
         "dropped/lost": "groups given up so far on their way here",
         "dropped/filtered": "groups dropped so far by online difficulty filtering",
         "dropped/duplicate": "groups that came twice so far and counted once",
@@ -81,6 +82,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "enough ahead or its queue is full",
         "gen/NAME/queue_frac": "share of its time in which its queue is full",
         "gen/NAME/reload_s": "seconds of its newest change of weights",
+        "gen/NAME/mismatch_kl": "k3 estimate of the KL of its logprobs to the trainer's",
         "gen/NAME/unjudged": "groups it gave up so far because their reward failed",
     },
 }

@@ -70,12 +70,12 @@ class Progress:
 
 def progress_on(what: str, total: int, stream: TextIO | None = None) -> Progress:
     """Progress on a stream, standard error by default."""
-    stream = stream or sys.stderr
-    lively = stream.isatty()
+    out = stream or sys.stderr
+    lively = out.isatty()
 
     def show(text: str) -> None:
-        stream.write(f"\r{text}\x1b[K" if lively else f"{text}\n")
-        stream.flush()
+        out.write(f"\r{text}\x1b[K" if lively else f"{text}\n")
+        out.flush()
 
     return Progress(what, total, show=show, lively=lively)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.errors import ConfigError, PeraltaError
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def jobs_of(text: str) -> list[Job]:
     """One JSON object a line."""
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return [Job(**{**row, "command": tuple(row["command"])}) for row in rows]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [Job(row["name"], tuple(row["command"]), row["env"], run=row["run"]) for row in rows]
 
 
 def job_text(job: Job) -> str:

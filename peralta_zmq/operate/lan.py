@@ -153,7 +153,7 @@ class Fleet:
                 sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
             return True
         with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-            problems = list(pool.map(lambda host: _do(host, work[host.name]), hosts))
+            problems = list(pool.map(_do, hosts, [work[host.name] for host in hosts]))
         for host, problem in zip(hosts, problems, strict=True):
             self._note(host, title, problem)
         return self._may_go_on()
@@ -202,7 +202,9 @@ def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
         return unreachable(host, result) or result.last_words if result.code else None
 
     with ThreadPoolExecutor(max_workers=len(chosen)) as pool:
-        problems = list(pool.map(lambda pair: obey(*pair), chosen))
+        problems = list(
+            pool.map(obey, [host for host, _ in chosen], [names for _, names in chosen])
+        )
     for (host, _), problem in zip(chosen, problems, strict=True):
         if problem:
             sys.stderr.write(f"{host.name}: {command}: {problem}\n")
