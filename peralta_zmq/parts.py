@@ -50,6 +50,7 @@ def learner_of(config: Config, model: policy.Model, ranks: Ranks = ALONE) -> Lea
         learning_rate=schedule_of(config),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
+        optim=train.optim,
         max_grad_norm=train.max_grad_norm,
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
         num_iterations=train.num_iterations,

@@ -71,16 +71,26 @@ def enlist(config: Config) -> tuple[Config, TrainerRanks]:
     device = policy.choose_device(config.model.device)
     if device.type == "cuda":
         device = torch.device("cuda", place.local_rank)
-    elif device.type != "cpu":
-        raise ConfigError(
-            f"model.device {device} takes one rank, and there are {place.num_ranks}; "
-            "start without torchrun, or use --model.device cpu"
-        )
+    check_shared(config, device)
     ranks = distributed.join(device)
     if ranks.number == 0:
         ranks.tell({"do": "begin"}, [config.model_dump_json().encode()])
         return config, ranks
     return _settings_of(ranks.listen(), config, device), ranks
+
+
+def check_shared(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a device, or a setting on it, that several ranks cannot have."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"model.device {device} takes one rank; "
+            "start without torchrun, or use --model.device cpu"
+        )
+    if device.type == "cuda" and config.train.optim == "adamw_8bit":
+        raise ConfigError(
+            "train.optim adamw_8bit cannot be shared among ranks on cuda; "
+            "use adamw_bf16, or start without torchrun"
+        )
 
 
 def _settings_of(order: Order, own: Config, device: torch.device) -> Config:

@@ -38,6 +38,7 @@ DOORS = {
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
     "peft": {"policy.adapters"},
+    "bitsandbytes": {"learning.optimizer"},
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "zstandard": {"stores"},
     "obstore": {"stores.objects"},

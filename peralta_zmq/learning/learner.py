@@ -48,6 +48,7 @@ class Learner:
         learning_rate: Callable[[int], float],
         betas: tuple[float, float],
         weight_decay: float,
+        optim: adamw.Optim = "adamw",
         max_grad_norm: float,
         max_tokens_per_microbatch: int,
         temperature: Temperature = 1.0,
@@ -76,7 +77,10 @@ class Learner:
         self._oversize: Oversize = oversize
         self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
         self._ranks = ranks
-        self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
+        self._optim: adamw.Optim = optim
+        self._optimizer = adamw.make_optimizer(
+            parameters, betas=betas, weight_decay=weight_decay, optim=optim
+        )
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take step `self.step + 1` on these groups; returns the step's metrics.
@@ -160,7 +164,7 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer, RNG, counts: model/NAME, adamw/KIND/NAME, rng/torch, skipped; and
+        """Masters, optimizer, RNG, counts: model/NAME, OPTIM/KIND/NAME, rng/torch, skipped; and
         reference/NAME of a reference that follows the policy.
 
         Every tensor is whole, at any number of ranks; rank 0 has them.
@@ -168,7 +172,7 @@ class Learner:
         tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
-                tensors[f"adamw/{kind}/{name}"] = self._ranks.collected(tensor)
+                tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.collected(tensor)
         if self._reference is not None:
             for path, tensor in self._reference.state().items():
                 tensors[path] = self._ranks.collected(tensor)
@@ -183,7 +187,7 @@ class Learner:
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` gave at `step`.
 
-        Raises ValueError, with nothing changed, for the state of another model.
+        Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
         masters = {path[6:]: each for path, each in tensors.items() if path.startswith("model/")}
         if masters.keys() != self._parameters.keys():
@@ -193,6 +197,9 @@ class Learner:
             if masters[name].shape != parameter.shape:
                 shapes = f"{list(masters[name].shape)}, not {list(parameter.shape)}"
                 raise ValueError(f"{name} has shape {shapes}")
+        kept = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
+        if strange := kept - {self._optim}:
+            raise ValueError(f"its train.optim is {min(strange)}, not {self._optim}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(self._ranks.own_part(masters[name], parameter))
@@ -203,7 +210,7 @@ class Learner:
             )  # fmt: skip
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
-            if path.startswith("adamw/"):
+            if path.startswith(f"{self._optim}/"):
                 _, kind, name = path.split("/", 2)
                 own = self._ranks.own_part(tensor, self._parameters[name])
                 kinds.setdefault(name, {})[kind] = own

@@ -356,8 +356,8 @@ class Trainer:
             self._learner.restore(saved.step, saved.tensors)
         except ValueError as error:
             raise JournalError(
-                f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
-                "choose another --run.name, or the model it was made with"
+                f"checkpoint of step {saved.step} in {self._folder} does not fit ({error}); "
+                "choose another --run.name, or the model and optimizer it was made with"
             ) from None
         adapted.check_base(self._beside, saved.progress, where=self._folder)
         self._progress = saved.progress
