@@ -39,6 +39,7 @@ from peralta_zmq.config.objective import (
 from peralta_zmq.config.section import PLAIN_NAME, Decay, Fraction, Names, Port, Section, Text
 from peralta_zmq.errors import ConfigError
 
+MAX_BETA_BF16 = 0.99  # 1/100 of a number is more than the 1/256 that bfloat16 resolves
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -145,6 +146,8 @@ class TrainSection(Section):
     """tokens per optimizer step, of prompts and completions, in the place of batch_size"""
     max_steps: PositiveInt = 80
     """optimizer steps of the whole run"""
+    optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
+    """AdamW whose state is float32, bfloat16, or 8 bits (extra `optim`): 8, 4, 2 bytes a weight"""
     learning_rate: PositiveFloat = 2e-4
     """peak step size of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
@@ -173,7 +176,7 @@ class TrainSection(Section):
     ref_mixup_alpha: Fraction = 1.0
     """share of the policy in a refreshed reference; the rest is the reference before"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of the matrix products; weights, gradients and optimizer stay float32"""
+    """number format of the matrix products; weights and gradients stay float32"""
     gradient_checkpointing: bool = False
     """compute each layer again in the backward pass; less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
@@ -447,6 +450,12 @@ def _check_ranges(config: Config) -> None:
             f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
             f"{train.max_steps}; use {train.max_steps} or less"
         )
+    for name in ("adam_beta1", "adam_beta2"):
+        if train.optim == "adamw_bf16" and (beta := getattr(train, name)) > MAX_BETA_BF16:
+            raise ConfigError(
+                f"train.{name} {beta} with train.optim adamw_bf16 makes steps that bfloat16 rounds "
+                f"away; use {MAX_BETA_BF16} or less, or another train.optim"
+            )
     if generator.index >= generator.count:
         raise ConfigError(
             f"generator.index {generator.index} is not below generator.count {generator.count}; "
