@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,7 +164,7 @@ def original_train(shape: dict[str, object]) -> Seconds:
     """A step of one group and one of two; then write and read fp32 weights."""
     setting = Setting(shape, num_groups=2)
     setting.original(1)
-    one, two = (seconds(lambda: setting.original(number)) for number in (1, 2))
+    one, two = (seconds(partial(setting.original, number)) for number in (1, 2))
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         saving = seconds(lambda: setting.model.save_pretrained(folder))
         cpu = torch.device("cpu")

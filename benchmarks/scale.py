@@ -4,7 +4,8 @@ The trainer's side is a process of its own with the real receiver, ledger, journ
 announcer; it takes batches and learns nothing. Generators are three sockets each, in four
 processes: one pushes encoded groups of the embedded task, one hears the announcements (only one
 of each process reads what it hears), one reports every two seconds. They make one group a second
-each, and then as many as the real pace allows; a step takes one group of each. `--quick`: up to 100 of them, for three seconds.
+each, and then as many as the real pace allows; a step takes one group of each. `--quick`: up to 100
+of them, for three seconds.
 """
 
 from __future__ import annotations
