@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def claims(ours: Mapping[str, float], original: Mapping[str, float]) -> Iterator
 # The parts.
 
 
-def ours_generate(shape: dict[str, object]) -> Seconds:
+def ours_generate(shape: dict[str, Any]) -> Seconds:
     """All completions with their logprobs, and the groups through a socket."""
     model = generation.without_end(shape)
     dtype, _ = policy.choose_dtype(torch.device("cpu"))
@@ -105,7 +106,7 @@ def sent(shape: Mapping[str, object]) -> float:
         return seconds(once)
 
 
-def ours_train(shape: dict[str, object]) -> Seconds:
+def ours_train(shape: dict[str, Any]) -> Seconds:
     """The step; then publish what it changed, fetch it and copy it into live weights."""
     setting = Setting(shape, num_groups=NUM_GROUPS)
     setting.narrow(1)
@@ -144,7 +145,7 @@ def published(publisher: Publisher, step: int, setting: Setting) -> tuple[Versio
     return report.version, taken
 
 
-def original_generate(shape: dict[str, object]) -> Seconds:
+def original_generate(shape: dict[str, Any]) -> Seconds:
     """One prompt, times their number."""
     model = generation.without_end(shape)
     with torch.inference_mode():
@@ -160,7 +161,7 @@ def original_generate(shape: dict[str, object]) -> Seconds:
     }  # fmt: skip
 
 
-def original_train(shape: dict[str, object]) -> Seconds:
+def original_train(shape: dict[str, Any]) -> Seconds:
     """A step of one group and one of two; then write and read fp32 weights."""
     setting = Setting(shape, num_groups=2)
     setting.original(1)
@@ -173,7 +174,7 @@ def original_train(shape: dict[str, object]) -> Seconds:
     return {"train": whole, "publish": saving, "reload": loading}
 
 
-WORK: dict[str, Callable[[dict[str, object]], Seconds]] = {
+WORK: dict[str, Callable[[dict[str, Any]], Seconds]] = {
     each.__name__: each for each in (ours_generate, original_generate, ours_train, original_train)
 }
 
