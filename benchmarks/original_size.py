@@ -163,7 +163,8 @@ def original_train(shape: dict[str, object]) -> Seconds:
     """A step of one group and one of two; then write and read fp32 weights."""
     setting = Setting(shape, num_groups=2)
     setting.original(1)
-    one, two = (seconds(lambda: setting.original(number)) for number in (1, 2))
+    one = seconds(lambda: setting.original(1))
+    two = seconds(lambda: setting.original(2))
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         saving = seconds(lambda: setting.model.save_pretrained(folder))
         cpu = torch.device("cpu")

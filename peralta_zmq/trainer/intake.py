@@ -275,7 +275,9 @@ class Intake:
             resting=self.pools.resting,
         )
 
-        self._next_news = time.monotonic() + min(LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2)
+        self._next_news = time.monotonic() + min(
+            LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2
+        )
 
     def _say_news(self, step: int) -> None:
         """Announce what came for this step, unless that was done just now."""
