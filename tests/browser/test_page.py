@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import append, group, make_run, row
 
 from peralta_zmq.observe.metrics import read_rows
-from runs import append, group, make_run, row
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> \ud800 </script>'

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard import door, view
@@ -28,7 +29,6 @@ from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import Table, derived, picked
-from runs import append, group, make_run, row
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 VENDORED = {  # of uPlot 1.6.32, as npm has it

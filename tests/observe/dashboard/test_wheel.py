@@ -8,7 +8,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
 from runs import make_run
 
 ROOT = Path(__file__).parents[3]
