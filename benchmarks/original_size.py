@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 import torch
