@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,8 @@ def original_train(shape: dict[str, Any]) -> Seconds:
     """A step of one group and one of two; then write and read fp32 weights."""
     setting = Setting(shape, num_groups=2)
     setting.original(1)
-    one, two = (seconds(partial(setting.original, number)) for number in (1, 2))
+    one = seconds(lambda: setting.original(1))
+    two = seconds(lambda: setting.original(2))
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         saving = seconds(lambda: setting.model.save_pretrained(folder))
         cpu = torch.device("cpu")

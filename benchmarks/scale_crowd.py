@@ -1,4 +1,4 @@
-"""Some of the generators of the bench `scale`, in one process and one thread, until it is killed.
+"""Some of the generators of the bench `scale`, in one process, until it is killed or left alone.
 
 Each has the three sockets of a real one, and begins a group when the real pace allows it. Its
 groups are of the step that was announced last.
@@ -106,8 +106,8 @@ def work(crowd: list[Scripted], listener: wire.Listener, *, rate: float) -> None
     due = [(now + chance.random() * interval, n) for n in range(len(crowd))]
     heapq.heapify(due)
     groups = newest(listener)
-    reports = now
-    while True:
+    reports, parent = now, os.getppid()
+    while os.getppid() == parent:
         at, number = due[0]
         time.sleep(max(0.0, at - time.monotonic()))
         group, one = next(groups), crowd[number]

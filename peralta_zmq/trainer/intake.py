@@ -275,8 +275,9 @@ class Intake:
             resting=self.pools.resting,
         )
 
-        pause = min(LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2)
-        self._next_news = time.monotonic() + pause
+        self._next_news = time.monotonic() + min(
+            LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2
+        )
 
     def _say_news(self, step: int) -> None:
         """Announce what came for this step, unless that was done just now."""
