@@ -298,7 +298,7 @@ def _reader_left(seconds: float) -> bool:
 
 
 def _tail(name: str) -> list[str]:
-    return logs.tail(_file(name, "log"), NUM_LOG_LINES)
+    return logs.tail(_file(name, "log"), NUM_LOG_LINES + 1)  # the supervisor's last word is one
 
 
 def _life(name: str) -> Life | None:
