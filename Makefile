@@ -46,6 +46,10 @@ test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k 
 test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
 	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
+test-skew: setup .venv-other/ready  ## Workers under another Python, PYTHON=python3.13, with these
+	@PERALTA_OTHER_PYTHON=.venv-other/bin/python $(BIN)/python -m pytest -m lan -rs -s \
+	  --timeout 300 tests/operate/test_version_skew.py $(ARGS)
+
 lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
 	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
 	  -k 'power or kernel or away' --timeout 3000 $(ARGS)
@@ -73,7 +77,7 @@ base-model: setup  ## Teach the embedded base model from nothing (half an hour o
 	@$(BIN)/python -m peralta_zmq.base
 
 clean:  ## Remove the environment and every run
-	rm -rf .venv runs
+	rm -rf .venv .venv-other runs
 
 fresh:
 	@if [ -n "$(FRESH)" ]; then rm -rf runs/demo; fi
@@ -81,9 +85,16 @@ fresh:
 .venv/ready: pyproject.toml .ci/constraints.txt Makefile
 	@echo "setting up .venv (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_OPTIONS) .venv
-	@$(MAKE) --no-print-directory torch
-	@$(PIP) --editable '.[$(EXTRAS)]'
+	@$(MAKE) --no-print-directory torch package
 	@touch $@
+
+.venv-other/ready: pyproject.toml .ci/constraints.txt
+	@test -x .venv-other/bin/python || $(PYTHON) -m venv .venv-other
+	@$(MAKE) --no-print-directory BIN=.venv-other/bin EXTRAS=math torch package
+	@touch $@
+
+package:
+	@$(PIP) --editable '.[$(EXTRAS)]'
 
 # CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.
 # A Jetson brings NVIDIA's own torch: VENV_OPTIONS=--system-site-packages make setup.
@@ -97,4 +108,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan lab-soak fuzz compare-losses lint data base-model clean fresh torch docs
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs

@@ -241,7 +241,10 @@ def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigt
 ) -> None:
     generator = machine.start("generator")
     until(lambda: "no TCP answer" in generator.printed, generator)
-    assert "Start it: bin/trainer" in generator.printed
+    assert re.search(
+        r"waiting for trainer tcp://127\.0\.0\.1:\d+ \([56] s\): no TCP answer\. "
+        r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
+    )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
     generator.ends(timeout=3)
     assert "Traceback" not in generator.printed

@@ -55,3 +55,15 @@ def test_each_start_says_hello(stack: ExitStack, tmp_path: Path) -> None:
     roster.meet("ann/00", step=1, hello=HELLO)
     roster.meet("ann/01", step=1, hello=HELLO)
     assert [event for event, _ in events(tmp_path)] == ["join", "join"]
+
+
+def test_two_generators_of_one_name_are_told_the_setting(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roster = opened(stack, tmp_path)
+    roster.meet("ann/00", step=1)
+    roster.meet("bob/00", step=1)
+    assert "two generators" not in capsys.readouterr().out
+    roster.meet("ann/01", step=1)
+    said = "two generators are called ann; if both run, give one --generator.name\n"
+    assert capsys.readouterr().out == said

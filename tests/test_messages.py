@@ -121,6 +121,22 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
     assert len(row) == 3 and all(len(cell.strip(" |")) > 6 for cell in row)
 
 
+@pytest.mark.parametrize("message", [
+    # what hurts elsewhere
+    "no TCP answer. Start it: bin/trainer", "no rollouts for", "no learning signal: 100% of groups",
+    "macOS keeps this program from the local network", "is in use by", "was made with other",
+    "giving up", "is not a multiple of", "the same command resumes it", "cannot keep up",
+    # what can be wrong with a machine
+    "cannot be reached; is it on", "its key is not accepted there", "there is no ...; install it",
+    "3.10 or later is needed", "is full:", "is listed", "are both the trainer",
+    "it is another folder", "another trainer works in", "another trainer (...) publishes to",
+    "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
+])  # fmt: skip
+def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:
+    assert len([row for row in ROWS if message in row[0]]) == 1
+    assert is_printed(message)
+
+
 def test_message_that_nobody_prints_is_found_out() -> None:
     assert len(ROWS) > 35
     assert not is_printed("no rollouts for ... s on ... since Tuesday")

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.errors import ConfigError, PeraltaError
-from peralta_zmq.operate import units
+from peralta_zmq.operate import logs, units
 from peralta_zmq.operate.crew import BAD_CONFIG, NUM_LOG_LINES, Record, Worker, supervise
 
 FOLDER = Path(".lan")
@@ -128,7 +128,9 @@ def run(job: Job) -> int:
         if forward:
             forward(event, **fields)
 
-    code = supervise([Worker(job.name, job.command)], record=record)
+    log = _file(job.name, "log")
+    worker = Worker(job.name, job.command)
+    code = supervise([worker], record=record, look=lambda _: logs.bound(log))
     _write_life(job.name, replace(life, restarts=restarts, code=code))
     return code
 
@@ -173,11 +175,17 @@ def say_status(names: Sequence[str]) -> int:
 
 def follow(names: Sequence[str], *, lines: int) -> int:
     """Print the last lines of the logs and all that come, until the workers or the reader end."""
-    streams = {name: _opened_near_end(name, lines) for name in names}
+    for name in names:
+        _file(name, "log").touch()
+    places = {name: logs.near_end(_file(name, "log"), lines) for name in names}
     while True:
-        alive = [name for name in names if supervisor_of(name)]
-        said = [_pass_on(name, stream) for name, stream in streams.items()]
-        if not alive and not any(said):
+        alive, said = [name for name in names if supervisor_of(name)], False
+        for name in names:
+            come, places[name] = logs.lines_since(_file(name, "log"), places[name])
+            sys.stdout.writelines(f"{name} | {line}\n" for line in come)
+            said = said or bool(come)
+        sys.stdout.flush()
+        if not alive and not said:
             return 0
         if _reader_left(LOOK_SECONDS):
             return 0
@@ -283,31 +291,6 @@ def _state(pid: int | None, life: Life | None) -> str:
     return {0: "done", 1: "given up", BAD_CONFIG: "refused"}.get(life.code, "ended")
 
 
-def _opened_near_end(name: str, lines: int) -> TextIO:
-    log = _file(name, "log")
-    log.touch()
-    stream = log.open(encoding="utf-8", errors="replace", newline="")
-    skipped = len(stream.readlines()) - lines
-    stream.seek(0)
-    for _ in range(skipped):
-        stream.readline()
-    return stream
-
-
-def _pass_on(name: str, stream: TextIO) -> bool:
-    """Print what has come, whole lines only; whether there was any."""
-    said = False
-    while True:
-        place = stream.tell()
-        line = stream.readline()
-        if not line.endswith("\n"):
-            stream.seek(place)
-            return said
-        sys.stdout.write(f"{name} | {line}")
-        sys.stdout.flush()
-        said = True
-
-
 def _reader_left(seconds: float) -> bool:
     """Whether standard input has ended: the connection is gone, and so is who reads us."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
@@ -315,11 +298,7 @@ def _reader_left(seconds: float) -> bool:
 
 
 def _tail(name: str) -> list[str]:
-    try:
-        text = _file(name, "log").read_text("utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return text.splitlines()[-NUM_LOG_LINES:]
+    return logs.tail(_file(name, "log"), NUM_LOG_LINES + 1)  # the supervisor's last word is one
 
 
 def _life(name: str) -> Life | None:

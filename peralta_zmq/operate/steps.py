@@ -20,8 +20,8 @@ from peralta_zmq.operate.shell import LONG, Command, Judge, Result, copy_to, on,
 
 REPO = Path(__file__).resolve().parents[2]
 # Never copied, and never deleted there: what belongs to one machine, and keys.
-LEFT_OUT = ("/.git", "/.venv", "/.lan", "/runs", "/keys", "*.secret", "*.public", "*.egg-info",
-            "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
+LEFT_OUT = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public",
+            "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
 OLDEST = (3, 10)
 NEW_MB, AGAIN_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 SETTINGS, KEYS = FOLDER / "config.toml", FOLDER / "keys"

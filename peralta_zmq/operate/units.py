@@ -25,11 +25,10 @@ def main(command: str, names: Sequence[str]) -> int:
     for name in names:
         path, text, commands = _unit(name, enable=command == "enable")
         if command == "enable":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
-        for words in commands:
-            _ask(words)
-        if command == "disable":
+            _install(path, text, commands)
+        else:
+            for words in commands:
+                _ask(words)
             path.unlink(missing_ok=True)
         sys.stdout.write(f"{name}: {command}d, {path}\n")
     if command == "enable" and platform.system() == "Linux" and not _lingers():
@@ -88,6 +87,18 @@ def _unit(name: str, *, enable: bool) -> tuple[Path, str, list[list[str]]]:
     verb = "enable" if enable else "disable"
     commands = [["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", verb, path.name]]
     return path, unit_text("worker.service", name), commands
+
+
+def _install(path: Path, text: str, commands: Sequence[Sequence[str]]) -> None:
+    """Write a unit and announce it; what the system refuses does not stay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    try:
+        for words in commands:
+            _ask(words)
+    except ConfigError:
+        path.unlink()
+        raise
 
 
 def _ask(words: Sequence[str]) -> None:

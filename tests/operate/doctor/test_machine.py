@@ -113,6 +113,7 @@ def test_battery_makes_a_laptop(tmp_path: Path) -> None:
 def test_mac_that_keeps_us_from_the_network_names_the_setting() -> None:
     found = machine.check_local_network("Darwin", lambda: errno.EHOSTUNREACH)
     assert found and not found.ok
+    assert found.detail == "macOS keeps this program from the local network"
     assert "System Settings > Privacy & Security > Local Network" in found.remedy
 
 
