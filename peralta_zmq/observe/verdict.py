@@ -1,7 +1,7 @@
 """Who waits for whom, in one sentence: a pure function of a run's newest rows and events.
 
 Knows metric names and this project's knobs; knows nothing of files, terminals or pages. The first
-finding that holds is the verdict, what is broken before what could be faster.
+finding that holds is the verdict, what is bad before all else.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def verdict(
     view = View(
         counted, _fares(counted, but=gone), gone, events, _quiet_seconds(counted[-1], events, now)
     )
-    return next(found for look in FINDINGS if (found := look(view)) is not None)
+    found = [each for look in FINDINGS if (each := look(view)) is not None]
+    return next((each for each in found if each.level == "bad"), found[0])
 
 
 def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
@@ -195,7 +196,7 @@ def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> fl
     return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 
-# What may be found, worst first. Each returns None when it does not hold.
+# What may be found. Each returns None when it does not hold.
 
 
 def _stopped(view: View) -> Verdict | None:
@@ -237,11 +238,12 @@ def _left(view: View) -> Verdict | None:
     """A generator is not heard any more."""
     if not view.gone:
         return None
-    who, one = ", ".join(view.gone), len(view.gone) == 1
-    return Verdict(
-        f"{who} {'is' if one else 'are'} gone, {len(view.fares)} still up",
-        f"restart {'it' if one else 'them'}; the others go on", "warn" if view.fares else "bad",
-    )  # fmt: skip
+    one = len(view.gone) == 1
+    sentence = f"{', '.join(view.gone)} {'is' if one else 'are'} gone, {len(view.fares)} still up"
+    advice = f"restart {'it' if one else 'them'}"
+    if not view.fares:
+        return Verdict(sentence, advice, "bad")
+    return Verdict(sentence, f"{advice}; the others go on", "warn")
 
 
 def _unjudged(view: View) -> Verdict | None:
@@ -405,7 +407,8 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
 
 
+# A generator that left is news for WINDOW steps only, so it hides no other finding for long.
 FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
-    _stopped, _no_signal, _left, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
+    _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
     _balance,
 )  # fmt: skip

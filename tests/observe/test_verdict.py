@@ -201,7 +201,26 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "all are gone": (
         without(run(10, gen("a")), "a", last=1), [], None,
-        Verdict("a is gone, 0 still up", "restart it; the others go on", "bad"),
+        Verdict("a is gone, 0 still up", "restart it", "bad"),
+    ),
+    "one is gone though the task is solved": (
+        without(run(frac_reward_zero_std=1.0, reward=0.98), "b", last=2), [], None,
+        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+    ),
+    "one is gone and there is little signal": (
+        without(run(frac_reward_zero_std=0.85), "b", last=2), [], None,
+        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+    ),
+    "one is gone and there is no signal": (
+        without(run(frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
+        Verdict(
+            "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
+            "check the reward; else easier problems, or more sampling.num_generations", "bad",
+        ),
+    ),
+    "all are gone and there is no signal": (
+        without(run(10, gen("a"), frac_reward_zero_std=1.0, reward=0.0), "a", last=1), [], None,
+        Verdict("a is gone, 0 still up", "restart it", "bad"),
     ),
     "no step and nobody up": (
         without(run(10, gen("a")), "a", last=1), [], 1110.0,
