@@ -65,7 +65,6 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
-        page.check(config)
         check_trackers(config.run.report_to)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")

@@ -13,6 +13,7 @@ path of a request ever reaches the disk.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -39,10 +40,12 @@ KINDS = {
 }
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CURSOR = 200
+logger = logging.getLogger(__name__)
 
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
     """The application that shows `runs` to those who may ask at `host`."""
+    faults: set[str] = set()  # kinds that were told
 
     def run_of(request: Request) -> RunFiles:
         number = int(request.path_params["number"])
@@ -76,15 +79,23 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         step = runs[0].last.get("step")
         return _json({"status": "ok", "step": step, "age_seconds": age})
 
+    async def failed(request: Request, error: Exception) -> Response:
+        """A page asks every second: each kind of fault is told once."""
+        if (kind := type(error).__name__) not in faults:
+            faults.add(kind)
+            logger.warning("the page fails at %s (%.300r)", request.url.path, error)
+        return PlainTextResponse("the page has a fault; the log of its process names it", 500)
+
     routes = [
         Route("/api/runs", names),
         Route("/api/runs/{number:int}", one),
         Route("/api/runs/{number:int}/samples", samples),
         Route("/metrics", metrics),
         Route("/healthz", health),
-        *(Route(path, shown) for path, shown in _pages().items()),
+        *(Route(path, page) for path, page in _pages().items()),
     ]
-    return Guard(Starlette(routes=routes), host=host, token=token)
+    shown = Starlette(routes=routes, exception_handlers={Exception: failed})
+    return Guard(shown, host=host, token=token)
 
 
 def _pages() -> Mapping[str, Response]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from heapq import merge
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -231,12 +231,19 @@ def _evaluated(run: RunFiles) -> tuple[str, str]:
 
 def _event(row: Row) -> Json:
     rest = {key: value for key, value in row.items() if key not in ("time", "event", "boot")}
-    told = "  ".join(f"{key}={_plain(value)}" for key, value in rest.items())
+    told = "  ".join(f"{key}={_plain(value)}" for key, value in _flat(rest).items())
     return {
         "time": _finite(number(row, "time")),
         "event": str(row.get("event", ""))[:MAX_TEXT],
         "text": told[:MAX_TEXT],
     }
+
+
+def _flat(row: Row) -> Row:
+    """What a part of it holds stands beside the rest, by its own name."""
+    parts = [(key, value) for key, value in row.items() if not isinstance(value, dict)]
+    inner = [cast("Row", value) for value in row.values() if isinstance(value, dict)]
+    return dict(parts) | {key: value for each in inner for key, value in each.items()}
 
 
 def _plain(value: object) -> str:

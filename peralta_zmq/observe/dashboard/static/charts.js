@@ -257,7 +257,7 @@ const Charts = (() => {
 
   // Zero is in sight unless that would hide the course.
   function range(u, low, high) {
-    if (low === null || low === undefined) return [0, 1];
+    if (low === null || low === undefined || (low === 0 && high === 0)) return [0, 1];
     if (low > 0 && low < 0.5 * high) low = 0;
     if (high < 0 && high > 0.5 * low) high = 0;
     const room = 0.06 * (high - low || Math.abs(high) || 1);
