@@ -128,7 +128,7 @@ def test_a_page_that_is_switched_off_is_not_spoken_of(told: Callable[..., list[s
 
 
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
-    "no port": ({}, ("--dashboard.port", str(HIGH)), "no page: dashboard.port 65532 to 65535 are all"),
+    "no port": ({}, ("--dashboard.port", str(HIGH)), "no page: dashboard.port 65532 to 65535 are"),
     "no token": ({}, ("--dashboard.host", "0.0.0.0"), "no page: dashboard.host 0.0.0.0 would"),
     "uvicorn missing": (MISSING, (), "no page: the page needs starlette and uvicorn; pip install"),
     "uvicorn broken": (BROKEN, (), "the page is gone (ImportError('one of its libraries is gone'"),
@@ -143,9 +143,10 @@ def test_training_ends_well_beside_a_broken_page(tmp_path: Path, fault: str, ful
     files, settings, line = FAULTS[fault]
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    port = free_ports()
-    given = ("--run.dir", str(tmp_path), "--run.name", "r", "--wire.port", str(port), *SMALL,
-             "--train.max-steps", "2", "--dashboard.port", str(port + 3), *settings)  # fmt: skip
+    shown = free_ports()
+    given = ("--run.dir", str(tmp_path), "--run.name", "r", "--wire.port", str(free_ports()),
+             *SMALL, "--train.max-steps", "2", "--dashboard.port", str(shown),
+             *settings)  # fmt: skip
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     with (tmp_path / "out").open("w") as out, ExitStack() as stack:
         started = [
@@ -158,7 +159,7 @@ def test_training_ends_well_beside_a_broken_page(tmp_path: Path, fault: str, ful
             stack.callback(process.kill)
         while fault == "a request raises" and started[0].poll() is None:
             time.sleep(0.05)
-            if asked(f"http://127.0.0.1:{port + 3}/api/runs/0") == 500:
+            if asked(f"http://127.0.0.1:{shown}/api/runs/0") == 500:
                 break
         assert started[0].wait() == 0, (tmp_path / "out").read_text()
     printed = (tmp_path / "out").read_text().splitlines()

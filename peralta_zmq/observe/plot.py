@@ -75,8 +75,12 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
     if all(0.0 <= reward <= 1.0 for reward in rewards if math.isfinite(reward)):
         low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
         axes.set_ylim(0.0, 1.04)
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward \u00b1 std")
-    axes.plot(steps, silent, color=GREY, linewidth=1.0, linestyle="--", label="groups without signal")
+    axes.fill_between(
+        steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward \u00b1 std"
+    )
+    axes.plot(
+        steps, silent, color=GREY, linewidth=1.0, linestyle="--", label="groups without signal"
+    )
     single = "o" if len(rows) == 1 else ""
     axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=single, label="reward")
 

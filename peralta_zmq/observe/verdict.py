@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 Known: TypeAlias = Mapping[str, object]
@@ -139,7 +140,7 @@ def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdic
     if joined or not seconds > SILENCE_SECONDS:
         return Verdict("waiting for the first step", "", "ok")
     return Verdict(
-        f"no step yet: no generator has come in {seconds:.0f} s",
+        f"no step yet: no generator has come in {duration(seconds)}",
         "start one: bin/generator @ CONFIG", "bad",
     )  # fmt: skip
 
@@ -203,7 +204,7 @@ def _stopped(view: View) -> Verdict | None:
     """No step for a long time."""
     if not view.quiet_seconds > max(SILENCE_SECONDS, SILENCE_STEPS * view.step_seconds):
         return None
-    sentence = f"no step for {view.quiet_seconds:.0f} s"
+    sentence = f"no step for {duration(view.quiet_seconds)}"
     if view.gone and not view.fares:
         return Verdict(
             f"{sentence}: no generator is up, {', '.join(view.gone)} left",

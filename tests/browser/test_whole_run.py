@@ -69,7 +69,7 @@ def test_training_and_a_death_are_seen_on_the_page(
     first = number(seen, "card-reward")
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "up")
     until(seen, lambda: number(seen, "card-reward") > first + 0.2)
-    until(seen, lambda: number(seen, "step") >= 25)
+    until(seen, lambda: number(seen, "step") >= 40)
     picture = seen.page.screenshot()
     assert "ann" not in seen.text("verdict")
     third.kill()

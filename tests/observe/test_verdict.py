@@ -225,14 +225,14 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "no step and nobody up": (
         without(run(10, gen("a")), "a", last=1), [], 1110.0,
         Verdict(
-            "no step for 90 s: no generator is up, a left",
+            "no step for 1m30s: no generator is up, a left",
             "start one: bin/generator @ CONFIG", "bad",
         ),
     ),
     "no step though somebody is up": (
         run(), [START], 1110.0,
         Verdict(
-            "no step for 90 s", "look at the newest event and at the trainer's last lines", "bad"
+            "no step for 1m30s", "look at the newest event and at the trainer's last lines", "bad"
         ),
     ),
     # before there is much to say
@@ -240,7 +240,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "nobody came": (
         [], [START], 1045.0,
         Verdict(
-            "no step yet: no generator has come in 45 s", "start one: bin/generator @ CONFIG",
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),

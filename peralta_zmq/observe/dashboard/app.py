@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
     """The application that shows `runs` to those who may ask at `host`."""
-    faults: set[str] = set()  # kinds that were told
 
     def run_of(request: Request) -> RunFiles:
         number = int(request.path_params["number"])
@@ -79,13 +78,6 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         step = runs[0].last.get("step")
         return _json({"status": "ok", "step": step, "age_seconds": age})
 
-    async def failed(request: Request, error: Exception) -> Response:
-        """A page asks every second: each kind of fault is told once."""
-        if (kind := type(error).__name__) not in faults:
-            faults.add(kind)
-            logger.warning("the page fails at %s (%.300r)", request.url.path, error)
-        return PlainTextResponse("the page has a fault; the log of its process names it", 500)
-
     routes = [
         Route("/api/runs", names),
         Route("/api/runs/{number:int}", one),
@@ -94,8 +86,21 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         Route("/healthz", health),
         *(Route(path, page) for path, page in _pages().items()),
     ]
-    shown = Starlette(routes=routes, exception_handlers={Exception: failed})
+    shown = Starlette(routes=routes, exception_handlers={Exception: _teller()})
     return Guard(shown, host=host, token=token)
+
+
+def _teller() -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers for a fault of ours; a page asks every second, so each kind is told once."""
+    told: set[str] = set()
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if (kind := type(error).__name__) not in told:
+            told.add(kind)
+            logger.warning("the page fails at %s (%.300r)", request.url.path, error)
+        return PlainTextResponse("the page has a fault; the log of its process names it", 500)
+
+    return failed
 
 
 def _pages() -> Mapping[str, Response]:

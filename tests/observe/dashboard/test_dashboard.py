@@ -117,6 +117,15 @@ def test_an_answer_has_only_what_is_new_since_the_cursor(tmp_path: Path) -> None
     assert (third["anew"], third["charts"][0]["x"]) == (True, [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(0.5625, 3, "0.563"), (-0.5625, 3, "-0.563"), (2.5, 0, "3"), (1234567.891, 1, "1,234,567.9"),
+     (1e300, 3, f"{1e300:,.0f}"), (math.nan, 2, "-"), (math.inf, 2, "-")],
+)  # fmt: skip
+def test_a_number_is_rounded_as_the_charts_round(value: float, digits: int, shown: str) -> None:
+    assert view.text(value, digits) == shown
+
+
 def test_a_cursor_holds_for_a_server_that_was_started_anew(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
     cursor = view.answer(followed(folder), now=0.0)["cursor"]
@@ -390,6 +399,8 @@ def test_the_door_writes_a_file_and_refuses_what_is_no_run(
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     with pytest.raises(ConfigError, match="is no folder of a run"):
         door.main([str(tmp_path / "nothing")])
+    with pytest.raises(ConfigError, match="--exprot is no option; did you mean --export"):
+        door.main([str(folder), "--exprot", "x.html"])
     with pytest.raises(ConfigError, match="cannot be written"):
         door.main([str(folder), "--export", str(tmp_path / "no" / "report.html")])
 
