@@ -1,7 +1,8 @@
 """`bin/bench NAME [--json] [--quick]`: what every bench shares. Nothing in the package needs it.
 
 A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures us and the peer
-interleaved in one process, so that a shared machine's mood falls on both alike.
+interleaved in one run, so that a shared machine's mood falls on both alike. One that has peers of
+its own also has `peers() -> dict[str, str]`, their versions.
 """
 
 from __future__ import annotations
@@ -9,36 +10,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+from benchmarks.report import REPO, Claim, document, report_of, table
 from peralta_zmq.observe.progress import duration
 
-BENCHES = ("generation", "training", "weights", "wire", "endtoend")
-LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One sentence of the README as numbers; None where a field does not apply."""
-
-    name: str
-    ours: float
-    unit: str
-    peer: float | None = None
-    ratio: float | None = None  # how many times better than the peer
-    bound: float | None = None  # what the machine allows, measured in the same run
-    share: float | None = None  # of the bound
-    n: int = 1  # repetitions
-    spread: float | None = None  # (max - min) / median of ours
+__all__ = ["REPO", "Claim", "interleaved", "main", "progress", "seconds", "spread"]
+BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
 
 
 class Bench(Protocol):
@@ -81,44 +65,25 @@ def progress(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
-def machine() -> dict[str, object]:
-    """Processor, cores and memory that this process may use."""
-    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo")
-             if line.startswith("model name")]  # fmt: skip
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": cores,
-        "memory_gib": round(memory / 2**30, 1),
-        "system": platform.platform(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python and the libraries that matter to speed."""
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> int:
-    """Run one bench, or all, and print a table or (as the last line) one JSON object."""
+    """Run one bench, or all, and print a table or JSON; 1 when one of them failed."""
     parser = argparse.ArgumentParser(prog="bin/bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=[*available(), "all"])
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true",
+        help="one JSON object as the last line; with all, one line for each claim at the end",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
+    parser.add_argument(
+        "--document", type=Path, nargs="+", help="Markdown pages whose tables are replaced"
+    )
     arguments = parser.parse_args()
-    names = available() if arguments.name == "all" else [arguments.name]
-    for name in names:
-        bench = cast("Bench", importlib.import_module(f"benchmarks.{name}"))
-        claims = list(bench.run(quick=arguments.quick))
-        sys.stdout.write(_table(claims) if not arguments.json else _json(name, claims, arguments))
-        sys.stdout.flush()
+    if arguments.name == "all":
+        return run_all(available(), arguments)
+    report, claims = measured(arguments.name, quick=arguments.quick)
+    if arguments.document:
+        document(arguments.document, report)
+    sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
     return 0
 
 
@@ -127,33 +92,46 @@ def available() -> list[str]:
     return [name for name in BENCHES if (Path(__file__).parent / f"{name}.py").exists()]
 
 
-def _json(name: str, claims: Sequence[Claim], arguments: argparse.Namespace) -> str:
-    report = {
-        "bench": name,
-        "quick": arguments.quick,
-        "machine": machine(),
-        "versions": versions(),
-        "claims": [asdict(claim) for claim in claims],
-    }
-    return json.dumps(report) + "\n"
+def measured(name: str, *, quick: bool) -> tuple[dict[str, Any], list[Claim]]:
+    """Run one bench."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    claims = list(cast("Bench", module).run(quick=quick))
+    peers = cast("Callable[[], dict[str, str]]", getattr(module, "peers", dict))
+    return report_of(name, claims, quick=quick, peers=peers()), claims
 
 
-def _table(claims: Sequence[Claim]) -> str:
-    head = f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>8} {'bound':>12} {'share':>7}  unit"
-    lines = [
-        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} {_cell(each.ratio):>8} "
-        f"{_cell(each.bound):>12} {_cell(each.share):>7}  {each.unit}"
-        for each in claims
-    ]
-    return "\n".join([head, *lines]) + "\n"
+def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Each bench in a process of its own, one after another; a failed one does not stop the rest.
+
+    What they measured comes at the end: as JSON one line for each claim.
+    """
+    reports = [(name, _alone(name, arguments)) for name in names]
+    for name, report in reports:
+        if report is None:
+            progress(f"{name} failed")
+            continue
+        if arguments.document:
+            document(arguments.document, report)
+        claims = [Claim(**each) for each in report["claims"]]
+        lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
+        sys.stdout.writelines(lines)
+    return int(any(report is None for _, report in reports))
 
 
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Every claim as one JSON object a line, with the bench it is from."""
+    facts = {name: report[name] for name in ("bench", "commit", "quick")}
+    for claim in report["claims"]:
+        yield json.dumps({**claim, **facts}) + "\n"
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text("utf-8").splitlines()
-    except OSError:
-        return []
+def _alone(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The report of one bench; None when it failed, having said why on standard error."""
+    command = [sys.executable, str(REPO / "bin" / "bench"), name, "--json"]
+    progress(f"bench {name}")
+    done = subprocess.run(
+        [*command, *(["--quick"] if arguments.quick else [])], stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        return None
+    return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))

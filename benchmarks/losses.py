@@ -20,6 +20,7 @@ from statistics import fmean
 import torch
 
 from benchmarks.harness import progress
+from benchmarks.report import write_between
 from peralta_zmq import parts, policy
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import ask
@@ -86,7 +87,7 @@ def main() -> None:
     text = table(outcomes)
     sys.stdout.write(text)
     if arguments.document:
-        write_between(arguments.document, text)
+        write_between(arguments.document, BEGIN, END, text)
 
 
 def trained(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
@@ -185,15 +186,6 @@ def row_of(outcome: Outcome) -> str:
         f"| {outcome.name} | {outcome.first:.3f} | {outcome.last:.3f} | {outcome.held_out:.3f} "
         f"| {outcome.mismatch_kl:.5f} | {outcome.seconds:.0f} |"
     )
-
-
-def write_between(document: Path, text: str) -> None:
-    """Replace what stands between the two marks of the document."""
-    before, begin, rest = document.read_text("utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{document} lacks the lines {BEGIN} and {END}; add them")
-    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}", "utf-8")
 
 
 if __name__ == "__main__":

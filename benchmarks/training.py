@@ -67,17 +67,17 @@ def run(*, quick: bool) -> Iterator[Claim]:
 class Setting:
     """One model and one optimizer; every way trains them, so that all ways hold the same state."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
-        self._model = cast(Any, policy.new_model(shape, seed=0).eval())
-        parameters = dict(self._model.named_parameters())
+    def __init__(self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS) -> None:
+        self.model = cast(Any, policy.new_model(shape, seed=0).eval())
+        parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE
-        self._groups = [group(seed, shape["vocab_size"]) for seed in range(NUM_GROUPS)]
+        self._groups = [group(seed, shape["vocab_size"]) for seed in range(num_groups)]
         self._scorers = {
-            dtype: Scorer(self._model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+            dtype: Scorer(self.model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
         }
         assert all(each.packs for each in self._scorers.values())
-        embedding = self._model.get_input_embeddings().weight.numel()
+        embedding = self.model.get_input_embeddings().weight.numel()
         self._num_body = sum(each.numel() for each in parameters.values()) - embedding
         self._num_head = embedding
 
@@ -104,18 +104,18 @@ class Setting:
         """The original's step: one padded micro-batch of all rollouts."""
         rollouts = [each for group in self._groups[:num_groups] for each in group.rollouts]
         token_ids, attention, mask, advantages = padded(rollouts)
-        self._model.train()
-        self._model.activation_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
         try:
-            logits = self._model(input_ids=token_ids, attention_mask=attention).logits[:, :-1]
+            logits = self.model(input_ids=token_ids, attention_mask=attention).logits[:, :-1]
             logprobs = selective_log_softmax(logits / 1.0, token_ids[:, 1:])
             counted = mask[:, 1:]
             loss = -(advantages[:, None] * logprobs * counted).sum() / counted.sum()
             loss.backward()
         finally:
-            self._model.activation_checkpointing_disable()
-            self._model.eval()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            self.model.activation_checkpointing_disable()
+            self.model.eval()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -127,7 +127,7 @@ class Setting:
         return 6.0 * (tokens * self._num_body + generated * self._num_head)
 
 
-def group(seed: int, vocab_size: int) -> RolloutGroup:
+def group(seed: int, vocab_size: int, *, run_id: str = "") -> RolloutGroup:
     """Four rollouts of random tokens; the first two are right."""
     random = np.random.default_rng(seed)
     prompt = random.integers(3, vocab_size, NUM_PROMPT)
@@ -146,7 +146,7 @@ def group(seed: int, vocab_size: int) -> RolloutGroup:
                 finish_reason="stop",
             )
         )
-    return RolloutGroup("", "", b"", seed, "", "", 0, "", tuple(rollouts))
+    return RolloutGroup(run_id, "ann", bytes(8), seed, "", "", 0, "", tuple(rollouts))
 
 
 def padded(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

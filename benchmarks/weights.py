@@ -36,6 +36,7 @@ SHAPE = {
 QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
          "num_attention_heads": 8, "intermediate_size": 1536}  # fmt: skip
 RATES = (2e-6, 1e-6, 1e-5)
+MANY = 10_000  # generators, on paper: docs/scaling.md
 WARM_UP = 2  # steps at the first rate, so that AdamW has seen some gradients
 Measured = dict[str, list[float]]
 
@@ -203,6 +204,12 @@ def _claims(measured: Measured, peer: dict[str, float], *, full: float) -> Itera
     sizes, bounds = measured["bytes 2e-06"], measured["bound 2e-06"]
     size = median(sizes)
     yield Claim("delta_vs_original", size, "bytes", peer=peer["bytes"], ratio=peer["bytes"] / size)
+    yield Claim(
+        f"bytes_to_{MANY}_generators", MANY * size, "bytes per update", peer=MANY * peer["bytes"],
+        ratio=peer["bytes"] / size,
+    )  # fmt: skip
+    yield Claim("seconds_on_100_mbit", 8 * size / 100e6, "s per update, on paper",
+                peer=8 * peer["bytes"] / 100e6, ratio=peer["bytes"] / size)  # fmt: skip
     yield Claim(
         "entropy_share", size, "bytes", bound=median(bounds), share=median(bounds) / size,
         n=len(sizes),

@@ -38,7 +38,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
     """All claims of the wire; `quick` leaves out the recovery and repeats less."""
     repeats = 3 if quick else 7
     count = 3000 if quick else 20_000
-    small, large = _group(4, 21, 31), _group(16, 200, 180)
+    small, large = group_of(4, 21, 31), group_of(16, 200, 180)
     yield from _codec(small, repeats=repeats)
     for senders in SENDERS:
         yield from _rates(large, senders, count=max(count // 5, 4 * senders), repeats=repeats)
@@ -51,7 +51,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
         yield recovery(repeats=3)
 
 
-def _group(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
+def group_of(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
     """Siblings of one prompt, one policy step, random tokens."""
     chance = np.random.default_rng(0)
     prompt = chance.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
@@ -194,7 +194,7 @@ while True:
 
 def _memory(senders: int) -> Claim:
     """Kilobytes of the trainer for each connected sender that has sent one group."""
-    frame = wire.encode_group(_group(4, 21, 31))
+    frame = wire.encode_group(group_of(4, 21, 31))
     with closing(
         wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=VOCAB_SIZE)
     ) as receiver:

@@ -12,6 +12,7 @@ PeraltaError
  +-- PartError      a loss, advantage or filter of one's own that fails
  +-- EngineError    weights that do not compute
  +-- TrainingError  steps that cannot be taken
+ +-- RankError      a process of a trainer of several
 
 Each carries one line: the value and the remedy. A door prints it and exits with code 2.
 """
@@ -67,6 +68,10 @@ class EngineError(PeraltaError):
 
 class TrainingError(PeraltaError):
     """Several steps in a row had no finite gradient; the weights are as before them."""
+
+
+class RankError(PeraltaError):
+    """A rank of a trainer of several processes cannot be reached, or has ended."""
 
 
 def described(error: BaseException) -> str:

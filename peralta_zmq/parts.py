@@ -13,6 +13,7 @@ from pathlib import Path
 from peralta_zmq import durable, frozen, objective, policy
 from peralta_zmq.config import Config
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.schedules import learning_rate
 from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import Scorer, training_dtype
@@ -23,17 +24,20 @@ IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 
 
-def learner_of(config: Config, model: policy.Model) -> Learner:
+def learner_of(config: Config, model: policy.Model, ranks: Ranks = ALONE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
-    The model is still the base here: a loss that asks for a reference gets a copy of it.
+    The model is still the base here: a loss that asks for a reference gets a copy of it. Where
+    ranks share the parameters among them, the model itself is not what is trained.
     """
     train = config.train
-    loss, score = objective.loss_of(config), scorer_of(config, model)
-    reference, teacher = frozen.frozen_of(config, model, score)
+    trained = ranks.prepared(model)
+    loss, score = objective.loss_of(config), scorer_of(config, trained)
+    reference, teacher = frozen.frozen_of(config, trained, score)
     return Learner(
-        adapters.trained_parameters(model),
+        adapters.trained_parameters(trained),
         score=score,
+        ranks=ranks,
         share_prompts=score.packs,
         keep_zero_std=train.keep_zero_std,
         temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
@@ -46,6 +50,7 @@ def learner_of(config: Config, model: policy.Model) -> Learner:
         learning_rate=schedule_of(config),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
+        optim=train.optim,
         max_grad_norm=train.max_grad_norm,
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
         num_iterations=train.num_iterations,

@@ -22,7 +22,7 @@ from peralta_zmq.config import (
 )
 from peralta_zmq.config.names import FOREIGN, RIGHT_NAMES
 from peralta_zmq.config.section import default_text, rows_of
-from peralta_zmq.config.sections import known_fields, sections
+from peralta_zmq.config.settings import known_fields, sections
 from peralta_zmq.errors import ConfigError, WireError
 
 REPO = Path(__file__).resolve().parent.parent

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "adapted": BELOW,
     "frozen": BELOW | {"objective"},
     "parts": BELOW | {"objective", "frozen"},
-    **dict.fromkeys(LOOPS, BELOW | {"parts", "adapted", "environments"}),
+    **dict.fromkeys(LOOPS, BELOW | {"parts", "adapted", "environments", "ranks"}),
+    "ranks": BELOW | {"parts", "adapted"},
     "replay": BELOW | {"parts", "adapted"},
     "operate": WORDS | {"config", "observe", "wire"},
 }
@@ -37,6 +38,7 @@ DOORS = {
     "watchdog": {"stores.watch"},
     "safetensors": {"stores", "recovery.checkpoint", "policy"},  # policy: its error only
     "peft": {"policy.adapters"},
+    "bitsandbytes": {"learning.optimizer"},
     "transformers": {"policy", "engines.hf", "engines.native.decoder"},
     "zstandard": {"stores"},
     "obstore": {"stores.objects"},

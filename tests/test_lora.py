@@ -123,7 +123,7 @@ def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints(
     learner.learn(some_groups(1))
     state = learner.state()
     kinds = {path.split("/")[0] for path in state}
-    assert kinds == {"model", "adamw", "rng"}
+    assert kinds == {"model", "adamw", "rng", "skipped"}
     assert all(".lora_" in path for path in state if not path.startswith("rng/"))
     layers = model.config.num_hidden_layers
     assert len([path for path in state if path.startswith("model/")]) == layers * 3 * 2

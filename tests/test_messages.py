@@ -13,7 +13,7 @@ from fakes import group_of
 
 from peralta_zmq import policy
 from peralta_zmq.config import document
-from peralta_zmq.config.sections import known_fields
+from peralta_zmq.config.settings import known_fields
 from peralta_zmq.generator.weights import waiting_text
 from peralta_zmq.observe.books import Books
 from peralta_zmq.trainer.intake import silence_text

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from peralta_zmq.config.environments import EnvSection
 from peralta_zmq.config.section import Section, default_text, rows_of
-from peralta_zmq.config.sections import sections
+from peralta_zmq.config.settings import sections
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config.md"
 OPENING = """\

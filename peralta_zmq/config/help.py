@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from peralta_zmq.config.environments import EnvSection
 from peralta_zmq.config.section import default_text, rows_of
-from peralta_zmq.config.sections import sections
+from peralta_zmq.config.settings import sections
 
 USAGE = """\
 usage: {program} [@ FILE.toml ...] [--section.name VALUE ...]

@@ -22,7 +22,7 @@ from pydantic_config import (  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.help import help_text
 from peralta_zmq.config.names import shown
-from peralta_zmq.config.sections import Config, known_fields
+from peralta_zmq.config.settings import Config, known_fields
 from peralta_zmq.errors import ConfigError, PeraltaError
 
 FILE_SIGN = "@"

@@ -113,6 +113,7 @@ FOREIGN = {
     "train.max_tokens_per_microbatch": "max_tokens_per_batch max_tokens_per_mb "
     "micro_batch_tokens token_budget",
     "train.num_workers": "workers threads num_threads",
+    "train.optim": "optim_name optim_type optimizer optimizer_name optimizer_type",
     "train.ref_mixup_alpha": "ref_model_mixup_alpha",
     "train.ref_sync_steps": "ref_model_sync_steps ref_update_interval sync_ref_model",
     "train.token_batch_size": "batch_tokens tokens_per_batch tokens_per_step",

@@ -14,7 +14,7 @@ from peralta_zmq import durable
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.names import shown
 from peralta_zmq.config.section import Section, rows_of
-from peralta_zmq.config.sections import Config
+from peralta_zmq.config.settings import Config
 from peralta_zmq.errors import ConfigError
 
 RESOLVED = "config.toml"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.tree import Int64Array, Tree
 from peralta_zmq.rollout import Int32Array, Rollout, RolloutGroup, Segment
 
@@ -118,34 +119,48 @@ def make_batches(
     temperature: Temperature = 1.0,
     device: torch.device | str = "cpu",
     padded: bool = False,
+    ranks: Ranks = ALONE,
 ) -> list[Batch]:
-    """Micro-batches of at most `max_tokens` tokens, first-fit-decreasing.
+    """This rank's micro-batches of at most `max_tokens` tokens, as `deal` deals them.
 
-    With `padded` every piece counts as much as the longest of its micro-batch.
+    With `padded` every piece counts as much as the longest of its micro-batch. Ranks that are
+    lined up get one of each round; for one that is left over it has no token that counts.
     """
-    bins = first_fit_decreasing([piece.num_tokens for piece in pieces], max_tokens, padded=padded)
-    return [_packed([pieces[each] for each in chosen], temperature, device) for chosen in bins]
+
+    def packed(chosen: Sequence[int]) -> Batch:
+        return _packed([pieces[each] for each in chosen], temperature, device)
+
+    sizes, batches = [piece.num_tokens for piece in pieces], list[Batch]()
+    for bins in deal(sizes, max_tokens, num_ranks=ranks.count, padded=padded):
+        if chosen := bins[ranks.number]:
+            batches.append(packed(chosen))
+        elif ranks.lined_up:
+            batches.append(masked_out(packed(bins[0][-1:])))
+    return batches
 
 
-def first_fit_decreasing(
-    sizes: Sequence[int], capacity: int, *, padded: bool = False
-) -> list[list[int]]:
-    """Indices of `sizes` in bins of `capacity`; the largest first, each where there is room.
+def deal(
+    sizes: Sequence[int], capacity: int, *, num_ranks: int = 1, padded: bool = False
+) -> list[list[list[int]]]:
+    """Indices of `sizes` in rounds of one bin of `capacity` for each rank.
 
-    With `padded` each takes as much as the first of its bin.
+    The largest first, each to the least loaded rank of the first round that has room there; with
+    one rank that is first-fit-decreasing. With `padded` each takes as much as the first of its
+    bin. A rank's bin is empty when a round has fewer pieces than ranks; rank 0's never is.
     """
-    bins, filled = list[list[int]](), list[int]()
+    rounds, loads = list[list[list[int]]](), list[list[int]]()
     for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        for number, chosen in enumerate(bins):
-            needed = sizes[chosen[0]] if padded else sizes[index]
-            if filled[number] + needed <= capacity:
-                chosen.append(index)
-                filled[number] += needed
+        for bins, load in zip(rounds, loads, strict=True):
+            rank = load.index(min(load))
+            needed = sizes[bins[rank][0]] if padded and bins[rank] else sizes[index]
+            if load[rank] + needed <= capacity:
+                bins[rank].append(index)
+                load[rank] += needed
                 break
         else:
-            bins.append([index])
-            filled.append(sizes[index])
-    return bins
+            rounds.append([[index], *([] for _ in range(num_ranks - 1))])
+            loads.append([sizes[index], *[0] * (num_ranks - 1)])
+    return rounds
 
 
 def masked_out(batch: Batch) -> Batch:

@@ -6,7 +6,7 @@ Knows parameters by name and a function that scores tokens; knows nothing of mod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,6 +17,7 @@ from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.filters import Filter, apply_filters
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.reference import Frozen, Reference
 from peralta_zmq.learning.statistics import describe
 from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
@@ -34,6 +35,7 @@ class Learner:
     `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
     `score_with_entropy` is the policy itself, for a loss that wants its entropy too.
     `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
+    Of several `ranks` each makes the same calls with the same groups and takes its share of them.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Learner:
         learning_rate: Callable[[int], float],
         betas: tuple[float, float],
         weight_decay: float,
+        optim: adamw.Optim = "adamw",
         max_grad_norm: float,
         max_tokens_per_microbatch: int,
         temperature: Temperature = 1.0,
@@ -57,12 +60,13 @@ class Learner:
         teacher: Frozen | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
         filters: Sequence[Filter] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.step = 0
         self.problem = ""
         self.advantages: Sequence[Sequence[float]] = ()  # of the newest step, as Cut has them
         self.mismatch: dict[str, Mismatch] = {}  # by sender, of the last step
-        self._num_skipped = 0  # in a row
+        self._skipped = self._skipped_in_a_row = 0  # steps
         self._parameters = parameters
         self._score, self._loss, self._advantage = score, loss, advantage
         self._reference, self._teacher = reference, teacher
@@ -72,7 +76,11 @@ class Learner:
         self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
         self._oversize: Oversize = oversize
         self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
-        self._optimizer = adamw.make_optimizer(parameters, betas=betas, weight_decay=weight_decay)
+        self._ranks = ranks
+        self._optim: adamw.Optim = optim
+        self._optimizer = adamw.make_optimizer(
+            parameters, betas=betas, weight_decay=weight_decay, optim=optim
+        )
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take step `self.step + 1` on these groups; returns the step's metrics.
@@ -97,6 +105,7 @@ class Learner:
             **describe(groups, step=self.step),
             **caught,
             **metrics,
+            "skipped_steps": self._skipped,
             "num_truncated": pieces.num_truncated,
             "num_dropped": pieces.num_dropped,
             "learning_rate": rate,
@@ -105,17 +114,19 @@ class Learner:
 
     def _update(self, pieces: Cut) -> dict[str, float]:
         """One update of the optimizer for each mini-batch of the step."""
+        # Fewer pieces than mini-batches: each update has one. Without any, it is one of nothing.
         count = self._num_iterations
-        dealt = [self._batches(pieces, number) for number in range(count)]
+        dealt = [self._batches(pieces, number) for number in range(count)
+                 if number < max(1, len(pieces.pieces))]  # fmt: skip
         if count > 1:
             dealt = [[self._with_prox(batch) for batch in batches] for batches in dealt]
         taken = [
             take_step(
                 self._optimizer, batches,
                 score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
-                score_with_entropy=self._score_with_entropy,
+                score_with_entropy=self._score_with_entropy, ranks=self._ranks,
             )
-            for batches in [each for each in dealt if each] or [[]]
+            for batches in dealt
         ]  # fmt: skip
         self._judge(taken)
         self.mismatch = taken[0].mismatch  # later mini-batches meet a policy that has moved
@@ -128,7 +139,7 @@ class Learner:
             pieces.pieces[number :: self._num_iterations],
             max_tokens=self._max_tokens, temperature=self._temperature,
             device=next(iter(self._parameters.values())).device,
-            padded=not self._share_prompts,
+            padded=not self._share_prompts, ranks=self._ranks,
         )  # fmt: skip
         if self._reference is not None:
             with self._reference.at_work() as score:
@@ -143,8 +154,9 @@ class Learner:
 
     def _judge(self, taken: Sequence[Taken]) -> None:
         self.problem = next((each.problem for each in taken if each.problem), "")
-        self._num_skipped = self._num_skipped + 1 if self.problem else 0
-        if self._num_skipped >= MAX_SKIPPED:
+        self._skipped += bool(self.problem)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.problem else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
                 f"({self.problem}); the weights and every checkpoint are as before them. "
@@ -152,19 +164,30 @@ class Learner:
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer state and RNG by path: model/NAME, adamw/KIND/NAME, rng/torch;
-        and reference/NAME of a reference that follows the policy."""
-        tensors = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
+        """Masters, optimizer, RNG, counts: model/NAME, OPTIM/KIND/NAME, rng/torch, skipped; and
+        reference/NAME of a reference that follows the policy.
+
+        Every tensor is whole, at any number of ranks; rank 0 has them.
+        """
+        tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
-            tensors |= {f"adamw/{kind}/{name}": tensor for kind, tensor in kinds.items()}
+            for kind, tensor in kinds.items():
+                tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.collected(tensor)
         if self._reference is not None:
-            tensors |= self._reference.state()
-        return tensors | {"rng/torch": torch.get_rng_state()}
+            for path, tensor in self._reference.state().items():
+                tensors[path] = self._ranks.collected(tensor)
+        skipped = torch.tensor([self._skipped, self._skipped_in_a_row])
+        return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter by name, whole, for rank 0."""
+        for name, parameter in self._parameters.items():
+            yield name, self._ranks.collected(parameter.detach())
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` gave at `step`.
 
-        Raises ValueError, with nothing changed, for the state of another model.
+        Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
         masters = {path[6:]: each for path, each in tensors.items() if path.startswith("model/")}
         if masters.keys() != self._parameters.keys():
@@ -174,16 +197,25 @@ class Learner:
             if masters[name].shape != parameter.shape:
                 shapes = f"{list(masters[name].shape)}, not {list(parameter.shape)}"
                 raise ValueError(f"{name} has shape {shapes}")
+        kept = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
+        if strange := kept - {self._optim}:
+            raise ValueError(f"its train.optim is {min(strange)}, not {self._optim}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(masters[name])
+                parameter.copy_(self._ranks.own_part(masters[name], parameter))
         if self._reference is not None:
-            self._reference.restore(tensors)
+            self._reference.restore(
+                {path: self._ranks.own_part(tensors[path], like)
+                 for path, like in self._reference.state().items()}
+            )  # fmt: skip
         kinds: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
-            if path.startswith("adamw/"):
+            if path.startswith(f"{self._optim}/"):
                 _, kind, name = path.split("/", 2)
-                kinds.setdefault(name, {})[kind] = tensor
+                own = self._ranks.own_part(tensor, self._parameters[name])
+                kinds.setdefault(name, {})[kind] = own
         adamw.set_state(self._optimizer, self._parameters, kinds)
         torch.set_rng_state(tensors["rng/torch"])
+        if (skipped := tensors.get("skipped")) is not None:  # not in older checkpoints
+            self._skipped, self._skipped_in_a_row = (int(each) for each in skipped)
         self.step = step

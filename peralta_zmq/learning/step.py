@@ -6,7 +6,7 @@ Knows tensors and losses; knows nothing of models: `score` gives the logprobs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.batch import Batch
+from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import Segment
@@ -49,9 +50,6 @@ class ScoreWithEntropy(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-AddUp = Callable[[Tensor], None]  # in place, over all ranks
-
-
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a step was; `problem` says why it was skipped, and is empty when it was not."""
@@ -61,10 +59,6 @@ class Taken:
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
 
 
-def alone(tensor: Tensor) -> None:
-    """The sum over one rank."""
-
-
 def take_step(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
@@ -72,19 +66,20 @@ def take_step(
     score: Score,
     loss: TokenLoss,
     max_grad_norm: float,
-    add_up: AddUp = alone,
+    ranks: Ranks = ALONE,
     score_with_entropy: ScoreWithEntropy | None = None,
 ) -> Taken:
-    """Accumulate the gradient of all batches, clip, step.
+    """Accumulate the gradient of all batches of all ranks, clip, step.
 
     The loss divides by the totals of the whole step, so that no split into micro-batches or
-    ranks changes the gradient. A step whose gradient is not finite is skipped and says why.
+    ranks changes the gradient. A step whose gradient is not finite is skipped, by all ranks, and
+    says why.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the loss's own. Raises
     ConfigError when the loss does not keep its contract. A loss that wants the entropy of the
     policy is given `score_with_entropy`, which is asked instead of `score`.
     """
-    step_tokens, step_sequences = _totals(batches, add_up)
-    sums: dict[str, Tensor] = {}
+    step_tokens, step_sequences, num_batches = _totals(batches, ranks)
+    sums: dict[str, float] = {}
     for batch in batches:
         where = (batch.token_ids, batch.segments, batch.scored)
         if score_with_entropy is None:
@@ -92,6 +87,9 @@ def take_step(
         else:
             logprobs, entropy = score_with_entropy(*where, temperature=batch.temperatures)
         tokens = replace(_tokens(batch, logprobs, step_tokens, step_sequences), entropy=entropy)
+        if not tokens.mask.any():  # only here so that the ranks are lined up
+            (logprobs.sum() * 0.0).backward()
+            continue
         value, own = _checked(loss, tokens)
         value.backward()
         told = {
@@ -99,12 +97,12 @@ def take_step(
             **_by_sender(tokens, batch.senders), "loss": value,
         }  # fmt: skip
         for name, each in told.items():
-            sums[name] = sums.get(name, 0.0) + each.detach().cpu().double()
-    metrics = _added_up(sums, add_up)
+            sums[name] = sums.get(name, 0.0) + float(each.detach())
+    metrics = ranks.merged(sums)
     mismatch = _pop_mismatch(metrics)
     unlikely = metrics.pop("not_finite", 0.0)
     ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
-    grad_norm = _clip_and_step(optimizer, max_grad_norm, add_up) if batches else 0.0
+    grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
     skipped = not math.isfinite(grad_norm)
     own = {name: each for name, each in metrics.items() if name not in ("loss", "mismatch_kl")}
     return Taken(
@@ -127,13 +125,13 @@ def logprobs_of(score: Score, batch: Batch) -> Tensor:
     return score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
 
 
-def _totals(batches: Sequence[Batch], add_up: AddUp) -> tuple[float, float]:
-    """Tokens that count in the whole step, and rollouts that have one; each at least 1."""
+def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
+    """Tokens that count in the whole step, rollouts that have one, each at least 1; batches."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
-    totals = torch.tensor([tokens, rollouts], dtype=torch.float64)
-    add_up(totals)
-    return max(1.0, float(totals[0])), max(1.0, float(totals[1]))
+    totals = torch.tensor([tokens, rollouts, len(batches)], dtype=torch.float64)
+    ranks.add_up(totals)
+    return max(1.0, float(totals[0])), max(1.0, float(totals[1])), int(totals[2])
 
 
 def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: float) -> Tokens:
@@ -218,20 +216,10 @@ def _pop_mismatch(metrics: dict[str, float]) -> dict[str, Mismatch]:
     }
 
 
-def _added_up(sums: dict[str, Tensor], add_up: AddUp) -> dict[str, float]:
-    if not sums:
-        return {}
-    values = torch.stack([sums[name] for name in sorted(sums)])
-    add_up(values)
-    return dict(zip(sorted(sums), values.tolist(), strict=True))
-
-
-def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, add_up: AddUp) -> float:
+def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            add_up(parameter.grad)
-    grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    ranks.add_up_gradients(parameters)
+    grad_norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()

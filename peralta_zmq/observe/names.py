@@ -53,6 +53,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "masked/sequence": "share of rollouts left out for one extreme ratio",
         "masked/behav_imp_weight": "share of tokens over loss.behav_imp_weight_cap",
         "skipped": "1 when the step had no finite gradient and changed nothing",
+        "skipped_steps": "steps skipped so far for want of a finite gradient",
     },
     "Off-policy": {
         "staleness/mean": "mean age of the groups, in steps between their weights and this step's",

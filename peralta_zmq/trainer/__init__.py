@@ -22,12 +22,14 @@ from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
+from peralta_zmq.learning.ranks import ALONE, OneRank
 from peralta_zmq.learning.statistics import by_environment
 from peralta_zmq.learning.trust import figures
 from peralta_zmq.observe.books import Books
 from peralta_zmq.observe.trackers import check_trackers, open_trackers
 from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import training_dtype
+from peralta_zmq.ranks import TrainerRanks, dismiss, enlist, follow, led
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import Journal, steps_in
 from peralta_zmq.rollout import Problem, RolloutGroup
@@ -44,24 +46,28 @@ from peralta_zmq.trainer.stop import Stop
 def run(config: Config) -> None:
     """Train to `train.max_steps`, from wherever an earlier start was ended.
 
+    Started by torchrun, this is one rank of several; rank 0 is the trainer, the others help it.
     Raises ConfigError, TaskError, WireError, StoreError or JournalError before anything is
     written when a setting, a file, the port or a folder is at fault.
     """
-    policy.use_threads(config.train.num_workers)
+    config, ranks = enlist(config)
     policy.keep_memory()
+    if not isinstance(ranks, OneRank) and ranks.number > 0:
+        return follow(config, ranks)
     with ExitStack() as stack:
-        trainer = Trainer(config, stack)
+        trainer = Trainer(config, stack, ranks)
         trainer.recover()
         trainer.evaluate_base()
         while trainer.unfinished:
             trainer.advance()
         trainer.finish()
+        dismiss(ranks)
 
 
 class Trainer:
     """One session of a run: what it holds open, and what it does with it."""
 
-    def __init__(self, config: Config, stack: ExitStack) -> None:
+    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = ALONE) -> None:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
@@ -72,7 +78,7 @@ class Trainer:
         stack.enter_context(closing(held_out))
         evaluations.check_size(config, held_out)
         pools = _pools_of(config, train)
-        self._open_model([*train.problems, *held_out.problems])
+        self._open_model([*train.problems, *held_out.problems], ranks)
         self._run_id = parts.run_id_of(self._folder, config.run.name)
         receiver, counters = self._open_sockets(stack, train_set=train.digest)
         store = broadcast.open_store(config)
@@ -191,7 +197,7 @@ class Trainer:
 
     # Opening.
 
-    def _open_model(self, problems: Sequence[Problem]) -> None:
+    def _open_model(self, problems: Sequence[Problem], ranks: TrainerRanks) -> None:
         config = self._config
         self._model_folder = policy.model_folder(config.model.name)
         self._tokenizer = policy.load_tokenizer(self._model_folder)
@@ -201,7 +207,7 @@ class Trainer:
         check_tokens(problems, len(self._tokenizer))
         dtype, _ = training_dtype(self._model, config.train.dtype)
         self._hello = policy.facts_of(self._model.device, dtype)
-        self._learner = parts.learner_of(config, self._model)
+        self._learner = led(parts.learner_of(config, self._model, ranks), ranks, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
             slots=config.engine.slots, max_model_len=config.engine.max_model_len,
@@ -349,8 +355,8 @@ class Trainer:
             self._learner.restore(saved.step, saved.tensors)
         except ValueError as error:
             raise JournalError(
-                f"checkpoint of step {saved.step} in {self._folder} is of another model ({error}); "
-                "choose another --run.name, or the model it was made with"
+                f"checkpoint of step {saved.step} in {self._folder} does not fit ({error}); "
+                "choose another --run.name, or the model and optimizer it was made with"
             ) from None
         adapted.check_base(self._beside, saved.progress, where=self._folder)
         self._progress = saved.progress

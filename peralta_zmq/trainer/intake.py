@@ -25,6 +25,9 @@ from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
 COMMIT_GROUPS = 16  # that wait for the disk at most, so that outboxes stay short
+# An announcement is of every live generator and goes to every one of them: between two that only
+# say what came, so many seconds times the square of their number (at 100 of them 20 ms).
+NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 
 
@@ -62,6 +65,7 @@ class Intake:
         self._taken: dict[str, int] = {}  # sender -> what of it is in begun steps or dropped
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._in_step = 0  # groups that the newest step took
+        self._next_news = 0.0  # monotonic seconds, when it is worth while to say again what came
         self._next_draw = 0  # after the highest draw of a group that came
 
     @property
@@ -90,7 +94,7 @@ class Intake:
             received = self._receiver.receive(timeout=0.005)
             if received is None:
                 self.commit()
-                self.announce(step - 1, begun=step - 1, waiting=True)
+                self._say_news(step)
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             idle = received is None
@@ -123,7 +127,7 @@ class Intake:
             self._drop(group, verdict, step=step)
         if self.journal.num_waiting >= COMMIT_GROUPS:
             self.commit()
-        self.announce(step - 1, begun=step - 1, waiting=not self.has_batch)
+        self._say_news(step)
         return verdict
 
     def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
@@ -270,6 +274,14 @@ class Intake:
             next_draw=self._next_draw,
             resting=self.pools.resting,
         )
+
+        pause = min(LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2)
+        self._next_news = time.monotonic() + pause
+
+    def _say_news(self, step: int) -> None:
+        """Announce what came for this step, unless that was done just now."""
+        if time.monotonic() >= self._next_news:
+            self.announce(step - 1, begun=step - 1, waiting=not self.has_batch)
 
     def _settled(self) -> dict[str, int]:
         ledger = self.admission.ledger

@@ -32,14 +32,16 @@ class Roster:
 
     def hear(self, *, step: int) -> None:
         """Take in what generators report of themselves: who reports is alive."""
-        before, self.reports = self.reports, dict(self._counters.receive())
-        for sender, report in self.reports.items():
+        came = self._counters.receive()
+        if not came:
+            return
+        before, self.reports = self.reports, dict(self._counters.latest)
+        for sender, report in came.items():
             earlier = before.get(sender)
-            if earlier is not report:
-                self.meet(sender, step=step, hello=report.hello)
-                # Once for each time of want: one that cannot read the keyframe either waits on.
-                asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
-                self.wants_keyframe = self.wants_keyframe or asks
+            self.meet(sender, step=step, hello=report.hello)
+            # Once for each time of want: one that cannot read the keyframe either waits on.
+            asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
+            self.wants_keyframe = self.wants_keyframe or asks
 
     def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
         """We have heard of a start of a generator just now, perhaps for the first time.

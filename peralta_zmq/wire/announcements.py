@@ -5,7 +5,7 @@ Knows the rules of a sound announcement; knows nothing of sockets.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import msgpack
@@ -61,7 +61,8 @@ BY_SENDER = ("recv", "durable", "seen", "taken")
 
 def encode_announcement(announcement: Announcement) -> bytes:
     """One announcement as one msgpack map."""
-    return cast(bytes, msgpack.packb(asdict(announcement)))
+    said = {each.name: getattr(announcement, each.name) for each in fields(announcement)}
+    return cast(bytes, msgpack.packb(said))
 
 
 def decode_announcement(frame: bytes) -> Announcement:
@@ -69,18 +70,16 @@ def decode_announcement(frame: bytes) -> Announcement:
 
     Raises WireError when `run_id` is missing or a field is of another type.
     """
-    fields = strict.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
+    told = strict.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
     try:
-        return Announcement(**_known(fields))
+        return Announcement(**_known(told))
     except (TypeError, ValueError) as error:
         raise WireError(f"malformed announcement: {error}") from None
 
 
-def _known(fields: dict[str, Any]) -> dict[str, Any]:
+def _known(told: dict[str, Any]) -> dict[str, Any]:
     known = {
-        name: strict.typed(fields[name], kind, name)
-        for name, kind in SAID.items()
-        if name in fields
+        name: strict.typed(told[name], kind, name) for name, kind in SAID.items() if name in told
     }
     if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("resting", "answered")):
         raise ValueError(f"more than {MAX_BITS} bits")

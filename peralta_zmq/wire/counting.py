@@ -67,25 +67,27 @@ class CounterReceiver:
         self.address = bind(self._socket, address)
 
     def receive(self) -> dict[str, Counters]:
-        """The latest reports, with all that came meanwhile; never blocks."""
+        """The reports that came meanwhile, the latest of each sender; never blocks."""
+        came: dict[str, Counters] = {}
         for _ in range(MAX_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             try:
-                self._keep(frames)
+                counters = self._keep(frames)
+                came[counters.sender] = counters
             except WireError as error:
                 self.refused += 1
                 logger.log(logging.DEBUG if self.refused > 1 else logging.WARNING,
                            "counters refused: %s", error)  # fmt: skip
-        return self.latest
+        return came
 
     def close(self) -> None:
         """Close at once."""
         self._socket.close(linger=0)
 
-    def _keep(self, frames: list[zmq.Frame]) -> None:
+    def _keep(self, frames: list[zmq.Frame]) -> Counters:
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         counters = decode_counters(frames[0].bytes)
@@ -98,3 +100,4 @@ class CounterReceiver:
         self.latest[counters.sender] = counters
         if len(self.latest) > MAX_SENDERS:
             del self.latest[next(iter(self.latest))]
+        return counters

@@ -9,7 +9,7 @@ import torch
 from fakes import group_of, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted
-from peralta_zmq.learning.batch import Batch, cut, first_fit_decreasing, make_batches
+from peralta_zmq.learning.batch import Batch, cut, deal, make_batches
 from peralta_zmq.rollout import RolloutGroup
 
 
@@ -109,12 +109,28 @@ def test_step_without_any_signal_has_no_batches() -> None:
 
 def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
     # 9 and 1; 7 and 3; 4, 4 and 2
-    assert first_fit_decreasing([4, 9, 1, 7, 3, 4, 2], 10) == [[1, 2], [3, 4], [0, 5, 6]]
+    assert deal([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
 
 
 def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
-    assert first_fit_decreasing([5, 3, 3], 12) == [[0, 1, 2]]
-    assert first_fit_decreasing([5, 3, 3], 12, padded=True) == [[0, 1], [2]]
+    assert deal([5, 3, 3], 12) == [[[0, 1, 2]]]
+    assert deal([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
+
+
+def test_each_piece_goes_to_the_least_loaded_rank() -> None:
+    # 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
+    assert deal([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
+
+
+def test_a_round_ends_for_all_ranks_when_no_rank_has_room() -> None:
+    # 9 | 8, then 7 | 3 in a second round; 1 is the first to find room in the first, beside the 8
+    assert deal([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
+
+
+def test_rank_0_has_a_piece_in_every_round() -> None:
+    assert deal([4], 10, num_ranks=3) == [[[0], [], []]]
+    assert deal([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
+    assert deal([], 10, num_ranks=2) == []
 
 
 def sizes(batches: list[Batch]) -> list[list[int]]:

@@ -79,7 +79,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((ours - theirs).norm() <= tolerance * theirs.norm())
 
 
-# Any split, any order, any number of ranks.
+# Any split, any order; any number of ranks is in test_ranks.
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -100,42 +100,6 @@ def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
     random.Random(0).shuffle(pieces)
     shuffled = make_batches(pieces, max_tokens=20)[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_no_number_of_ranks_changes_the_gradient(model: Any, loss: TokenLoss, ranks: int) -> None:
-    """Each rank takes a share, one of them none; the sums of a real run are added up here."""
-    whole, metrics = gradient(model, batches_of(), loss)
-    batches = batches_of(15)
-    shares = [batches[rank :: ranks - 1] for rank in range(ranks - 1)]
-    shares.append([masked_out(batches[0])])
-    total, theirs = in_ranks(model, shares, loss)
-    assert close(total, whole, 1e-6)
-    assert theirs == pytest.approx(metrics, rel=1e-6)
-
-
-def in_ranks(
-    model: Any, shares: list[list[Batch]], loss: TokenLoss
-) -> tuple[Tensor, dict[str, float]]:
-    """Run the ranks one after another, again and again, each time with one more known sum."""
-    known: list[Tensor] = []
-    while True:
-        told: list[list[Tensor]] = []
-        for share in shares:
-            mine: list[Tensor] = []
-
-            def add_up(tensor: Tensor, mine: list[Tensor] = mine) -> None:
-                number = len(mine)
-                mine.append(tensor.clone())
-                if number < len(known):
-                    tensor.copy_(known[number])
-
-            found = gradient(model, share, loss, add_up=add_up)
-            told.append(mine)
-        if len(known) == len(told[0]):
-            return found
-        known.append(torch.stack([mine[len(known)] for mine in told]).sum(0))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

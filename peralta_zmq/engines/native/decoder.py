@@ -1,4 +1,4 @@
-"""The model's own forward over our cache: transformers' code, our attention and our linears.
+"""A model's forward over our cache: our attention and linears, in transformers' code or in ours.
 
 Knows the families whose cache and masks it has seen; `serves` says which.
 """
@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from peralta_zmq import policy
+from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
 from peralta_zmq.engines.native.linears import Weights
 
-ONE_MASK = ("llama", "gemma")  # these take one mask; the others one per kind of layer
-FAMILIES = (*ONE_MASK, "qwen2", "qwen3", "gemma2", "gemma3_text")
+ONE_MASK = ("gemma",)  # this takes one mask; the others one per kind of layer
+FAMILIES = (*forward.FAMILIES, *ONE_MASK, "gemma2", "gemma3_text")
 OURS = "peralta_zmq"  # the name of our attention among transformers'
 
 
@@ -60,11 +61,14 @@ class Decoder:
         )
         own = positions - (end - start)
         masks: Any = self._masks(own, start, end)
+        window = Window(self.cache, first, own)
+        if self._config.model_type in forward.FAMILIES:
+            return forward.last_hidden(self._model.model, ids, positions, window, masks, _attention)
         with self._our_attention():
             out = self._model.model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=Window(self.cache, first, own),
+                past_key_values=window,
                 attention_mask=masks["full_attention"] if self._one_mask else masks,
                 use_cache=True,
             )

@@ -280,11 +280,8 @@ def test_stop_string_ends_a_completion_and_is_cut_off(tokenizer: Any) -> None:
 def tokens_computed(engine: NativeEngine, asked: list[Request]) -> int:
     """Tokens that went through the model before the first decode step."""
     computed: list[int] = []
-    base = engine._model.model
-    hook = base.register_forward_pre_hook(
-        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()),
-        with_kwargs=True,
-    )
+    embed = engine._model.model.embed_tokens
+    hook = embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
     one = Sampling(temperature=0.0, max_completion_length=1)
     list(engine.generate(asked, one))
     hook.remove()

@@ -1,0 +1,191 @@
+"""A step at the original's size: Qwen3-0.6B's shape with random weights, the original's constants.
+
+12 problems of 110 tokens, 4 completions of 12, 18, 26 and 40 tokens each, a learning rate of 2e-6.
+The original, made again without Ray, whose cost is left out: fp32, one prompt at a time, a second
+forward for the logprobs, pickled rollouts, padded training, `save_pretrained`, `from_pretrained`.
+It would take ten minutes a step, so that of 12 equal prompts one is sampled, and the seconds of
+training 12 groups lie on the line through those of one and two. Ours is measured whole, and its
+parts are added up, although they run side by side in a real run. Each part is a process of its
+own, one after another. `--quick` takes a shape a tenth as large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import generation, training
+from benchmarks.harness import REPO, Claim, progress, seconds
+from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
+from peralta_zmq import policy, wire
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.stores.copy import Copy
+from peralta_zmq.stores.directory import DirectoryStore, Version
+from peralta_zmq.stores.publisher import Publisher
+
+NUM_GROUPS = 12
+PARTS = ("generate", "score", "transfer", "train", "publish", "reload")
+RUN = "bench-00112233"
+PATIENCE = 600.0  # seconds, for the publisher
+Seconds = dict[str, float]  # of each part
+
+
+def run(*, quick: bool) -> Iterable[Claim]:
+    """One step of each side, part by part."""
+    taken: dict[str, Seconds] = {"ours": {}, "original": {}}
+    for work in WORK:
+        side, _, _ = work.partition("_")
+        taken[side] |= alone(work, quick=quick)
+        progress(f"{work}: {taken[side]}")
+    yield from claims(taken["ours"], taken["original"])
+
+
+def alone(work: str, *, quick: bool) -> Seconds:
+    """What a process of its own measured."""
+    command = [sys.executable, "-m", "benchmarks.original_size", work, str(int(quick))]
+    surroundings = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        command, cwd=REPO, env=surroundings, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def claims(ours: Mapping[str, float], original: Mapping[str, float]) -> Iterator[Claim]:
+    """Steps per hour when the parts follow each other, and the seconds of each."""
+    mine, theirs = (3600 / sum(each.values()) for each in (ours, original))
+    yield Claim("steps_per_hour", mine, "steps/h", peer=theirs, ratio=mine / theirs)
+    for part in PARTS:
+        ratio = original[part] / ours[part] if ours[part] else None
+        yield Claim(f"{part}_seconds", ours[part], "s/step", peer=original[part], ratio=ratio)
+
+
+# The parts.
+
+
+def ours_generate(shape: dict[str, object]) -> Seconds:
+    """All completions with their logprobs, and the groups through a socket."""
+    model = generation.without_end(shape)
+    dtype, _ = policy.choose_dtype(torch.device("cpu"))
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    engine = NativeEngine(
+        model.to(dtype), tokenizer, slots=32, max_model_len=NUM_PROMPT + generation.NUM_NEW
+    )
+    engine._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned
+    asked = generation.requests(NUM_GROUPS, max(LENGTHS), list(LENGTHS) * NUM_GROUPS)
+    list(engine.generate(asked[:4], generation.DRAWN))
+    sampling = seconds(lambda: list(engine.generate(asked, generation.DRAWN)))
+    return {"generate": sampling, "score": 0.0, "transfer": sent(shape)}
+
+
+def sent(shape: Mapping[str, object]) -> float:
+    """Seconds in which the groups of a step are encoded, sent, received and checked."""
+    size = int(str(shape["vocab_size"]))
+    groups = [training.group(number, size, run_id=RUN) for number in range(NUM_GROUPS)]
+    with ExitStack() as stack:
+        receiver = wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=size)
+        stack.enter_context(closing(receiver))
+        sender = stack.enter_context(closing(wire.RolloutSender(receiver.address)))
+
+        def once() -> None:
+            for group in groups:
+                assert sender.send(wire.encode_group(group), timeout=10.0)
+                assert receiver.receive(timeout=10.0), receiver.refused
+
+        once()  # until the connection stands
+        return seconds(once)
+
+
+def ours_train(shape: dict[str, object]) -> Seconds:
+    """The step; then publish what it changed, fetch it and copy it into live weights."""
+    setting = Setting(shape, num_groups=NUM_GROUPS)
+    setting.narrow(1)
+    with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
+        store = DirectoryStore(Path(folder) / "weights")
+        store.claim("bench")
+        (Path(folder) / "copy").mkdir()
+        copy = Copy(Path(folder) / "copy")
+        with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
+            first, _ = published(publisher, 0, setting)
+            copy.advance(store, first)
+            live = {name: each.clone() for name, each in copy.tensors().items()}
+            step = seconds(lambda: setting.narrow(NUM_GROUPS))
+            version, publishing = published(publisher, 1, setting)
+
+        def reload() -> None:
+            copy.advance(store, version)
+            newer = copy.tensors()
+            for name, each in live.items():
+                each.copy_(newer[name])
+
+        return {"train": step, "publish": publishing, "reload": seconds(reload)}
+
+
+def published(publisher: Publisher, step: int, setting: Setting) -> tuple[Version, float]:
+    """The version, and the seconds until others can read it."""
+    weights = policy.weights_of(setting.model)
+
+    def publish() -> None:
+        publisher.publish(step, weights)
+        assert publisher.wait(PATIENCE)
+
+    taken = seconds(publish)
+    (report,) = publisher.take_reports()
+    assert report.version, report.reason
+    return report.version, taken
+
+
+def original_generate(shape: dict[str, object]) -> Seconds:
+    """One prompt, times their number."""
+    model = generation.without_end(shape)
+    with torch.inference_mode():
+        generation.generated(model, 1, 2)
+        sequences: list[torch.Tensor] = []
+        sampling = seconds(lambda: sequences.append(generation.generated(model, 1, max(LENGTHS))))
+        whole = torch.ones_like(sequences[0])
+        scoring = seconds(lambda: policy.token_logprobs(model, sequences[0], whole))
+    groups = [training.group(number, 1000) for number in range(NUM_GROUPS)]
+    passing = seconds(lambda: pickle.loads(pickle.dumps(groups)))
+    return {
+        "generate": NUM_GROUPS * sampling, "score": NUM_GROUPS * scoring, "transfer": passing,
+    }  # fmt: skip
+
+
+def original_train(shape: dict[str, object]) -> Seconds:
+    """A step of one group and one of two; then write and read fp32 weights."""
+    setting = Setting(shape, num_groups=2)
+    setting.original(1)
+    one, two = (seconds(partial(setting.original, number)) for number in (1, 2))
+    with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
+        saving = seconds(lambda: setting.model.save_pretrained(folder))
+        cpu = torch.device("cpu")
+        loading = seconds(lambda: policy.load_model(Path(folder), device=cpu, dtype=torch.float32))
+    whole = one + (NUM_GROUPS - 1) * (two - one)
+    return {"train": whole, "publish": saving, "reload": loading}
+
+
+WORK: dict[str, Callable[[dict[str, object]], Seconds]] = {
+    each.__name__: each for each in (ours_generate, original_generate, ours_train, original_train)
+}
+
+
+def main(work: str, quick: bool) -> None:
+    """Do one part and print its seconds."""
+    policy.use_threads()
+    if work == "ours_train":
+        policy.keep_memory()
+    taken = WORK[work](generation.QUICK_SHAPE if quick else generation.SHAPE)
+    sys.stdout.write(json.dumps(taken) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "1")

@@ -1,0 +1,147 @@
+"""What was measured, as JSON, as a table and as a page. Knows claims; runs nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
+END = "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One sentence of the README as numbers; None where a field does not apply."""
+
+    name: str
+    ours: float
+    unit: str
+    peer: float | None = None
+    ratio: float | None = None  # how many times better than the peer
+    bound: float | None = None  # what the machine allows, measured in the same run
+    share: float | None = None  # of the bound
+    n: int = 1  # repetitions
+    spread: float | None = None  # (max - min) / median of ours
+
+
+def report_of(
+    bench: str, claims: Sequence[Claim], *, quick: bool, peers: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything that is needed to read the claims of one bench later."""
+    return {
+        "bench": bench,
+        "quick": quick,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {**versions(), **peers},
+        "claims": [asdict(claim) for claim in claims],
+    }
+
+
+def table(claims: Sequence[Claim]) -> str:
+    """For a terminal."""
+    head = f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>8} {'bound':>12} {'share':>7}  unit"
+    lines = [
+        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} {_cell(each.ratio):>8} "
+        f"{_cell(each.bound):>12} {_cell(each.share):>7}  {each.unit}"
+        for each in claims
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """For a document: a table of the claims and where they were measured."""
+    rows = [
+        "| claim | ours | peer | ratio | bound | share | unit | n | spread |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for claim in report["claims"]:
+        figures = [_cell(claim[name]) for name in ("ours", "peer", "ratio", "bound", "share")]
+        last = [claim["unit"], str(claim["n"]), _cell(claim["spread"])]
+        rows.append("| " + " | ".join([claim["name"], *figures, *last]) + " |")
+    return "\n".join([*rows, "", _where(report)]) + "\n"
+
+
+def write_between(document: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks of the document. Ends the program without them."""
+    before, found, rest = document.read_text("utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise SystemExit(f"{document} lacks the lines {begin} and {end}; add them")
+    document.write_text(f"{before}{begin}\n{text}{end}{after}", "utf-8")
+
+
+def document(files: Sequence[Path], report: Mapping[str, Any]) -> None:
+    """Put the table of one bench into the page that has `<!-- bench NAME -->` for it."""
+    mark = f"<!-- bench {report['bench']} -->"
+    with_place = [file for file in files if mark in file.read_text("utf-8")]
+    write_between((with_place or files)[0], mark, END, page(report))
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores and memory that this process may use."""
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo")
+             if line.startswith("model name")]  # fmt: skip
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": cores,
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the libraries that matter to speed."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Of this checkout, with a + when files of it have changed since; empty outside of git."""
+    command = ["git", "-C", str(REPO), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _where(report: Mapping[str, Any]) -> str:
+    its, libraries = report["machine"], report["versions"]
+    with_what = ", ".join(f"{name} {number}" for name, number in libraries.items())
+    rough = " `--quick`: smaller, shorter, rough." if report["quick"] else ""
+    return (
+        f"{its['cpu']}, {its['cores']} cores, {its['memory_gib']} GiB; {with_what}; "
+        f"commit {report['commit'] or 'unknown'}, {report['date']}. Medians of n; "
+        f"spread = (max - min) / median of ours.{rough}"
+    )
+
+
+def _cell(value: float | None) -> str:
+    """Four digits, without an exponent where that is readable."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e13 else f"{value:.4g}"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text("utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,85 @@
+"""The arithmetic of the comparison: when the goal is reached, what it took until then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks import crowd, endtoend
+from benchmarks.harness import REPO
+
+
+def rows(*rewards: float) -> list[Mapping[str, float]]:
+    return [
+        {"step": number + 1, "reward": each, "time": 100.0 + number}
+        for number, each in enumerate(rewards)
+    ]
+
+
+def course(wall: float, *, reached: bool = True) -> endtoend.Course:
+    return endtoend.Course(
+        wall=wall, wall_with_start=wall + 5, cpu=2 * wall, cpu_with_start=2 * wall + 5,
+        rollouts_per_s=100 / wall, bytes_per_update=1e6, memory=1e9, steps=20, reached=reached,
+    )  # fmt: skip
+
+
+def test_the_goal_is_the_first_step_whose_last_five_reach_it() -> None:
+    # means of five: .88, .9, .94
+    assert endtoend.steps_to_goal(rows(0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0)) == 6
+
+
+def test_four_steps_are_not_enough() -> None:
+    assert endtoend.steps_to_goal(rows(1.0, 1.0, 1.0, 1.0)) is None
+
+
+def test_a_high_reward_that_falls_again_is_no_goal() -> None:
+    assert endtoend.steps_to_goal(rows(0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5)) is None
+
+
+def test_processor_seconds_lie_on_a_line_between_two_looks() -> None:
+    looks = [crowd.Look(10.0, 4.0, 0), crowd.Look(12.0, 8.0, 0)]
+    assert crowd.between(looks, 10.5) == pytest.approx(5.0)
+    assert crowd.between(looks, 9.0) == 4.0
+    assert crowd.between(looks, 13.0) == 8.0
+
+
+def test_ratios_are_of_the_same_round_and_the_median_counts() -> None:
+    ours, theirs = [course(10), course(20), course(10)], [course(30), course(40), course(90)]
+    claims = {each.name: each for each in endtoend.compared("trl", ours, theirs)}
+    assert claims["wall_vs_trl"].ratio == pytest.approx(3.0)  # of 3, 2 and 9
+    assert claims["rollouts_per_s_vs_trl"].ratio == pytest.approx(3.0)
+    assert claims["wall_vs_trl"].n == 3
+    assert claims["wall_vs_trl"].spread == pytest.approx(1.0)  # (20 - 10) / 10
+
+
+def test_a_claim_says_when_a_side_did_not_reach_the_goal() -> None:
+    claims = list(endtoend.compared("trl", [course(10)], [course(30, reached=False)]))
+    assert "not all reached" in claims[0].unit
+
+
+ORPHAN = """
+import subprocess, sys
+print("begun", flush=True)
+subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_a_command_left_behind_is_counted_and_ended() -> None:
+    command = [sys.executable, "-c", ORPHAN]
+    with crowd.Crowd(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as left:
+        before = set(crowd.family(os.getpid()))
+        ends = time.monotonic() + 20
+        while not (left.looks and left.looks[-1].cpu > 0.3) and time.monotonic() < ends:
+            left.process.poll()
+            before |= set(crowd.family(os.getpid()))
+            time.sleep(0.02)
+        assert left.looks[-1].cpu > 0.3
+        assert left.said() == "begun\n"
+    assert not [each for each in before if crowd.runs(each)]
+    assert left.peak_memory > 1 << 20

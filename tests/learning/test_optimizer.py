@@ -1,0 +1,151 @@
+"""AdamW with a smaller state: near the fp32 one, as small as it says, the same after a restart.
+
+.venv/bin/python -m pytest tests/learning/test_optimizer.py
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import siblings
+
+from peralta_zmq import parts, policy
+from peralta_zmq.config import load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.optimizer import make_optimizer
+from peralta_zmq.ranks import check_shared
+from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
+
+EIGHT_BIT = "adamw_8bit"
+
+
+@pytest.fixture
+def optim(request: pytest.FixtureRequest) -> str:
+    """The optimizer that a test is about."""
+    if request.param == EIGHT_BIT:
+        pytest.importorskip("bitsandbytes", reason="the extra optim is not installed")
+    return str(request.param)
+
+
+small = pytest.mark.parametrize("optim", ["adamw_bf16", EIGHT_BIT], indirect=True)
+
+
+def embedded() -> Any:
+    return policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def learner_with(optim: str, *settings: str) -> Learner:
+    arguments = [f"--train.optim={optim}", "--train.dtype=float32", "--train.weight-decay=0.1",
+                 *settings]  # fmt: skip
+    return parts.learner_of(load_config("bin/trainer", arguments), embedded())
+
+
+def take(learner: Learner, *, to: int) -> Learner:
+    while learner.step < to:
+        seed = 2 * learner.step
+        learner.learn([siblings([1, 0, 0, 1], lengths=[6, 3, 7, 4], seed=seed + k) for k in (0, 1)])
+    return learner
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for _, each in learner.weights()]).clone()
+
+
+@functools.cache
+def with_fp32() -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights after 8 steps of AdamW in fp32, and before."""
+    learner = learner_with("adamw")
+    return weights(take(learner, to=8)), weights(learner_with("adamw"))
+
+
+@small
+def test_the_weights_are_near_those_of_fp32(optim: str) -> None:
+    after, before = with_fp32()
+    ours = weights(take(learner_with(optim), to=8))
+    apart = (ours - after).norm() / (after - before).norm()  # seen: 0.0016 and 0.053
+    assert 0 < apart < {"adamw_bf16": 0.01, EIGHT_BIT: 0.1}[optim]
+
+
+@small
+def test_the_state_has_the_bytes_that_it_says(optim: str) -> None:
+    state = take(learner_with(optim), to=1).state()
+    found = sum(each.nbytes for path, each in state.items()
+                if path.startswith(f"{optim}/") and "/step/" not in path)  # fmt: skip
+    sizes = [each.numel() for path, each in state.items() if path.startswith("model/")]
+    expected = {
+        "adamw_bf16": sum(4 * each for each in sizes),
+        # two codes and, for blocks of 256, two scales; below 4096 elements fp32
+        EIGHT_BIT: sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in sizes),
+    }
+    assert found == expected[optim]
+
+
+@small
+def test_a_resumed_run_equals_one_that_was_not_interrupted(optim: str, tmp_path: Path) -> None:
+    whole = take(learner_with(optim), to=4)
+    save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run", keep_last=1)
+    saved, resumed = restore(tmp_path, run_id="run"), learner_with(optim)
+    assert saved is not None
+    resumed.restore(4, saved.tensors)
+    ours, theirs = take(resumed, to=7).state(), take(whole, to=7).state()
+    assert ours.keys() == theirs.keys()
+    for path, each in ours.items():
+        assert torch.equal(each, theirs[path]) and each.dtype == theirs[path].dtype, path
+
+
+def test_a_step_in_bf16_is_a_step_of_adamw_on_rounded_means() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = make_optimizer(
+        {"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim="adamw_bf16"
+    )
+    optimizer.param_groups[0]["lr"] = 0.1
+    for gradient in ([1.0, 0.5], [3.0, 0.5]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+    # by hand, the first of the two: means 0.1 and 0.05, each rounded to 8 bits
+    mean, square = 0.10009765625, 0.050048828125
+    mean, square = 0.9 * mean + 0.1 * 3, 0.95 * square + 0.05 * 9
+    step = 0.1 * (mean / (1 - 0.9**2)) / ((square / (1 - 0.95**2)) ** 0.5 + 1e-8)
+    torch.testing.assert_close(weight.detach()[0], torch.tensor(1 - 0.1 - step))
+    state = optimizer.state[weight]
+    assert state["exp_avg"][0] == torch.tensor(mean).bfloat16()
+    assert state["exp_avg_sq"][0] == torch.tensor(square).bfloat16()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_with_nothing_changed() -> None:
+    other = take(learner_with("adamw"), to=1)
+    learner = learner_with("adamw_bf16")
+    before = weights(learner)
+    with pytest.raises(ValueError, match=r"its train\.optim is adamw, not adamw_bf16"):
+        learner.restore(1, other.state())
+    assert torch.equal(weights(learner), before)
+
+
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs bitsandbytes .*peralta_zmq\[optim\]"):
+        learner_with(EIGHT_BIT)
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
+def test_means_that_bfloat16_would_round_away_are_refused(name: str) -> None:
+    flag = "--train." + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"train.{name} 0.999 with train.optim adamw_bf16"):
+        load_config("bin/trainer", [f"{flag}=0.999", "--train.optim=adamw_bf16"])
+    load_config("bin/trainer", [f"{flag}=0.999"])
+    load_config("bin/trainer", [f"{flag}=0.99", "--train.optim=adamw_bf16"])
+
+
+def test_ranks_that_share_the_state_refuse_the_one_that_cannot_be_shared() -> None:
+    config = load_config("bin/trainer", [f"--train.optim={EIGHT_BIT}"])
+    with pytest.raises(ConfigError, match=r"adamw_8bit cannot be shared.*; use adamw_bf16, or"):
+        check_shared(config, torch.device("cuda", 1))
+    check_shared(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"model\.device mps takes one rank"):
+        check_shared(config, torch.device("mps"))

@@ -1,0 +1,107 @@
+"""What is said of the groups that come: soon, and no more of it than the hearers can bear."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from time import monotonic
+from typing import Any, cast
+
+import pytest
+from fakes import RUN, group_of
+from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
+
+from peralta_zmq import wire
+from peralta_zmq.config import load_config
+from peralta_zmq.curriculum.pools import Pools
+from peralta_zmq.observe.books import Books
+from peralta_zmq.recovery.journal import Journal
+from peralta_zmq.trainer.intake import Intake
+from peralta_zmq.trainer.roster import Roster
+from peralta_zmq.trainer.speaker import Speaker
+from peralta_zmq.trainer.stop import Stop
+
+MANY = 300
+ENTRIES_PER_SECOND = 500_000  # a hundred bytes each, over all who hear
+
+
+class Heard:
+    """An announcer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[wire.Announcement] = []
+
+    def announce(self, announcement: wire.Announcement) -> None:
+        self.said.append(announcement)
+
+
+def opened(stack: ExitStack, folder: Path, stop: Stop, *, groups: int) -> tuple[Intake, Heard, str]:
+    """An intake whose steps take so many groups of two rollouts."""
+    arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
+                 f"--train.batch-size={2 * groups}"]  # fmt: skip
+    receiver = stack.enter_context(closing(receiver_at()))
+    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
+    books = stack.enter_context(Books(folder, run="demo", max_steps=1))
+    heard, nobody = Heard(), cast(Any, None)
+    intake = Intake(
+        load_config("bin/trainer", arguments), receiver=receiver, vocab_size=64,
+        journal=stack.enter_context(closing(Journal(folder / "journal"))),
+        roster=Roster(counters, books, {}), evaluations=nobody, books=books, stop=stop,
+        pools=Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None),
+        speaker=Speaker(cast(Any, heard), wire.Announcement(RUN)),
+    )  # fmt: skip
+    return intake, heard, receiver.address
+
+
+@pytest.fixture
+def from_many(stack: ExitStack) -> Callable[[str], None]:
+    """One group of each of many generators, pushed from another thread."""
+
+    def push(address: str) -> None:
+        sender = sender_to(address, stack)
+        group = group_of([1.0, 0.0])
+        frames = [wire.encode_group(dataclasses.replace(group, generator_id=f"g{number}"))
+                  for number in range(MANY)]  # fmt: skip
+        thread = threading.Thread(
+            target=lambda: [sender.send(frame, timeout=DEADLINE) for frame in frames]
+        )
+        thread.start()
+        stack.callback(thread.join)
+
+    return push
+
+
+def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(
+    stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
+) -> None:
+    intake, heard, address = opened(stack, tmp_path, Stop(), groups=MANY)
+    from_many(address)
+    started = monotonic()
+    groups, _ = intake.collect(1, lambda idle: None)
+    lasted = monotonic() - started
+    assert len(groups) == MANY
+    *news, step_begins = heard.said
+    assert (step_begins.begun, len(step_begins.taken)) == (1, MANY)
+    entries = sum(len(each.recv) ** 2 for each in news)  # each goes to all who are in it
+    assert 0 < entries <= ENTRIES_PER_SECOND * lasted + MANY**2
+
+
+def test_all_that_came_is_announced_when_nothing_more_comes(
+    stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
+) -> None:
+    stop = Stop()
+    intake, heard, address = opened(stack, tmp_path, stop, groups=MANY + 1)
+    from_many(address)
+    ends = monotonic() + DEADLINE
+
+    def until_said(idle: bool) -> None:
+        safe = heard.said[-1].durable.values() if heard.said else ()
+        stop.asked = list(safe) == [0] * MANY or monotonic() > ends
+
+    intake.collect(1, until_said)
+    newest = heard.said[-1]
+    assert newest.waiting
+    assert list(newest.recv.values()) == list(newest.durable.values()) == [0] * MANY

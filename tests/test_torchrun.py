@@ -1,0 +1,69 @@
+"""A trainer of two processes as a person starts it: torchrun, a generator, Ctrl-C, once more.
+
+.venv/bin/python -m pytest -m slow tests/test_torchrun.py
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_end_to_end import REPO, Door, Machine, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")  # fmt: skip
+
+
+class Ranks(Machine):
+    """Its trainers are of two processes."""
+
+    def start_plain(self, door: str, *arguments: str) -> Door:
+        """As the machine does, with torchrun before a trainer."""
+        before = TORCHRUN if door == "trainer" else (sys.executable,)
+        config = ("@", str(REPO / "configs" / "demo.toml"))
+        command = [*before, str(REPO / "bin" / door), *config, *arguments]
+        self._started.append(Door(command, self._folder / f"{len(self._started)}.log"))
+        return self._started[-1]
+
+    def close(self) -> None:
+        """torchrun ends its ranks when it is asked to, not when it is killed."""
+        for door in self._started:
+            door.process.send_signal(signal.SIGCONT)
+            door.process.terminate()
+            try:
+                door.process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                door.process.kill()
+                door.process.wait()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Ranks]:
+    started = Ranks(tmp_path)
+    yield started
+    started.close()
+
+
+def test_two_ranks_train_stop_at_ctrl_c_and_go_on_to_the_end(machine: Ranks) -> None:
+    generator = machine.start("generator", "--train.max-steps", "12")
+    trainer = machine.start("trainer", "--train.max-steps", "12")
+    until(lambda: len(machine.rows()) >= 2, trainer, generator)
+    generator.process.send_signal(signal.SIGSTOP)  # so that the trainer cannot reach the end
+    trainer.process.send_signal(signal.SIGINT)
+    trainer.ends(timeout=40)
+    stopped = int(str(machine.rows()[-1]["step"]))
+    assert 2 <= stopped < 12
+    assert f"stopped after step {stopped}, saved; the same command resumes it" in trainer.printed
+
+    generator.process.send_signal(signal.SIGCONT)
+    trainer = machine.start("trainer", "--train.max-steps", "12")
+    assert trainer.ends() == 0, trainer.printed
+    assert generator.ends() == 0, generator.printed
+    assert f"resumed: step={stopped} checkpoint={stopped} replayed=0" in trainer.printed
+    assert "steps              12 in" in trainer.printed
+    assert [row["step"] for row in machine.rows()] == [*range(1, 13)]
