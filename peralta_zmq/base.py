@@ -12,7 +12,6 @@ import ast
 import itertools
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -21,7 +20,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from peralta_zmq import policy
-from peralta_zmq.observe.progress import duration
+from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.rollout import Message
 from peralta_zmq.tasks.calculator_rows import LARGEST_NUMBER, data_files, fresh_rows
 
@@ -153,11 +152,11 @@ def lesson_batches(
 
 
 def teach(model: policy.Model, tokenizer: policy.Tokenizer, recipe: Recipe) -> None:
-    """Next-token training on the answers, with a line of progress every 100 steps."""
+    """Next-token training on the answers, with the loss every 100 steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    started = time.monotonic()
+    progress = progress_on("teaching the base model", recipe.num_steps)
     model.train()
     for step, (ids, targets) in enumerate(lesson_batches(tokenizer, recipe), start=1):
         warmup = min(1.0, step / recipe.warmup_steps)
@@ -172,10 +171,10 @@ def teach(model: policy.Model, tokenizer: policy.Tokenizer, recipe: Recipe) -> N
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        progress.reach(step)
         if step % 100 == 0 or step == recipe.num_steps:
-            left = (time.monotonic() - started) / step * (recipe.num_steps - step)
-            shown = f"step={step}/{recipe.num_steps} loss={loss.item():.3f} left={duration(left)}"
-            print(shown, flush=True)
+            progress.hide()
+            print(f"step={step}/{recipe.num_steps} loss={loss.item():.3f}", flush=True)
         if step == recipe.num_steps:
             return
 

@@ -173,9 +173,12 @@ def _published(config: Config) -> dict[int, str]:
     """Fingerprint by step of every version that the run's weights folder still has."""
     found: dict[int, str] = {}
     store = _store_of(config)
-    for version in store.versions():
-        with store.load(version) as local:
-            found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+    versions = store.versions()
+    with progress_on("reading published weights", len(versions)) as progress:
+        for count, version in enumerate(versions, start=1):
+            with store.load(version) as local:
+                found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+            progress.reach(count)
     return found
 
 

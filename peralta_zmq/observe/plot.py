@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from peralta_zmq.observe.metrics import Row, number
 
+CLOSE = 0.15  # rewards; two names would touch
 INK, BLUE, GREY, GREEN, RED = "#222222", "#1f5fa8", "#8a8a8a", "#2a7d3f", "#b5482f"
 
 
@@ -35,22 +36,30 @@ def reward_image(
     axes = figure.add_subplot()
     _draw_frame(axes, title)
     _draw_rewards(axes, rows)
-    sides = ("bottom", "top") if eval_before > eval_after else ("top", "bottom")
+    sides = _sides(eval_before, eval_after)
     _draw_evaluation(axes, eval_before, color=RED, word="before", side=sides[0])
     _draw_evaluation(axes, eval_after, color=GREEN, word="after", side=sides[1])
     if resumes:
         edge = axes.get_xaxis_transform()  # x in steps, y in shares of the axes
         axes.vlines(resumes, 0.0, 0.06, color=INK, linewidth=1.6, transform=edge, label="resume")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, reverse=True)
     image = io.BytesIO()
     canvas.print_png(image)
     return image.getvalue()
 
 
+def _sides(before: float, after: float) -> tuple[str, str]:
+    """Where the names of the two evaluations stand at their lines, out of each other's way."""
+    if not abs(before - after) < CLOSE:
+        return "center", "center"
+    return ("bottom", "top") if before > after else ("top", "bottom")
+
+
 def _draw_frame(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", color=INK)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("mean reward")
+    axes.set_ylabel("mean reward; share of groups")
+    axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -66,8 +75,12 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
     if all(0.0 <= reward <= 1.0 for reward in rewards if math.isfinite(reward)):
         low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
         axes.set_ylim(0.0, 1.04)
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward +- std")
-    axes.plot(steps, silent, color=GREY, linewidth=1.0, linestyle="--", label="groups, no signal")
+    axes.fill_between(
+        steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward \u00b1 std"
+    )
+    axes.plot(
+        steps, silent, color=GREY, linewidth=1.0, linestyle="--", label="groups without signal"
+    )
     single = "o" if len(rows) == 1 else ""
     axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=single, label="reward")
 

@@ -1,7 +1,7 @@
 """Who waits for whom, in one sentence: a pure function of a run's newest rows and events.
 
 Knows metric names and this project's knobs; knows nothing of files, terminals or pages. The first
-finding that holds is the verdict, what is broken before what could be faster.
+finding that holds is the verdict, what is bad before all else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 Known: TypeAlias = Mapping[str, object]
@@ -120,7 +121,8 @@ def verdict(
     view = View(
         counted, _fares(counted, but=gone), gone, events, _quiet_seconds(counted[-1], events, now)
     )
-    return next(found for look in FINDINGS if (found := look(view)) is not None)
+    found = [each for look in FINDINGS if (each := look(view)) is not None]
+    return next((each for each in found if each.level == "bad"), found[0])
 
 
 def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
@@ -138,7 +140,7 @@ def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdic
     if joined or not seconds > SILENCE_SECONDS:
         return Verdict("waiting for the first step", "", "ok")
     return Verdict(
-        f"no step yet: no generator has come in {seconds:.0f} s",
+        f"no step yet: no generator has come in {duration(seconds)}",
         "start one: bin/generator @ CONFIG", "bad",
     )  # fmt: skip
 
@@ -195,14 +197,14 @@ def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> fl
     return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 
-# What may be found, worst first. Each returns None when it does not hold.
+# What may be found. Each returns None when it does not hold.
 
 
 def _stopped(view: View) -> Verdict | None:
     """No step for a long time."""
     if not view.quiet_seconds > max(SILENCE_SECONDS, SILENCE_STEPS * view.step_seconds):
         return None
-    sentence = f"no step for {view.quiet_seconds:.0f} s"
+    sentence = f"no step for {duration(view.quiet_seconds)}"
     if view.gone and not view.fares:
         return Verdict(
             f"{sentence}: no generator is up, {', '.join(view.gone)} left",
@@ -237,11 +239,12 @@ def _left(view: View) -> Verdict | None:
     """A generator is not heard any more."""
     if not view.gone:
         return None
-    who, one = ", ".join(view.gone), len(view.gone) == 1
-    return Verdict(
-        f"{who} {'is' if one else 'are'} gone, {len(view.fares)} still up",
-        f"restart {'it' if one else 'them'}; the others go on", "warn" if view.fares else "bad",
-    )  # fmt: skip
+    one = len(view.gone) == 1
+    sentence = f"{', '.join(view.gone)} {'is' if one else 'are'} gone, {len(view.fares)} still up"
+    advice = f"restart {'it' if one else 'them'}"
+    if not view.fares:
+        return Verdict(sentence, advice, "bad")
+    return Verdict(sentence, f"{advice}; the others go on", "warn")
 
 
 def _unjudged(view: View) -> Verdict | None:
@@ -405,7 +408,8 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
 
 
+# A generator that left is news for WINDOW steps only, so it hides no other finding for long.
 FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
-    _stopped, _no_signal, _left, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
+    _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
     _balance,
 )  # fmt: skip

@@ -31,7 +31,7 @@ from peralta_zmq.policy import adapters
 from peralta_zmq.policy.score import training_dtype
 from peralta_zmq.ranks import TrainerRanks, dismiss, enlist, follow, led
 from peralta_zmq.recovery import checkpoint
-from peralta_zmq.recovery.journal import Journal
+from peralta_zmq.recovery.journal import Journal, steps_in
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.trainer import broadcast, evaluations, folders, page
@@ -71,7 +71,6 @@ class Trainer:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = Stop()
-        page.check(config)
         check_trackers(config.run.report_to)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
@@ -368,11 +367,15 @@ class Trainer:
         """Train again what the journal holds after the checkpoint; keep an unfinished rest."""
         earlier = self._earlier.train.max_steps  # the schedule under which it was trained
         self._learner.learning_rate = parts.schedule_of(self._earlier)
-        while self._intake.replay(self._learner.step + 1):
-            if self._learner.step >= earlier or self._stop.asked:
-                break
-            groups = self._intake.take()
-            self._record(groups, self._learn(groups), step_time=0.0)
+        begin = self._learner.step
+        end = max(steps_in(self._folder / "journal"), default=begin)
+        with self._books.progress("replaying", end - begin) as progress:
+            while self._intake.replay(self._learner.step + 1):
+                if self._learner.step >= earlier or self._stop.asked:
+                    break
+                groups = self._intake.take()
+                self._record(groups, self._learn(groups), step_time=0.0)
+                progress.reach(self._learner.step - begin)
         self._learner.learning_rate = parts.schedule_of(self._config)
         if self._earlier != self._config:
             self._save()  # with the old schedule behind us

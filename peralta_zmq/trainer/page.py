@@ -14,25 +14,23 @@ from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.password import read_token
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError for a token that cannot be read, before anything is written."""
-    read_token(config.dashboard.token_file, option="dashboard.token_file")
-
-
 def show(config: Config, stack: ExitStack, books: Books) -> None:
     """Answer in a daemon thread until `stack` is left; without a page we train all the same."""
     chosen = config.dashboard
     if not chosen.enabled:
         return
-    token = read_token(chosen.token_file, option="dashboard.token_file")
     try:
+        token = read_token(chosen.token_file, option="dashboard.token_file")
         page = Dashboard(
             [config.run_folder], host=chosen.host, port=chosen.port, token=token, live=True
         )
+        stack.enter_context(closing(page))
+        page.start()
     except ConfigError as error:
         books.note(f"no page: {error}")
         return
-    stack.enter_context(closing(page))
-    page.start()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is no reason not to train
+        books.note(f"no page: {error!r}")
+        return
     for line in page.greeting:
         books.note(line)

@@ -1,4 +1,7 @@
-"""What `make run` starts, with the page open: training, a death, and how the page tells of both."""
+"""What `make run` starts, with the page open: training, a death, and how the page tells of both.
+
+PERALTA_PICTURE=docs/page.png keeps the picture that the test takes (make picture).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ import pytest
 from test_end_to_end import free_ports
 
 ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs" / "page.png"
 PATIENCE = 90.0  # seconds; a generator that is not heard for 30 is gone
 
 
@@ -67,13 +69,14 @@ def test_training_and_a_death_are_seen_on_the_page(
     first = number(seen, "card-reward")
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "up")
     until(seen, lambda: number(seen, "card-reward") > first + 0.2)
-    until(seen, lambda: number(seen, "step") >= 25)
-    seen.page.screenshot(path=str(PICTURE))
+    until(seen, lambda: number(seen, "step") >= 40)
+    picture = seen.page.screenshot()
     assert "ann" not in seen.text("verdict")
     third.kill()
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "gone")
     until(seen, lambda: seen.text("verdict").startswith("ann is gone"))
     assert seen.text("condition") == "training"
+    Path(os.environ.get("PERALTA_PICTURE", tmp_path / "page.png")).write_bytes(picture)
 
 
 def number(seen: Any, testid: str) -> float:

@@ -201,19 +201,38 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "all are gone": (
         without(run(10, gen("a")), "a", last=1), [], None,
-        Verdict("a is gone, 0 still up", "restart it; the others go on", "bad"),
+        Verdict("a is gone, 0 still up", "restart it", "bad"),
+    ),
+    "one is gone though the task is solved": (
+        without(run(frac_reward_zero_std=1.0, reward=0.98), "b", last=2), [], None,
+        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+    ),
+    "one is gone and there is little signal": (
+        without(run(frac_reward_zero_std=0.85), "b", last=2), [], None,
+        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+    ),
+    "one is gone and there is no signal": (
+        without(run(frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
+        Verdict(
+            "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
+            "check the reward; else easier problems, or more sampling.num_generations", "bad",
+        ),
+    ),
+    "all are gone and there is no signal": (
+        without(run(10, gen("a"), frac_reward_zero_std=1.0, reward=0.0), "a", last=1), [], None,
+        Verdict("a is gone, 0 still up", "restart it", "bad"),
     ),
     "no step and nobody up": (
         without(run(10, gen("a")), "a", last=1), [], 1110.0,
         Verdict(
-            "no step for 90 s: no generator is up, a left",
+            "no step for 1m30s: no generator is up, a left",
             "start one: bin/generator @ CONFIG", "bad",
         ),
     ),
     "no step though somebody is up": (
         run(), [START], 1110.0,
         Verdict(
-            "no step for 90 s", "look at the newest event and at the trainer's last lines", "bad"
+            "no step for 1m30s", "look at the newest event and at the trainer's last lines", "bad"
         ),
     ),
     # before there is much to say
@@ -221,7 +240,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "nobody came": (
         [], [START], 1045.0,
         Verdict(
-            "no step yet: no generator has come in 45 s", "start one: bin/generator @ CONFIG",
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),

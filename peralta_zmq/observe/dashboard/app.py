@@ -13,8 +13,9 @@ path of a request ever reaches the disk.
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -39,6 +40,7 @@ KINDS = {
 }
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CURSOR = 200
+logger = logging.getLogger(__name__)
 
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
@@ -82,9 +84,23 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         Route("/api/runs/{number:int}/samples", samples),
         Route("/metrics", metrics),
         Route("/healthz", health),
-        *(Route(path, shown) for path, shown in _pages().items()),
+        *(Route(path, page) for path, page in _pages().items()),
     ]
-    return Guard(Starlette(routes=routes), host=host, token=token)
+    shown = Starlette(routes=routes, exception_handlers={Exception: _teller()})
+    return Guard(shown, host=host, token=token)
+
+
+def _teller() -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers for a fault of ours; a page asks every second, so each kind is told once."""
+    told: set[str] = set()
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if (kind := type(error).__name__) not in told:
+            told.add(kind)
+            logger.warning("the page fails at %s (%.300r)", request.url.path, error)
+        return PlainTextResponse("the page has a fault; the log of its process names it", 500)
+
+    return failed
 
 
 def _pages() -> Mapping[str, Response]:

@@ -63,7 +63,7 @@ CHARTS = (
     Chart("speed", "Tokens per second of each generator", each_generator="tokens_per_s"),
     Chart("time", "Where a step's time goes", (
         Line("time/forward_backward", "compute", "stack"),
-        Line("time/waiting", "wait for rollouts", "stack"),
+        Line("time/waiting", "wait", "stack"),
         Line("time/journal", "journal", "stack"),
         Line("time/publish", "publish", "stack"), Line("time/rest", "rest", "stack"),
     ), unit="seconds"),

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from peralta_zmq.errors import ConfigError, PeraltaError
@@ -22,6 +23,7 @@ PORT = 8470
 USAGE = """\
 bin/dashboard RUN [RUN ...] [--host ADDRESS] [--port N] [--token-file FILE]
        bin/dashboard RUN [RUN ...] --export FILE.html"""
+OPTIONS = ("--export", "--host", "--port", "--token-file")
 CONFIG = "config.toml"
 
 
@@ -33,7 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="port, or the next (%(default)s)")
     parser.add_argument("--token-file", help="file of mode 0600 with the password of the page")
-    asked = parser.parse_args(arguments)
+    asked, strange = parser.parse_known_args(arguments)
+    if strange:
+        near = get_close_matches(strange[0].partition("=")[0], OPTIONS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
+        raise ConfigError(f"{strange[0]} is no option; {hint}")
     for folder in asked.runs:
         _check(folder)
     if asked.export:

@@ -30,6 +30,7 @@ NUM_ROWS = 64  # newest rows kept as they are, for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200
 SAMPLES_BYTES = 16 << 20  # of the samples' and the events' file, the end
 QUIET = ("publish", "drop")  # one for every step or group: their own deque
+SMALL_BYTES = 1 << 20  # of a file that is read whole
 PATIENCE_SECONDS = 0.8  # of one look, when there is much to read
 
 
@@ -100,7 +101,10 @@ class RunFiles:
         """A small file, read anew only when it has changed."""
         path = self.folder / name
         try:
-            stamp = path.stat().st_mtime_ns
+            status = path.stat()
+            stamp = status.st_mtime_ns
+            if status.st_size > SMALL_BYTES:
+                return {}
             if self._known.get(name, (0, {}))[0] != stamp:
                 found = parse(path.read_text("utf-8"))
                 self._known[name] = (stamp, found if isinstance(found, dict) else {})

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 NUM_PORTS = 20  # tried from the wanted one on
+LAST_PORT = 65_535
 WAYS_ON = "pip install 'peralta_zmq[dashboard]'"
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,9 @@ class Dashboard:
 
     def start(self) -> None:
         """Answer in a daemon thread; what goes wrong there is logged and ends there."""
-        self._thread = threading.Thread(target=self._answer, name="dashboard", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._answer, name="dashboard", daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not start is none
 
     def run(self) -> None:
         """Answer in this thread, until a signal."""
@@ -94,7 +96,7 @@ class Dashboard:
             if not self._closed:
                 server.run(sockets=[self._socket])
         except Exception as error:  # noqa: BLE001 - the trainer beside us goes on, whatever it is
-            logger.warning("the page is gone (%s: %s); training goes on", type(error), error)
+            logger.warning("the page is gone (%.300r); training goes on", error)
 
     def _made(self) -> Server:
         import uvicorn
@@ -106,7 +108,8 @@ class Dashboard:
         config = uvicorn.Config(
             make_app(runs, host=self._host, token=self._token),
             loop="asyncio", http="h11", ws="none", lifespan="off",
-            log_config=None, access_log=False, server_header=False, date_header=False,
+            log_config=None, log_level="critical",  # anyone could fill a console with the rest
+            access_log=False, server_header=False, date_header=False,
             limit_concurrency=64, timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -123,7 +126,10 @@ def is_loopback(host: str) -> bool:
 
 def _listening(host: str, port: int) -> socket.socket:
     """A socket on `port`, or on the next one that is free."""
-    for candidate in range(port, port + NUM_PORTS) if port else [0]:
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"port {port} of the page is none; choose one from 1 to {LAST_PORT}")
+    last = min(port + NUM_PORTS - 1, LAST_PORT)
+    for candidate in range(port, last + 1) if port else [0]:
         kind = socket.AF_INET6 if ":" in host else socket.AF_INET
         found = socket.socket(kind, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,13 +137,11 @@ def _listening(host: str, port: int) -> socket.socket:
             found.bind((host, candidate))
             found.listen(64)
             return found
-        except (OSError, OverflowError) as error:
+        except (OSError, UnicodeError) as error:
             found.close()
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise ConfigError(
                     f"dashboard.host {host}, port {candidate} cannot be used ({error}); "
                     "choose another"
                 ) from None
-    raise ConfigError(
-        f"dashboard.port {port} to {port + NUM_PORTS - 1} are all taken; choose another"
-    )
+    raise ConfigError(f"dashboard.port {port} to {last} are all taken; choose another")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -25,6 +26,7 @@ Json: TypeAlias = dict[str, Any]
 NUM_PACE = 20  # steps from which pace, wait and change are told
 QUIET_SECONDS, QUIET_STEPS = 30.0, 10.0  # without a row, whichever is longer
 NUM_EVENTS_SHOWN, NUM_MARKERS, NUM_GENERATORS, NUM_SAMPLES_SENT = 60, 80, 200, 12
+EXACT = 1e15  # beyond, a float has no decimals
 MAX_TEXT = 300  # characters of an event
 MARKED = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
           "publish_failed", "checkpoint_failed", "journal_failed", "stop", "complete"}  # fmt: skip
@@ -231,12 +233,19 @@ def _evaluated(run: RunFiles) -> tuple[str, str]:
 
 def _event(row: Row) -> Json:
     rest = {key: value for key, value in row.items() if key not in ("time", "event", "boot")}
-    told = "  ".join(f"{key}={_plain(value)}" for key, value in rest.items())
+    told = "  ".join(f"{key}={_plain(value)}" for key, value in _flat(rest).items())
     return {
         "time": _finite(number(row, "time")),
         "event": str(row.get("event", ""))[:MAX_TEXT],
         "text": told[:MAX_TEXT],
     }
+
+
+def _flat(row: Row) -> Row:
+    """What a part of it holds stands beside the rest, by its own name."""
+    parts = [(key, value) for key, value in row.items() if not isinstance(value, dict)]
+    inner = [cast("Row", value) for value in row.values() if isinstance(value, dict)]
+    return dict(parts) | {key: value for each in inner for key, value in each.items()}
 
 
 def _plain(value: object) -> str:
@@ -281,5 +290,9 @@ def _finite(value: float) -> float | None:
 
 
 def text(value: float, digits: int, unit: str = "") -> str:
-    """A number as the page shows it; a dash for none."""
-    return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"
+    """A number as the page shows it; a dash for none. Halves go up, as in the charts' script."""
+    if not math.isfinite(value):
+        return "-"
+    if abs(value) >= EXACT:
+        return f"{value:,.0f}{unit}"
+    return f"{Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP):,}{unit}"

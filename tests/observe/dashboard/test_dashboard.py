@@ -117,6 +117,15 @@ def test_an_answer_has_only_what_is_new_since_the_cursor(tmp_path: Path) -> None
     assert (third["anew"], third["charts"][0]["x"]) == (True, [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(0.5625, 3, "0.563"), (-0.5625, 3, "-0.563"), (2.5, 0, "3"), (1234567.891, 1, "1,234,567.9"),
+     (1e300, 3, f"{1e300:,.0f}"), (math.nan, 2, "-"), (math.inf, 2, "-")],
+)  # fmt: skip
+def test_a_number_is_rounded_as_the_charts_round(value: float, digits: int, shown: str) -> None:
+    assert view.text(value, digits) == shown
+
+
 def test_a_cursor_holds_for_a_server_that_was_started_anew(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
     cursor = view.answer(followed(folder), now=0.0)["cursor"]
@@ -251,6 +260,26 @@ def test_an_answer_has_a_bound(tmp_path: Path, page: Dashboard) -> None:
     assert len(asked(page, "/api/runs/0")[2]) < 1_000_000
 
 
+def test_a_small_file_that_has_grown_huge_is_not_read(tmp_path: Path) -> None:
+    run = followed(make_run(tmp_path / "hand", num_steps=1))
+    assert run.config()["model"] == {"name": "embedded"}
+    with (run.folder / "config.toml").open("a") as file:
+        file.write("#" * 2_000_000)
+    assert run.config() == {}
+
+
+def test_an_event_tells_what_its_parts_hold(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    told = {"device": "cpu", "threads": 1}
+    append(folder / "events.jsonl",
+           {"event": "hello", "generator": "ann", "hello": told},
+           {"event": "join", "generator": "bob", "hello": {}})  # fmt: skip
+    events = view.state(followed(folder), now=0.0)["events"]
+    assert [each["text"] for each in events[:2]] == [
+        "generator=bob", "generator=ann  device=cpu  threads=1",
+    ]  # fmt: skip
+
+
 def test_prometheus_and_health(page: Dashboard) -> None:
     status, headers, body = asked(page, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -268,6 +297,21 @@ def test_a_taken_port_gives_way_to_the_next_and_says_so(tmp_path: Path, stack: E
     page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=port)))
     assert port < page.port < port + 20
     assert page.greeting == [f"page: http://127.0.0.1:{page.port} (port {port} is taken)"]
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_is_none_is_refused(tmp_path: Path, port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port {port} of the page is none; choose one from 1"):
+        Dashboard([tmp_path], host="127.0.0.1", port=port)
+
+
+def test_strangers_cannot_fill_the_console(
+    page: Dashboard, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(socket.create_connection(("127.0.0.1", page.port), 10)) as stranger:
+        stranger.sendall(b"NONSENSE\r\n\r\n")
+        assert stranger.recv(100).startswith(b"HTTP/1.1 400")
+    assert caplog.messages == []
 
 
 def test_other_machines_need_a_token(tmp_path: Path, stack: ExitStack) -> None:
@@ -302,8 +346,9 @@ def test_a_fault_of_the_page_stays_in_its_thread(
     folder = make_run(tmp_path / "hand", num_steps=1)
     page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
     page.start()
-    assert asked(page, "/api/runs/0")[0] == 500
+    assert [asked(page, "/api/runs/0")[0] for _ in range(3)] == [500] * 3
     assert asked(page, "/healthz")[0] == 200
+    assert caplog.messages == ["the page fails at /api/runs/0 (RuntimeError('broken'))"]
     monkeypatch.setattr(Dashboard, "_made", fails)
     broken = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
     broken.start()
@@ -354,6 +399,8 @@ def test_the_door_writes_a_file_and_refuses_what_is_no_run(
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     with pytest.raises(ConfigError, match="is no folder of a run"):
         door.main([str(tmp_path / "nothing")])
+    with pytest.raises(ConfigError, match="--exprot is no option; did you mean --export"):
+        door.main([str(folder), "--exprot", "x.html"])
     with pytest.raises(ConfigError, match="cannot be written"):
         door.main([str(folder), "--export", str(tmp_path / "no" / "report.html")])
 

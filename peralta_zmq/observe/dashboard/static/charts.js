@@ -6,6 +6,7 @@ const Charts = (() => {
   const COLOURS = ["blue", "amber", "teal", "rose", "violet", "slate"];
   const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
   const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+  const STROKES = ["", "dashed", "dotted", "dashed"]; // the same in the legend
   const HEIGHT = 190;
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
     "checkpoint_failed", "journal_failed"]);
@@ -201,7 +202,7 @@ const Charts = (() => {
       this.told = [];
       const keys = this.lines.filter(line => line.kind !== "band").map(line => {
         const key = document.createElement("span");
-        key.className = `key ${line.kind}`;
+        key.className = `key ${line.kind} ${STROKES[DASHES.indexOf(line.dash)] ?? ""}`;
         key.style.setProperty("--mark", `var(--${line.colour})`);
         const value = document.createElement("b");
         value.dataset.testid = `${this.id}-${line.key}`;
@@ -257,7 +258,7 @@ const Charts = (() => {
 
   // Zero is in sight unless that would hide the course.
   function range(u, low, high) {
-    if (low === null || low === undefined) return [0, 1];
+    if (low === null || low === undefined || (low === 0 && high === 0)) return [0, 1];
     if (low > 0 && low < 0.5 * high) low = 0;
     if (high < 0 && high > 0.5 * low) high = 0;
     const room = 0.06 * (high - low || Math.abs(high) || 1);
