@@ -280,7 +280,7 @@ def journaled_by(trainer: Trainer, *sequences: int) -> Path:
 
 def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
     saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
-    with pytest.raises(JournalError, match=r"another model.*norm\.weight.*--run\.name"):
+    with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
         opened.recover()
 
 

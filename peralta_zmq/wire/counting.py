@@ -17,7 +17,7 @@ from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket
 
-REPORT_SECONDS = 2.0
+FIRST_SECONDS, REPORT_SECONDS = 0.05, 2.0  # doubles: what goes out before a PUB is joined is lost
 MAX_SENDERS = 4096  # remembered; the one unheard for longest goes first
 MAX_AT_ONCE = 1000  # reports read in one call
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class CounterSender:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._sent = float("-inf")  # monotonic seconds
+        self._pause = FIRST_SECONDS
         self._socket = open_socket(zmq.PUB, hwm=HINTS_HWM)
         self._turnstile = Turnstile(self._socket, address, keys)
         self._socket.connect(address)
@@ -35,11 +36,11 @@ class CounterSender:
     @property
     def due(self) -> bool:
         """Whether it is time for the next report."""
-        return time.monotonic() - self._sent >= REPORT_SECONDS
+        return time.monotonic() - self._sent >= self._pause
 
     def send(self, counters: Counters) -> None:
         """Report now."""
-        self._sent = time.monotonic()
+        self._sent, self._pause = time.monotonic(), min(REPORT_SECONDS, 2 * self._pause)
         self._socket.send(encode_counters(counters))
 
     def failure(self) -> str | None:
