@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,20 @@ def test_one_unheard_for_long_has_left_and_is_told_once(roster: Roster, tmp_path
     assert [row["event"] for row in rows] == ["join", "leave"]
     assert (rows[1]["generator"], rows[1]["boot"]) == ("ann", BOOT.hex())
     assert abs(float(str(rows[1]["time"])) - time.time()) < 20
+
+
+def test_the_last_report_of_each_is_waited_for(tmp_path: Path) -> None:
+    with (
+        closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)) as receiver,
+        closing(wire.CounterSender(receiver.address)) as sender,
+        Books(tmp_path, run="run", max_steps=9) as books,
+    ):
+        roster = Roster(receiver, books, {})
+        roster.meet(f"ann/{BOOT.hex()}", step=1)
+        late = threading.Timer(0.3, sender.send, [replace(SAID, made=7)])
+        late.start()
+        roster.hear_last(step=2)
+        assert roster.reports[f"ann/{BOOT.hex()}"].made == 7
+        begun = time.monotonic()
+        roster.hear_last(step=2)  # nothing more comes: not for ever
+        assert time.monotonic() - begun < 5

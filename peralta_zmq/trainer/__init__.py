@@ -184,7 +184,7 @@ class Trainer:
         self._evaluations.leave()
         self._intake.announce(step, begun=step, done=True)
         self._evaluations.evaluate(step)
-        self._roster.hear(step=step)
+        self._roster.hear_last(step=step)
         self._books.end("complete", step=step)
         self._books.close_run(self._loadable(), self._intake.accounting())
 

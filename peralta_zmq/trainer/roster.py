@@ -6,7 +6,7 @@ Knows counters and the clock; knows nothing of groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from peralta_zmq import wire
 from peralta_zmq.observe.books import Books
@@ -14,6 +14,7 @@ from peralta_zmq.observe.hello import hello_text
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
+LAST_SECONDS = 1.0  # for their last reports
 MAX_LIVE = 4096  # generators spoken to
 FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
@@ -30,11 +31,11 @@ class Roster:
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._greeted: set[str] = set()  # of those, who has said hello
 
-    def hear(self, *, step: int) -> None:
-        """Take in what generators report of themselves: who reports is alive."""
+    def hear(self, *, step: int) -> Set[str]:
+        """Take in what generators report of themselves: who reports is alive. Who did just now."""
         came = self._counters.receive()
         if not came:
-            return
+            return came.keys()
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)
@@ -42,6 +43,14 @@ class Roster:
             # Once for each time of want: one that cannot read the keyframe either waits on.
             asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
             self.wants_keyframe = self.wants_keyframe or asks
+        return came.keys()
+
+    def hear_last(self, *, step: int) -> None:
+        """Wait a moment for the last report of each, which they send when they hear the end."""
+        awaited, deadline = set(self.live()), time.monotonic() + LAST_SECONDS
+        while awaited and time.monotonic() < deadline:
+            awaited -= self.hear(step=step)
+            time.sleep(0.01)
 
     def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
         """We have heard of a start of a generator just now, perhaps for the first time.
