@@ -24,6 +24,7 @@ import zmq
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import wire
+from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
@@ -49,6 +50,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
     yield _memory(200 if quick else 1000)
     if not quick:
         yield recovery(repeats=3)
+        yield journal_share(steps=60)
 
 
 def group_of(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
@@ -245,22 +247,39 @@ def _resident() -> int:
 def recovery(*, repeats: int) -> Claim:
     """Seconds from SIGKILL of a real trainer to the next trained step, on the embedded run."""
     taken: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        lan = ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
-               "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
-        with subprocess.Popen(lan, cwd=REPO, stdout=subprocess.DEVNULL) as process:
-            run_folder = Path(folder) / "bench"
-            for number in range(repeats):
-                _step_after(run_folder, -1 if number == 0 else _last_step(run_folder) + 3)
-                before = _last_step(run_folder)
-                killed = time.monotonic()
-                _kill_trainer(folder)
-                _step_after(run_folder, before)
-                taken.append(time.monotonic() - killed)
-                progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGINT)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(_lan(folder), cwd=REPO, stdout=subprocess.DEVNULL) as process,
+    ):
+        run_folder = Path(folder) / "bench"
+        for number in range(repeats):
+            _step_after(run_folder, -1 if number == 0 else _last_step(run_folder) + 3)
+            before = _last_step(run_folder)
+            killed = time.monotonic()
+            _kill_trainer(folder)
+            _step_after(run_folder, before)
+            taken.append(time.monotonic() - killed)
+            progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
     return _claim("recovery_seconds", statistics.median(taken), "s", taken)
+
+
+def journal_share(*, steps: int) -> Claim:
+    """Percent of the steps' time that the trainer spends on its journal, on the embedded run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_lan(folder), "--train.max-steps", str(steps)]
+        subprocess.run(command, cwd=REPO, stdout=subprocess.DEVNULL, check=True)
+        rows = read_rows(Path(folder) / "bench" / METRICS)
+    writing, whole = (
+        sum(number(row, name) for row in rows) for name in ("time/journal", "step_time")
+    )
+    return Claim("journal_share", 100 * writing / whole, "% of step time", n=len(rows))
+
+
+def _lan(folder: str) -> list[str]:
+    return ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
+            "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
 
 
 def _step_after(folder: Path, step: int) -> None:

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Journal:
         self._descriptor = -1
         self._size: int | None = None  # bytes of whole records in the step's file, once known
         self._waiting: list[bytes] = []  # encoded, not yet committed
+        self._since = 0.0  # monotonic seconds, when the first of them came
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
@@ -51,6 +53,8 @@ class Journal:
             assert not self._waiting, "a step ends with a commit"
             self.close()
             self._step, self._size = step, None
+        if not self._waiting:
+            self._since = time.monotonic()
         self._waiting.append(_encoded(Record(kind, content)))
 
     def commit(self) -> bool:
@@ -91,6 +95,11 @@ class Journal:
     def num_waiting(self) -> int:
         """Records not yet committed."""
         return len(self._waiting)
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first of these was appended; 0 when there are none."""
+        return time.monotonic() - self._since if self._waiting else 0.0
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""

@@ -24,7 +24,8 @@ from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
 from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
-COMMIT_GROUPS = 16  # that wait for the disk at most, so that outboxes stay short
+# What waits for the disk at most, so that outboxes stay short: one write for all that came in it.
+COMMIT_GROUPS, COMMIT_SECONDS = 16, 0.1
 # An announcement is of every live generator and goes to every one of them: between two that only
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
@@ -80,9 +81,9 @@ class Intake:
     ) -> tuple[list[RolloutGroup], int]:
         """Admitted groups enough for this step, and how many were already queued.
 
-        What came is made durable whenever nothing more is waiting, all at once. `meanwhile` is
-        called between two groups, with whether nothing came for a while. No groups when we are
-        asked to stop.
+        What came is made durable all at once: soon, when nothing more comes, and before we return
+        it. `meanwhile` is called between two groups, with whether nothing came for a while. No
+        groups when we are asked to stop.
         """
         depth, queued, idle, self.journaling = 0, True, False, 0.0
         started = said = time.monotonic()
@@ -93,12 +94,13 @@ class Intake:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
-                self.commit()
+                self._commit_what_waited()
                 self._say_news(step)
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             idle = received is None
             if received is None:
+                self.commit()
                 said = self._say_silence(started, said)
                 continue
             depth += queued
@@ -125,8 +127,7 @@ class Intake:
             self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
         elif verdict != "duplicate":
             self._drop(group, verdict, step=step)
-        if self.journal.num_waiting >= COMMIT_GROUPS:
-            self.commit()
+        self._commit_what_waited()
         self._say_news(step)
         return verdict
 
@@ -154,6 +155,11 @@ class Intake:
                     f"no problem is left between curriculum.hard_threshold and easy_threshold; "
                     f"all {returned} are drawn again"
                 )
+
+    def _commit_what_waited(self) -> None:
+        journal = self.journal
+        if journal.num_waiting >= COMMIT_GROUPS or journal.waited >= COMMIT_SECONDS:
+            self.commit()
 
     def commit(self) -> None:
         """What was taken in is on disk; waits, saying so, while the disk refuses."""
