@@ -233,7 +233,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_without_a_generator(machine: Machine
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=5) == 0
+    assert trainer.ends(timeout=3) == 0
     printed = trainer.printed
     assert "stopped after step 0, saved; the same command resumes it" in printed
     assert "Traceback" not in printed

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peralta_zmq import parts, wire
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.curriculum.pools import Pools
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, Verdict, staleness
 from peralta_zmq.observe.books import Books
@@ -30,6 +31,19 @@ COMMIT_GROUPS, COMMIT_SECONDS = 16, 0.1
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the journal holds of a group that is in no step, and says of its problem."""
+
+    sender: str
+    sequence: int
+    outcome: str
+    floor: int = 0
+    problem: str = ""
+    reward: float = 0.0  # mean of its rollouts
+    draw: int = -1
 
 
 class Intake:
@@ -133,16 +147,18 @@ class Intake:
 
     def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
         """Note what became of a group that is in no step."""
-        note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
+        told = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
         if verdict == "evaluated":
             self._evaluations.take(group)
         elif verdict != "filtered":
-            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
+            self._books.event("drop", **told, step=step, staleness=staleness(group, step=step))
         self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
-        told = {"problem": group.problem_id, "reward": group.mean_reward, "draw": group.draw}
         self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
-        written = json.dumps({**note, "floor": group.floor, **told}).encode()
-        self.journal.append(step, written, DROPPED)
+        note = Note(
+            **told, floor=group.floor, problem=group.problem_id, reward=group.mean_reward,
+            draw=group.draw,
+        )  # fmt: skip
+        self.journal.append(step, json.dumps(asdict(note)).encode(), DROPPED)
 
     def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
         """What a group says of its problem, also when it is heard again from the journal."""
@@ -194,23 +210,36 @@ class Intake:
         """The groups that the journal holds for a step, settled again in the ledger."""
         groups: list[RolloutGroup] = []
         for kind, content in self.journal.read(step):
-            if kind == DROPPED:
-                note = json.loads(content)
-                told = (note.pop("problem", ""), note.pop("reward", 0.0), note.pop("draw", -1))
-                fresh = self.admission.ledger.settle(**note)
-                self._learn_of(*told, note["outcome"])
+            known = self._read(kind, content, step=step)
+            if isinstance(known, Note):
+                fresh = self.admission.ledger.settle(
+                    known.sender, known.sequence, known.outcome, floor=known.floor
+                )
+                self._learn_of(known.problem, known.reward, known.draw, known.outcome)
             else:
-                group = wire.decode_group(content, vocab_size=self._vocab_size)
-                groups.append(group)
-                verdict = self.admission.admit(group, step=step)
+                groups.append(known)
+                verdict = self.admission.admit(known, step=step)
                 fresh = verdict in ADMITTED
-                self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+                self._learn_of(known.problem_id, known.mean_reward, known.draw, verdict)
             if not fresh:
                 raise JournalError(
                     f"the checkpoint and the journal of step {step} in {self._config.run_folder} "
                     "disagree: a group is in both; move the newer of the two away"
                 )
         return groups
+
+    def _read(self, kind: int, content: bytes, *, step: int) -> RolloutGroup | Note:
+        """What one record says. Raises JournalError when that is nothing we know."""
+        try:
+            if kind == DROPPED:
+                return _note_of(content)
+            return wire.decode_group(content, vocab_size=self._vocab_size)
+        except (WireError, ValueError, TypeError) as error:
+            raise JournalError(
+                f"{self.journal.file_of(step)} has a whole record that cannot be read ({error}); "
+                "go on with the version and the model that wrote it, or move it and those of "
+                f"later steps away to go on from step {step - 1}"
+            ) from None
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint, as of the step just taken."""
@@ -302,6 +331,13 @@ class Intake:
         aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
         self._books.note(silence_text(now - started, self._receiver.address, aside))
         return now
+
+
+def _note_of(content: bytes) -> Note:
+    note = Note(**json.loads(content))
+    if note.outcome not in OUTCOMES:
+        raise ValueError(f"outcome: {note.outcome!a:.40} is none")
+    return note
 
 
 def silence_text(seconds: float, address: str, aside: Sequence[str]) -> str:
