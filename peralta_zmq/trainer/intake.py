@@ -147,16 +147,18 @@ class Intake:
 
     def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
         """Note what became of a group that is in no step."""
-        told = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
         if verdict == "evaluated":
             self._evaluations.take(group)
         elif verdict != "filtered":
-            self._books.event("drop", **told, step=step, staleness=staleness(group, step=step))
+            self._books.event(
+                "drop", sender=group.sender, sequence=group.sequence, outcome=verdict, step=step,
+                staleness=staleness(group, step=step),
+            )  # fmt: skip
         self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
         self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
         note = Note(
-            **told, floor=group.floor, problem=group.problem_id, reward=group.mean_reward,
-            draw=group.draw,
+            group.sender, group.sequence, verdict, floor=group.floor, problem=group.problem_id,
+            reward=group.mean_reward, draw=group.draw,
         )  # fmt: skip
         self.journal.append(step, json.dumps(asdict(note)).encode(), DROPPED)
 
