@@ -176,7 +176,7 @@ class Books:
             write_report([self._folder], self._folder / report.PAGE)
         except Exception as error:  # noqa: BLE001 - what is saved ends well without pictures
             self.note(
-                f"no {report.PLOT} or {report.PAGE} ({error}); "
+                f"no reward.png or report.html ({error}); "
                 f"bin/dashboard {self._folder} may show more"
             )
 

@@ -120,7 +120,7 @@ class RunFiles:
                 return
 
     def _added(self, tail: Tail, *known: deque[Any] | dict[Any, Any]) -> list[Row]:
-        """What the file has more than before; `known` is of an earlier file when it was replaced."""
+        """The next rows of a file; `known`, of the one that it has replaced, is emptied first."""
         rows, replaced = tail.read()
         if replaced:
             self._replaced += 1

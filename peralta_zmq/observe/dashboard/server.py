@@ -56,7 +56,7 @@ class Dashboard:
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page; by the machine's name when it listens on all addresses."""
+        """Where a browser finds the page: the machine's name when it listens everywhere."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         if self._host in EVERYWHERE:
             host = socket.gethostname()

@@ -154,7 +154,8 @@ def _explanation(run: RunFiles, condition: str, now: float) -> str:
     joined = sum(row.get("event") == "join" for row in run.events)
     summary = run.summary()
     return {
-        "empty": f"{joined} generators have joined; charts appear with the first step."
+        "empty": f"{joined} generator{'s have' if joined > 1 else ' has'} joined; "
+        "charts appear with the first step."
         if joined
         else "No generator has joined yet. Start one: bin/generator @ CONFIG",
         "quiet": f"The trainer runs and has taken no step for {quiet}.",
