@@ -80,9 +80,11 @@ def test_the_end_of_a_run_writes_the_page_into_a_file_and_names_it(
 ) -> None:
     rows = rows_in_which_the_trainer_waits(4)
     with Books(tmp_path, run="run", max_steps=4) as books:
+        books.event("start", step=0)
         for row in rows:
             books.step(row, {})
         books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
+        books.end("complete", step=4)
         books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
     state = reported(tmp_path)["state"]
     assert state["header"]["step"] == "4"
