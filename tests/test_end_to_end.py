@@ -156,6 +156,7 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     assert summary.keys() == SUMMARY_KEYS
     assert list(summary["last_reports"].values()) == [summary["accounting"]["made"]]
     assert (machine.run / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert 'id="report"' in (machine.run / "report.html").read_text("utf-8")
     weights = machine.run / "weights" / "step_00000003"
     assert f'from_pretrained("{weights}")' in trainer.printed
     model = policy.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)

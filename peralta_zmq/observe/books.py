@@ -167,18 +167,24 @@ class Books:
             last_reports=last_reports,
             verdict=self.verdict(),
         )
-        if report.write_reward_plot(self._folder) is None:
-            self.note("no reward plot: pip install 'peralta_zmq[plot]'")
-        self._export()
+        self.draw()
         before, after = _answers(base or rows[-1]), _answers(rows[-1])
         words = report.closing_text(self._folder, summary, before, after, weights_folder)
         self._terminal.end(words)
 
-    def _export(self) -> None:
+    def draw(self) -> None:
+        """Write reward.png and report.html of the steps so far; nothing before the first one."""
+        if not self._newest_rows:
+            return
         try:
+            if report.write_reward_plot(self._folder) is None:
+                self.note("no reward plot: pip install 'peralta_zmq[plot]'")
             write_report([self._folder], self._folder / report.PAGE)
-        except Exception as error:  # noqa: BLE001 - a run that is complete ends well without it
-            self.note(f"no {report.PAGE} ({error}); bin/dashboard {self._folder} may show more")
+        except Exception as error:  # noqa: BLE001 - what is saved ends well without pictures
+            self.note(
+                f"no reward.png or report.html ({error}); "
+                f"bin/dashboard {self._folder} may show more"
+            )
 
     def __enter__(self) -> Books:
         return self
