@@ -142,6 +142,28 @@ def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str
     assert refusal(objective.loss_of, "--loss.name=importance", *arguments).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--loss.name=decoupled_ppo", "--no-loss.use-decoupled-loss",
+          "--loss.behav-imp-weight-cap=5"],
+         "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
+        (["--loss.name=importance", "--loss.adv-tau=0"],
+         "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
+    ],
+)  # fmt: skip
+def test_options_that_leave_others_without_effect_are_refused(
+    arguments: list[str], words: str
+) -> None:
+    assert refusal(objective.loss_of, *arguments).startswith(words)
+    objective.loss_of(config_of(*arguments[:-1]))  # the others alone are sound
+
+
+@pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
+def test_a_loss_without_advantages_may_pull_elsewhere(pull: str) -> None:
+    objective.loss_of(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
+
+
 def test_the_reference_is_the_model_before_training() -> None:
     # k3 is 0 at the start, and no longer after a step
     config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")
@@ -256,7 +278,7 @@ def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
          "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
         (objective.loss_of, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
          "loss 'mine.loss': got an unexpected keyword argument 'force'; its options are power"),
-        (objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=1", "--loss.kwargs",
+        (objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=0.1", "--loss.kwargs",
                              '{"epsilon": 2}'],
          "loss.epsilon and loss.kwargs.epsilon are one option; give one"),
         (objective.loss_of, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
