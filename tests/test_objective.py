@@ -24,13 +24,15 @@ def loss(tokens, *, power=1.0):
     value = -(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.step_tokens
     return value * power, {}
 def nan_loss(tokens): return tokens.logprobs.sum() * math.nan, {}
-def raising(tokens): return {}["missing"]
+def raising(*arguments): return {}["missing"]
+def steep(tokens): return (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt().sum(), {}
 def shy(tokens, *, limit): return tokens.logprobs.sum(), {}
 def greedy(tokens, **options): return tokens.logprobs.sum() * options["epsilon"], {}
 def hanging(*arguments, **options):
     while True: time.sleep(0.01)
 def best(rewards, lengths, *, scale=1.0): return [scale * (r - max(rewards)) for r in rewards]
 def short(rewards, lengths): return [0.0]
+def unsure(rewards, lengths): return [math.nan for _ in rewards]
 def whole(rewards, lengths, *, group_adv_norm=False): return [r - max(rewards) for r in rewards]
 def loud(rollout, *, limit, vocab_size): return rollout.num_generated > limit and vocab_size == 64
 def maybe(rollout): return 0.3
@@ -312,13 +314,39 @@ def test_a_loss_of_one_s_own_that_fails_is_named(
         loss(tokens_of())
 
 
-def test_an_estimator_of_one_s_own_that_gives_too_few_is_named() -> None:
-    learner = parts.learner_of(config_of("--advantage.name=mine.short"), tiny_model())
-    with pytest.raises(PartError, match=r"advantage 'mine\.short' gives 1 advantages for 2 rewar"):
-        learner.learn([group_of([1, 0])])
+@pytest.mark.parametrize("bonus", ["0", "0.1"])
+def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) -> None:
+    config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
+    learner = parts.learner_of(config, tiny_model())
+    assert learner.learn([group_of([1, 0])])["skipped"] == 1
+    assert learner.problem.startswith("the gradient of loss 'steep' is not finite although its val")
 
 
-def test_a_filter_of_one_s_own_that_gives_no_truth_is_named() -> None:
-    (maybe,) = filters(config_of("--filter.custom", '{"mine.maybe": {}}'))
-    with pytest.raises(PartError, match=r"filter 'mine\.maybe' gives 0\.3; return True or False"):
-        maybe.catches(group_of([1, 0]).rollouts[0])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--advantage.name=mine.short"],
+         r"advantage 'mine\.short' gives 1 advantages for 2 rewards"),
+        (["--advantage.name=mine.unsure"],
+         r"advantage 'mine\.unsure' gives the advantage nan for the rewards \[1, 0\]"),
+        (["--advantage.name=mine.raising"],
+         r"advantage 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--advantage.name=mine.hanging"],
+         r"advantage 'mine\.hanging' has not answered within 0\.2 s"),
+        (["--filter.custom", '{"mine.maybe": {}}'],
+         r"filter 'mine\.maybe' gives 0\.3; return True or False"),
+        (["--filter.custom", '{"mine.raising": {}}'],
+         r"filter 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--filter.custom", '{"mine.hanging": {}}'],
+         r"filter 'mine\.hanging' has not answered within 0\.2 s"),
+    ],
+)  # fmt: skip
+def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_learned(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objective, "CALL_SECONDS", 0.2)
+    model = tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(PartError, match=words):
+        parts.learner_of(config_of(*arguments), model).learn([group_of([1, 0])])
+    assert torch.equal(model.lm_head.weight, before)
