@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -96,8 +97,12 @@ def run(command: Command) -> Result:
     except FileNotFoundError as error:
         return Result(127, "", f"there is no {error.filename} on this machine; install it")
     except subprocess.TimeoutExpired:
-        return Result(124, "", f"no end after {command.seconds:.0f} s")
+        return _too_long(command.seconds)
     return Result(ended.returncode, ended.stdout, ended.stderr)
+
+
+def _too_long(seconds: float) -> Result:
+    return Result(124, "", f"no end after {seconds:.0f} s")
 
 
 class Standing:
@@ -112,21 +117,28 @@ class Standing:
         assert self._process.stdout
         self._said: list[str] = []
         self.serves = False  # it ended instead
+        self._killer = threading.Timer(command.seconds, self._process.kill)
+        self._killer.daemon = True
+        self._killer.start()
         for line in self._process.stdout:
             self._said.append(line)
             if line.startswith(sign):
                 self.serves = True
                 return
 
-    def end(self) -> Result:
-        """Close its standard input and take what it has to say."""
-        out, err = self._process.communicate(timeout=MOMENT)
+    def end(self, seconds: float = MOMENT) -> Result:
+        """Close its standard input and take what it has to say; code 124 when it will not end."""
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return _too_long(seconds)
         return Result(self._process.returncode, "".join([*self._said, out]), err)
 
     def __enter__(self) -> Standing:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._killer.cancel()
         self._process.kill()
         self._process.communicate()
 
