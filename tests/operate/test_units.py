@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import plistlib
 import shutil
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import units
+from peralta_zmq.operate import keeper, units
 
+ROOT = Path(__file__).parents[2]
 LABEL = "peralta-project-pc-0"
 
 
@@ -29,7 +31,7 @@ class Machine:
 
     def answer(self, code: int) -> None:
         """From now on they end with this code."""
-        for name in ("systemctl", "launchctl"):
+        for name in ("systemctl", "launchctl", "systemd-run"):
             path = self._programs / name
             path.write_text(
                 f"#!/bin/sh\necho {name} $* >> {self._said}\necho no bus >&2\nexit {code}\n"
@@ -119,3 +121,45 @@ def test_a_unit_that_the_system_refuses_is_taken_away_and_the_reason_told(
         "systemctl --user daemon-reload failed: no bus; is it on this machine?"
     )
     assert files(machine.home) == []
+
+
+# A supervisor of the system's, now.
+
+
+def test_systemd_run_gets_whole_variables_and_only_those_that_are_set(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
+    monkeypatch.setenv("PYTHONPATH", "/of/mine")
+    assert units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
+    without, given = machine.told
+    assert without.startswith(f"systemd-run --user --quiet --collect --unit={LABEL} ")
+    assert without.endswith(f"--setenv=PATH={machine.path} python x")
+    assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/of/mine python x" in given
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_systemd_does_not_take_starts_in_a_session_of_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lingers = machine.home / "linger"
+    lingers.mkdir()
+    (lingers / "me").touch()
+    monkeypatch.setattr(units, "LINGERERS", lingers)
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert units.systemd_keeps_us()
+    refuses = Path(str(shutil.which("systemd-run")))
+    refuses.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
+    words = (sys.executable, "-c", "import signal; signal.pause()")
+    try:
+        assert keeper.start([keeper.Job("pc-0", words, {})]) == 0
+        pid = keeper.supervisor_of("pc-0")
+        assert pid and os.getsid(pid) == pid
+        assert capsys.readouterr().out == (
+            "pc-0: systemd-run failed (No medium found); started without it\n"
+            f"pc-0: started pid={pid}\n"
+        )
+    finally:
+        assert keeper.stop("pc-0") == 0
