@@ -6,10 +6,13 @@ nothing of what the commands are for.
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -112,19 +115,18 @@ class Standing:
         """Start it, and wait until it prints a line that begins with `sign`, or ends."""
         self._process = subprocess.Popen(
             command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
+            text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdout
         self._said: list[str] = []
         self.serves = False  # it ended instead
-        self._killer = threading.Timer(command.seconds, self._process.kill)
+        self._killer = threading.Timer(command.seconds, self._kill)
         self._killer.daemon = True
         self._killer.start()
-        for line in self._process.stdout:
-            self._said.append(line)
-            if line.startswith(sign):
-                self.serves = True
-                return
+        try:
+            self._wait_for(sign)
+        except BaseException:  # Ctrl-C reaches us alone
+            self.__exit__()
+            raise
 
     def end(self, seconds: float = MOMENT) -> Result:
         """Close its standard input and take what it has to say; code 124 when it will not end."""
@@ -139,8 +141,21 @@ class Standing:
 
     def __exit__(self, *_: object) -> None:
         self._killer.cancel()
-        self._process.kill()
-        self._process.communicate()
+        if self._process.returncode is None:
+            self._kill()
+            self._process.communicate()
+
+    def _wait_for(self, sign: str) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._said.append(line)
+            if line.startswith(sign):
+                self.serves = True
+                return
+
+    def _kill(self) -> None:
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a shell's child would keep its pipes open
 
 
 def unreachable(host: Host, result: Result) -> str | None:

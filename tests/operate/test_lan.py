@@ -247,10 +247,10 @@ def test_no_rsync_on_this_machine(
 
 
 def test_a_command_that_never_serves_or_never_ends_is_ended() -> None:
-    silent = shell.Command(("/bin/sh", "-c", "exec sleep 60"), seconds=0.1)
+    silent = shell.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
     with shell.Standing(silent, "ready") as standing:
         assert not standing.serves and standing.end().code != 0
-    stays = shell.Command(("/bin/sh", "-c", "echo ready; exec sleep 60"))
+    stays = shell.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
     with shell.Standing(stays, "ready") as standing:
         assert standing.serves
         assert standing.end(seconds=0.1) == Result(124, "", "no end after 0 s")
