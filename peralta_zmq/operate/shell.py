@@ -155,7 +155,7 @@ class Standing:
 
     def _kill(self) -> None:
         with suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a shell's child would keep its pipes open
+            os.killpg(self._process.pid, signal.SIGKILL)  # a shell, and what it runs
 
 
 def unreachable(host: Host, result: Result) -> str | None:
