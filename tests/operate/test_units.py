@@ -17,6 +17,15 @@ from peralta_zmq.operate import keeper, units
 
 ROOT = Path(__file__).parents[2]
 LABEL = "peralta-project-pc-0"
+LINGERING = """
+import sys
+from pathlib import Path
+from peralta_zmq.operate import keeper, units
+units.LINGERERS = Path.cwd()  # where a file with our name says that we linger
+assert units.systemd_keeps_us()
+words = (sys.executable, "-c", "import signal; signal.pause()")
+sys.exit(keeper.start([keeper.Job("pc-0", words, {})]))
+"""
 
 
 class Machine:
@@ -141,23 +150,19 @@ def test_systemd_run_gets_whole_variables_and_only_those_that_are_set(
 
 @pytest.mark.timeout(60)
 def test_a_worker_that_systemd_does_not_take_starts_in_a_session_of_its_own(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lingers = machine.home / "linger"
-    lingers.mkdir()
-    (lingers / "me").touch()
-    monkeypatch.setattr(units, "LINGERERS", lingers)
+    (machine.project / "me").touch()
     monkeypatch.setenv("USER", "me")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert units.systemd_keeps_us()
     refuses = Path(str(shutil.which("systemd-run")))
     refuses.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
-    words = (sys.executable, "-c", "import signal; signal.pause()")
     try:
-        assert keeper.start([keeper.Job("pc-0", words, {})]) == 0
+        words = [sys.executable, "-c", LINGERING]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=40)
         pid = keeper.supervisor_of("pc-0")
-        assert pid and os.getsid(pid) == pid
-        assert capsys.readouterr().out == (
+        assert done.returncode == 0 and pid and os.getsid(pid) == pid, done.stderr
+        assert done.stdout == (
             "pc-0: systemd-run failed (No medium found); started without it\n"
             f"pc-0: started pid={pid}\n"
         )

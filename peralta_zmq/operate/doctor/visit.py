@@ -136,8 +136,8 @@ def _look_at_address(
     if greeting and greeting.role == "doctor" and port and address.startswith("http://"):
         book.look("weights", lambda: weights.check_promised(address, token, port=port))
         return
-    _look_into(book, "weights", lambda: weights.check_address(address, token, run_id=run_id))
-    _look_into(book, "speed", lambda: weights.check_speed(address, size, token_file=token))
+    if _look_into(book, "weights", lambda: weights.check_address(address, token, run_id=run_id)):
+        _look_into(book, "speed", lambda: weights.check_speed(address, size, token_file=token))
 
 
 def _is_there(book: Book, folder: Path, role: str) -> bool:
