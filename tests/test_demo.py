@@ -32,4 +32,6 @@ def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path)
     rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 81))
     for row in rows:  # a step of which nothing is computed has no entropy
-        assert row.keys() >= STEP_KEYS - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
+        assert row.keys() >= STEP_KEYS - (
+            {"entropy"} if row["frac_reward_zero_std"] == 1 else set()
+        )
