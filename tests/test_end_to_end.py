@@ -310,6 +310,7 @@ def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
     assert row["completions/mean_length"] == pytest.approx(48, abs=24)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_doctor_of_a_generator_is_answered_by_a_trainer_at_work(machine: Machine) -> None:
     trainer = machine.start("trainer", "--no-eval.eval-base-model")
