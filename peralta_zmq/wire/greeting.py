@@ -119,7 +119,7 @@ class Guest:
         Raises WireError when none comes within `timeout` seconds, or we are turned away.
         """
         started = time.monotonic()
-        self._send(encode_request(request))
+        self._send(encode_request(request), started + timeout)
         return self._receive(started + timeout), time.monotonic() - started
 
     def burst(self, *, seconds: float, timeout: float) -> float:
@@ -128,7 +128,7 @@ class Guest:
         started, sent, answered = time.monotonic(), 0, 0
         while time.monotonic() < started + seconds or answered < sent:
             while sent - answered < WINDOW and time.monotonic() < started + seconds:
-                self._send(frame)
+                self._send(frame, started + timeout)
                 sent += 1
             self._receive(started + timeout)
             answered += 1
@@ -139,15 +139,19 @@ class Guest:
         self._turnstile.close()
         self._socket.close(linger=0)
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes, deadline: float) -> None:
+        self._wait(zmq.POLLOUT, deadline)  # none who has turned us away takes anything
         self._socket.send_multipart([b"", frame])
 
     def _receive(self, deadline: float) -> Greeting:
-        while not ready(self._socket, zmq.POLLIN, LOOK_SECONDS):
+        self._wait(zmq.POLLIN, deadline)
+        return decode_greeting(self._socket.recv_multipart()[-1])
+
+    def _wait(self, event: int, deadline: float) -> None:
+        while not ready(self._socket, event, LOOK_SECONDS):
             self._turnstile.check()
             if time.monotonic() > deadline:
                 raise WireError(
                     f"{self._address} says no hello; use the same version on both sides, "
                     "with no proxy between them"
                 )
-        return decode_greeting(self._socket.recv_multipart()[-1])

@@ -196,8 +196,9 @@ def test_keys_that_do_not_fit_are_told_by_the_handshake(
     does_not = stack.enter_context(
         closing(network.open_guest(keyed(settings, tmp_path / "there"), "ann"))
     )
-    with pytest.raises(WireError, match=r"not know the key of ann; put ann\.public into"):
-        network.say_hello(does_not)
+    for _ in range(2):  # while the door is being shut, and once it is
+        with pytest.raises(WireError, match=r"not know the key of ann; put ann\.public into"):
+            network.say_hello(does_not)
 
 
 def test_file_is_shown_in_the_weights_folder(
