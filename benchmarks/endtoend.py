@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.crowd import Crowd
-from benchmarks.harness import REPO, Claim, progress, spread
+from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task, written
 
@@ -53,10 +53,12 @@ def run(*, quick: bool) -> Iterable[Claim]:
     """Every side in turn, three rounds; `quick` one short round, whose ratios compare steps."""
     interpreter = environment.python()
     courses: dict[str, list[Course]] = {name: [] for name in ("ours", *PEERS)}
-    for _ in range(1 if quick else 3):
+    num_rounds = 1 if quick else 3
+    tell = progress_of(num_rounds * len(courses))
+    for _ in range(num_rounds):
         for name, taken in courses.items():
             taken.append(course_of(name, interpreter, quick=quick))
-            progress(f"{name}: {taken[-1]}")
+            tell(f"{name}: {taken[-1]}")
     for peer in PEERS:
         yield from compared(peer, courses["ours"], courses[peer])
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from benchmarks.report import REPO, Claim, document, report_of, table
 from peralta_zmq.observe.progress import duration
 
-__all__ = ["REPO", "Claim", "interleaved", "main", "progress", "seconds", "spread"]
+__all__ = ["REPO", "Claim", "interleaved", "main", "progress", "progress_of", "seconds", "spread"]
 BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
 
 
@@ -45,13 +45,11 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """`repeats` rounds through all variants; each call returns its own measurement."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
-    started, total = time.monotonic(), repeats * len(variants)
-    for number in range(repeats):
+    tell = progress_of(repeats * len(variants))
+    for _ in range(repeats):
         for name, measure in variants.items():
             taken[name].append(measure())
-            done = sum(map(len, taken.values()))
-            left = duration((time.monotonic() - started) / done * (total - done))
-            progress(f"round {number + 1}/{repeats} {name}: {taken[name][-1]:.4g}, {left} left")
+            tell(f"{name}: {taken[name][-1]:.4g}")
     return taken
 
 
@@ -63,6 +61,21 @@ def spread(values: Sequence[float]) -> float:
 def progress(text: str) -> None:
     """A line for whoever waits; the result alone goes to standard output."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def progress_of(
+    total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Callable[[str], None]:
+    """What tells of each of `total` parts when it is done, and how long the others still take."""
+    started, done = clock(), 0
+
+    def tell(text: str) -> None:
+        nonlocal done
+        done += 1
+        left = duration((clock() - started) / done * (total - done))
+        progress(f"{done} of {total} {text}, {left} left")
+
+    return tell
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 
-from benchmarks.harness import progress
+from benchmarks.harness import progress_of
 from benchmarks.report import write_between
 from peralta_zmq import parts, policy
 from peralta_zmq.config import Config, load_config
@@ -81,9 +81,10 @@ def main() -> None:
     arguments = parser.parse_args()
     policy.use_threads()
     outcomes: list[Outcome] = []
+    tell = progress_of(len(arguments.rows))
     for name in arguments.rows:
         outcomes.append(trained(name, ROWS[name], arguments.steps))
-        progress(row_of(outcomes[-1]))
+        tell(row_of(outcomes[-1]))
     text = table(outcomes)
     sys.stdout.write(text)
     if arguments.document:

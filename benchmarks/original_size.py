@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import generation, training
-from benchmarks.harness import REPO, Claim, progress, seconds
+from benchmarks.harness import REPO, Claim, progress_of, seconds
 from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
 from peralta_zmq import policy, wire
 from peralta_zmq.engines.native import NativeEngine
@@ -43,10 +43,11 @@ Seconds = dict[str, float]  # of each part
 def run(*, quick: bool) -> Iterable[Claim]:
     """One step of each side, part by part."""
     taken: dict[str, Seconds] = {"ours": {}, "original": {}}
+    tell = progress_of(len(WORK))
     for work in WORK:
         side, _, _ = work.partition("_")
         taken[side] |= alone(work, quick=quick)
-        progress(f"{work}: {taken[side]}")
+        tell(f"{work}: {taken[side]}")
     yield from claims(taken["ours"], taken["original"])
 
 

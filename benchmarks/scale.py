@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.crowd import own_bytes
-from benchmarks.harness import REPO, Claim, progress, spread
+from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
@@ -83,10 +83,16 @@ class Taken:
 def run(*, quick: bool) -> Iterable[Claim]:
     """Each number of generators in a fresh process, at a set rate and flat out."""
     seconds = 3.0 if quick else 20.0
-    for count in COUNTS[1:-1] if quick else COUNTS:
-        paced, free = (measured(count, rate=rate, seconds=seconds) for rate in (RATE, 0.0))
+    counts = COUNTS[1:-1] if quick else COUNTS
+    tell = progress_of(2 * len(counts))
+    for count in counts:
+        sides: list[dict[str, Any]] = []
+        for rate in (RATE, 0.0):
+            sides.append(measured(count, rate=rate, seconds=seconds))
+            tell(f"{count} generators at {rate or 'full'} groups/s: {sides[-1]}")
+        paced, free = sides
         yield from claims(count, paced, free)
-        if count == (COUNTS[-2] if quick else COUNTS[-1]):
+        if count == counts[-1]:
             yield from on_paper(count, free)
 
 
@@ -98,9 +104,7 @@ def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
         command, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    said = json.loads(done.stdout.splitlines()[-1])
-    progress(f"{count} generators at {rate or 'full'} groups/s: {said}")
-    return said
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def claims(count: int, paced: dict[str, Any], free: dict[str, Any]) -> Iterator[Claim]:

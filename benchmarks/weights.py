@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.harness import Claim, progress, seconds, spread
+from benchmarks.harness import Claim, progress, progress_of, seconds, spread
 from peralta_zmq import durable, policy
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.stores import delta
@@ -106,7 +106,7 @@ def _ours(
         publisher.publish(1, policy.weights_of(model))
         copy.advance(store, _published(_report(publisher)))
         live = {name: each.clone() for name, each in copy.tensors().items()}
-        number = 1
+        number, tell = 1, progress_of(len(RATES) * steps)
         for rate in RATES:
             for _ in range(steps):
                 number += 1
@@ -117,6 +117,7 @@ def _ours(
                 _measure(measured, f"{rate:g}", report, stall)
                 _apply(measured, store, copy, report, live)
                 _check(model, before, live, measured, f"{rate:g}")
+                tell(_line(f"{rate:g}", report, stall))
     measured["reader"] = [_reader_peak(store.folder)]
     return measured
 
@@ -138,7 +139,11 @@ def _measure(measured: Measured, rate: str, report: Report, stall: float) -> Non
     note(measured, "stall", stall)
     note(measured, "encode", report.encode_seconds)
     note(measured, "write", report.write_seconds)
-    progress(
+
+
+def _line(rate: str, report: Report, stall: float) -> str:
+    version = _published(report)
+    return (
         f"lr {rate}: {version.kind} {version.size / 1e6:.2f} MB stall {stall:.3f} "
         f"encode {report.encode_seconds:.2f} write {report.write_seconds:.2f} s"
     )

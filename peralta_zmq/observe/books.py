@@ -150,7 +150,12 @@ class Books:
         for tracker in self._trackers:
             tracker.log(step, row)
 
-    def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
+    def close_run(
+        self,
+        weights_folder: Path,
+        accounting: Mapping[str, int],
+        last_reports: Mapping[str, int],
+    ) -> None:
         """Summary, plot and last words, all from the run's files."""
         rows = read_rows(self._folder / EVALUATIONS)
         base = next((row for row in rows if row["step"] == 0), None)
@@ -159,20 +164,27 @@ class Books:
             eval_before=number(base, "accuracy") if base else None,
             eval_after=number(rows[-1], "accuracy"),
             accounting=accounting,
+            last_reports=last_reports,
             verdict=self.verdict(),
         )
-        if report.write_reward_plot(self._folder) is None:
-            self.note("no reward plot: pip install 'peralta_zmq[plot]'")
-        self._export()
+        self.draw()
         before, after = _answers(base or rows[-1]), _answers(rows[-1])
         words = report.closing_text(self._folder, summary, before, after, weights_folder)
         self._terminal.end(words)
 
-    def _export(self) -> None:
+    def draw(self) -> None:
+        """Write reward.png and report.html of the steps so far; nothing before the first one."""
+        if not self._newest_rows:
+            return
         try:
+            if report.write_reward_plot(self._folder) is None:
+                self.note("no reward plot: pip install 'peralta_zmq[plot]'")
             write_report([self._folder], self._folder / report.PAGE)
-        except Exception as error:  # noqa: BLE001 - a run that is complete ends well without it
-            self.note(f"no {report.PAGE} ({error}); bin/dashboard {self._folder} may show more")
+        except Exception as error:  # noqa: BLE001 - what is saved ends well without pictures
+            self.note(
+                f"no reward.png or report.html ({error}); "
+                f"bin/dashboard {self._folder} may show more"
+            )
 
     def __enter__(self) -> Books:
         return self

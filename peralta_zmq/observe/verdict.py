@@ -125,6 +125,16 @@ def verdict(
     return next((each for each in found if each.level == "bad"), found[0])
 
 
+def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float, int]:
+    """The share of its time that the trainer waits, and of how many rows: those of the verdict.
+
+    NaN where there is none to count.
+    """
+    counted = _counted(rows, events)
+    share = View(counted, (), (), (), math.nan).waiting if counted else math.nan
+    return share, len(counted)
+
+
 def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
     """The newest rows that were trained live; a session's first one has its start in it."""
     lived = [row for row in rows[-WINDOW - 1 :] if number(row, "step_time", 0.0) > 0.0][-WINDOW:]

@@ -172,7 +172,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Save; then close the run, or say how to resume it."""
-        step = self._learner.step
+        started, step = time.monotonic(), self._learner.step
         self._intake.commit()
         self._save()
         complete = step >= self._config.train.max_steps
@@ -180,13 +180,17 @@ class Trainer:
         if not complete:
             self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
+            self._books.draw()
             return
         self._evaluations.leave()
         self._intake.announce(step, begun=step, done=True)
         self._evaluations.evaluate(step)
+        self._roster.excuse(time.monotonic() - started)
         self._roster.hear_last(step=step)
         self._books.end("complete", step=step)
-        self._books.close_run(self._loadable(), self._intake.accounting())
+        self._books.close_run(
+            self._loadable(), self._intake.accounting(), self._roster.last_reports()
+        )
 
     def _loadable(self) -> Path:
         """A folder that transformers loads the last weights from."""

@@ -34,6 +34,18 @@ def test_all_prints_one_object_for_each_claim() -> None:
     assert (second["ours"], second["peer"], second["n"]) == (123456.0, None, 1)
 
 
+def test_each_part_that_is_done_tells_how_long_the_others_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = iter([0.0, 50.0, 60.0, 90.0])
+    tell = harness.progress_of(3, clock=lambda: next(clock))
+    for name in ("ours", "trl", "ray"):
+        tell(name)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    # 2 parts at 50 s, 1 at the mean of 30 s, none
+    assert lines == ["1 of 3 ours, 1m40s left", "2 of 3 trl, 30s left", "3 of 3 ray, 0s left"]
+
+
 def test_a_report_says_where_it_was_measured() -> None:
     assert REPORT["versions"]["ray"] == "2.60.0"
     assert REPORT["machine"]["cores"] >= 1

@@ -6,6 +6,7 @@ make test-browser
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -77,6 +78,24 @@ def test_a_server_that_was_killed_comes_back_without_a_point_twice(
     seen.wait_for("condition", "training")
     assert seen.chart("reward", "data-points") == "7"
     assert seen.chart("reward", "data-last-step") == "7"
+
+
+def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=5)
+    append(folder / "samples.jsonl", group(5, "earlier", "other"))
+    append(folder / "events.jsonl", {"time": time.time(), "event": "restart"})
+    seen = tab(serve(folder).url)
+    seen.wait_for("step", "5")
+    seen.page.get_by_text("earlier", exact=True).wait_for(timeout=5000)
+    shutil.rmtree(folder)
+    make_run(folder, num_steps=2)
+    seen.wait_for("step", "2")
+    seen.page.get_by_text("3 + 4", exact=True).wait_for(timeout=5000)
+    assert seen.page.locator("#older").is_disabled()  # there is one group only
+    assert seen.page.locator("#events li").count() == 3
+    assert seen.chart("reward", "data-points") == "2"
 
 
 def test_an_empty_run_says_what_it_waits_for(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,12 +60,55 @@ def test_terminal_and_summary_tell_the_verdict_of_the_files(
         for row in rows:
             books.step(row, {})
         books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
-        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
+        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
     found = verdict(rows)
     assert found.sentence == "the trainer waits 60% of its time for rollouts"
     assert f"verdict: {found.text}\n" in capsys.readouterr().out
     told = json.loads((tmp_path / "summary.json").read_text())["verdict"]
     assert told == {"sentence": found.sentence, "advice": found.advice, "level": "warn"}
+
+
+def reported(folder: Path) -> dict[str, Any]:
+    """What report.html says of the run."""
+    page = (folder / "report.html").read_text("utf-8")
+    told = page.partition('<script type="application/json" id="report">')[2]
+    return json.loads(told.partition("</script>")[0])["runs"][0]["answer"]
+
+
+def test_the_end_of_a_run_writes_the_page_into_a_file_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_in_which_the_trainer_waits(4)
+    with Books(tmp_path, run="run", max_steps=4) as books:
+        books.event("start", step=0)
+        for row in rows:
+            books.step(row, {})
+        books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
+        books.end("complete", step=4)
+        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
+    state = reported(tmp_path)["state"]
+    assert state["header"]["step"] == "4"
+    assert state["verdict"]["sentence"] == verdict(rows).sentence
+    assert f"report             {tmp_path / 'report.html'}\n" in capsys.readouterr().out
+
+
+def test_before_the_first_step_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    with Books(tmp_path, run="run", max_steps=4) as books:
+        books.draw()
+    assert not list(tmp_path.glob("re*"))
+
+
+def test_pictures_that_cannot_be_written_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    with Books(tmp_path, run="run", max_steps=4) as books:
+        books.step(rows_in_which_the_trainer_waits(1)[0], {})
+        capsys.readouterr()
+        books.draw()
+        told = capsys.readouterr().out
+    assert told.startswith("no reward.png or report.html (") and told.count("\n") == 1
+    assert (tmp_path / "reward.png").exists()
 
 
 def test_a_new_session_judges_with_the_rows_of_the_last_one(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@
     charts     which numbers are drawn together, and what of them is sent
     run        the files of one run, followed
     view       what the page says of a run: header, cards, generators, events, samples
-    app        the routes and their guard; the one door to starlette
+    samples    one group as the page shows it
+    app        the routes; the one door to starlette, with its guard
+    guard      who may ask for what
     server     the thread or the process that answers; the one door to uvicorn
     export     the page with its numbers in one file
     door       bin/dashboard

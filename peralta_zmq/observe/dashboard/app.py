@@ -38,7 +38,6 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CURSOR = 200
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
     async def metrics(request: Request) -> Response:
         runs[0].refresh()
         told = prometheus.exposition(runs[0].last, run=runs[0].name)
-        return PlainTextResponse(told, media_type=EXPOSITION)
+        return PlainTextResponse(told, media_type=prometheus.CONTENT_TYPE)
 
     async def health(request: Request) -> Response:
         runs[0].refresh()

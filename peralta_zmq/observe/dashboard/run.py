@@ -41,13 +41,6 @@ class RunFiles:
         self.folder, self.live = folder, live
         self.name = folder.resolve().name
         self._metrics = Tail(folder / METRICS)
-        self._evaluations = Tail(folder / EVALUATIONS)
-        self._events = Tail(folder / EVENTS, max_bytes=SAMPLES_BYTES)
-        self._samples = Tail(folder / SAMPLES, max_bytes=SAMPLES_BYTES)
-        self.evaluations: dict[float, Row] = {}  # by step
-        self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
-        self.quiet_events: deque[Row] = deque(maxlen=NUM_EVENTS)
-        self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)
         self._numbers = count(1)  # of samples
         self._known: dict[str, tuple[int, dict[str, Any]]] = {}  # small files by name
         self._replaced = 0
@@ -80,12 +73,13 @@ class RunFiles:
         """Read what was added; at most about `patience` seconds of it."""
         ends = time.monotonic() + patience
         self._read_metrics(ends)
-        for row in self._evaluations.read()[0]:
+        for row in self._added(self._evaluations, self.evaluations):
             self.evaluations[number(row, "step")] = row
-        for row in self._events.read()[0]:
+        for row in self._added(self._events, self.events, self.quiet_events):
             (self.quiet_events if row.get("event") in QUIET else self.events).append(row)
         while True:
-            self.samples.extend((next(self._numbers), row) for row in self._samples.read()[0])
+            added = self._added(self._samples, self.samples)
+            self.samples.extend((next(self._numbers), row) for row in added)
             if not self._samples.pending or time.monotonic() > ends:
                 return
 
@@ -125,11 +119,28 @@ class RunFiles:
             if not self._metrics.pending or time.monotonic() > ends:
                 return
 
+    def _added(self, tail: Tail, *known: deque[Any] | dict[Any, Any]) -> list[Row]:
+        """The next rows of a file; `known`, of the one that it has replaced, is emptied first."""
+        rows, replaced = tail.read()
+        if replaced:
+            self._replaced += 1
+            for each in known:
+                each.clear()
+        return rows
+
     def _keep(self, row: Row) -> None:
         while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
             self.rows.pop()  # rolled back
         self.rows.append(row)
 
     def _forget(self) -> None:
+        """The run has begun anew, so all its files are read from their beginning."""
         self.table, self._first_time = Table(), 0.0
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
+        self._evaluations = Tail(self.folder / EVALUATIONS)
+        self._events = Tail(self.folder / EVENTS, max_bytes=SAMPLES_BYTES)
+        self._samples = Tail(self.folder / SAMPLES, max_bytes=SAMPLES_BYTES)
+        self.evaluations: dict[float, Row] = {}  # by step
+        self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
+        self.quiet_events: deque[Row] = deque(maxlen=NUM_EVENTS)
+        self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)

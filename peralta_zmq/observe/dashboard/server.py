@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NUM_PORTS = 20  # tried from the wanted one on
 LAST_PORT = 65_535
+EVERYWHERE = ("0.0.0.0", "::")  # to listen on; no browser elsewhere could open them
 WAYS_ON = "pip install 'peralta_zmq[dashboard]'"
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,10 @@ class Dashboard:
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page."""
+        """Where a browser finds the page: the machine's name when it listens everywhere."""
         host = f"[{self._host}]" if ":" in self._host else self._host
+        if self._host in EVERYWHERE:
+            host = socket.gethostname()
         return f"http://{host}:{self.port}"
 
     @property

@@ -20,10 +20,10 @@ from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.terminal import duration
-from peralta_zmq.observe.verdict import verdict
+from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]
-NUM_PACE = 20  # steps from which pace, wait and change are told
+NUM_PACE = 20  # steps from which pace and change are told
 QUIET_SECONDS, QUIET_STEPS = 30.0, 10.0  # without a row, whichever is longer
 NUM_EVENTS_SHOWN, NUM_MARKERS, NUM_GENERATORS, NUM_SAMPLES_SENT = 60, 80, 200, 12
 EXACT = 1e15  # beyond, a float has no decimals
@@ -46,7 +46,7 @@ def answer(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     """All that the page needs beyond what it has: `cursor` is the one of the answer before."""
     generation, rows, evaluations = _place(cursor)
     sent = (len(run.table.steps), len(run.evaluations))
-    anew = generation != run.generation
+    anew = generation != run.generation or rows > sent[0]
     grown = anew or sent != (rows, evaluations)
     accuracies = {step: number(row, "accuracy") for step, row in run.evaluations.items()}
     return {
@@ -154,7 +154,8 @@ def _explanation(run: RunFiles, condition: str, now: float) -> str:
     joined = sum(row.get("event") == "join" for row in run.events)
     summary = run.summary()
     return {
-        "empty": f"{joined} generators have joined; charts appear with the first step."
+        "empty": f"{joined} generator{'s have' if joined > 1 else ' has'} joined; "
+        "charts appear with the first step."
         if joined
         else "No generator has joined yet. Start one: bin/generator @ CONFIG",
         "quiet": f"The trainer runs and has taken no step for {quiet}.",
@@ -176,18 +177,13 @@ def _eta(run: RunFiles, steps_left: float) -> float:
 
 
 def _cards(run: RunFiles) -> list[Json]:
-    row, recent = run.last, list(run.rows)[-NUM_PACE:]
+    row = run.last
     values = {
         key: run.table.values(key, after=max(0, len(run.table.steps) - 1))
         for key in ("rollouts_per_s", "tokens_per_s", "dropped")
     }
     newest = {key: float(value[-1]) if len(value) else math.nan for key, value in values.items()}
-    seconds = sum(number(each, "step_time", 0.0) for each in recent)
-    waited = sum(
-        max(0.0, number(each, "time/wait_for_batch", 0.0) - number(each, "time/journal", 0.0))
-        for each in recent
-    )
-    share = 100 * waited / seconds if seconds > 0 else math.nan
+    share, num_steps = waiting(list(run.rows), _in_order(run))
     mean, worst = number(row, "staleness/mean"), number(row, "staleness/max")
     known = generators(run)
     up = sum(each["state"] != "gone" for each in known)
@@ -196,7 +192,7 @@ def _cards(run: RunFiles) -> list[Json]:
         _card("eval", "Held-out accuracy", *_evaluated(run)),
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
               f"{text(newest['tokens_per_s'], 0)} tokens/s"),
-        _card("wait", "Trainer waits", text(share, 0, "%"), f"of the last {len(recent)} steps"),
+        _card("wait", "Trainer waits", text(100 * share, 0, "%"), f"of the last {num_steps} steps"),
         _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
         _card("staleness", "Staleness", text(mean, 1), f"steps, at most {text(worst, 0)}"),
         _card("dropped", "Dropped", text(newest["dropped"], 0), "groups in all"),

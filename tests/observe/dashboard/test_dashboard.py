@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import json
 import math
+import shutil
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import Table, derived, picked
+from peralta_zmq.observe.metrics import Row
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 VENDORED = {  # of uPlot 1.6.32, as npm has it
@@ -98,6 +100,43 @@ def test_of_many_points_every_extreme_and_every_gap_is_kept() -> None:
     assert len(chosen) <= 302
 
 
+NEWER = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
+
+
+def shown(run: RunFiles) -> dict[str, list[Row]]:
+    """What is known of each file but the metrics."""
+    return {"eval.jsonl": list(run.evaluations.values()), "events.jsonl": list(run.events),
+            "samples.jsonl": [each for _, each in run.samples]}  # fmt: skip
+
+
+def test_of_a_run_that_began_anew_nothing_earlier_is_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.4})
+    run = followed(folder)
+    cursor = view.answer(run, now=0.0)["cursor"]
+    shutil.rmtree(folder)
+    make_run(folder, num_steps=2)
+    run.refresh()
+    found = view.answer(run, cursor=cursor, now=0.0)
+    assert (found["anew"], found["charts"][0]["x"]) == (True, [1, 2])
+    assert shown(run) == shown(followed(folder))
+    assert [each["step"] for each in shown(run)["samples.jsonl"]] == [2]
+    assert shown(run)["eval.jsonl"] == []
+
+
+@pytest.mark.parametrize("name", ["eval.jsonl", "events.jsonl", "samples.jsonl"])
+def test_a_file_that_was_replaced_alone_is_shown_anew(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.4})
+    run = followed(folder)
+    before, cursor = shown(run), view.answer(run, now=0.0)["cursor"]
+    append(folder / "new", NEWER)
+    (folder / "new").rename(folder / name)
+    run.refresh()
+    assert shown(run) == before | {name: [NEWER]}
+    assert view.answer(run, cursor=cursor, now=0.0)["anew"]
+
+
 # Answers.
 
 
@@ -133,10 +172,14 @@ def test_a_cursor_holds_for_a_server_that_was_started_anew(tmp_path: Path) -> No
     assert (again["anew"], again["charts"]) == (False, [])
 
 
-@pytest.mark.parametrize("cursor", ["x", "::", "a:b:c", "1:-1:2", ":99999999999999:0", "\ud800"])
+@pytest.mark.parametrize("cursor", [
+    "x", "::", "a:b:c", "1:-1:2", ":99999999999999:0", "\ud800",
+    "OURS:99999:0", "OURS:4:0",  # of a server that had read more of the file
+])  # fmt: skip
 def test_a_cursor_that_is_not_ours_is_the_beginning(tmp_path: Path, cursor: str) -> None:
     run = followed(make_run(tmp_path / "hand", num_steps=3))
-    assert view.answer(run, cursor=cursor, now=0.0)["charts"][0]["x"] == [1, 2, 3]
+    found = view.answer(run, cursor=cursor.replace("OURS", run.generation), now=0.0)
+    assert (found["anew"], found["charts"][0]["x"]) == (True, [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,80 @@ def test_the_condition_of_a_run(
     run = RunFiles(folder, live=live)
     run.refresh()
     assert view.condition_of(run, now=run.newest_time + later) == condition
+
+
+SAVED = {"steps": 3, "seconds": 65.0, "eval_before": 0.4, "eval_after": 0.875}
+SAID = {  # condition: its pill, and the sentence beside it
+    "empty": ("waiting for the first step",
+              "No generator has joined yet. Start one: bin/generator @ CONFIG"),
+    "training": ("training", ""),
+    "quiet": ("no news", "The trainer runs and has taken no step for 40s."),
+    "crashed": ("ended without a word",
+                "No sign of the trainer for 40s: it was killed, or it crashed. "
+                "The same command resumes it with nothing lost."),
+    "stopped": ("stopped", "Stopped by hand and saved. The same command resumes it."),
+    "finished": ("finished", "3 steps in 1m05s; held-out accuracy 0.400 -> 0.875."),
+    "loading": ("reading the files of this run", ""),
+}  # fmt: skip
+ENDS = {"stopped": "stop", "finished": "complete"}
+
+
+def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
+    return view.state(run, now=run.newest_time + later)["header"]
+
+
+@pytest.mark.parametrize("condition", sorted(SAID.keys() - {"loading"}))
+def test_each_condition_has_its_words(tmp_path: Path, condition: str) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0 if condition == "empty" else 3)
+    (folder / "summary.json").write_text(json.dumps(SAVED))
+    if event := ENDS.get(condition):
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    run = RunFiles(folder, live=condition == "quiet")
+    run.refresh()
+    header = header_of(run, later=1.0 if condition in ("empty", "training") else 40.0)
+    assert header["condition"] == condition
+    assert (header["condition_text"], header["explanation"]) == SAID[condition]
+
+
+def test_no_condition_is_without_words() -> None:
+    assert SAID.keys() == view.STATES.keys()
+
+
+@pytest.mark.parametrize(("count", "told"), [
+    (1, "1 generator has joined; charts appear with the first step."),
+    (2, "2 generators have joined; charts appear with the first step."),
+])  # fmt: skip
+def test_before_the_first_step_those_who_joined_are_counted(
+    tmp_path: Path, count: int, told: str
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    joins = [{"time": time.time(), "event": "join", "generator": str(n)} for n in range(count)]
+    append(folder / "events.jsonl", *joins)
+    assert header_of(followed(folder))["explanation"] == told
+
+
+def test_a_file_that_one_look_does_not_read_is_loading(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    append(folder / "metrics.jsonl", *(row(step, note="x" * 50_000) for step in range(2, 100)))
+    assert (folder / "metrics.jsonl").stat().st_size > 4 << 20
+    run = RunFiles(folder)
+    run.refresh(patience=0.0)
+    header = header_of(run)
+    assert view.answer(run, now=time.time())["loading"]
+    assert (header["condition_text"], header["explanation"]) == SAID["loading"]
+    run.refresh(patience=0.0)
+    assert header_of(run)["condition"] == "training"
+
+
+def test_the_card_and_the_verdict_tell_the_waiting_of_the_same_steps(tmp_path: Path) -> None:
+    """Neither counts a session's first step, which has its start in it, nor a replayed one."""
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    first = row(1, step_time=40.0) | {"time/wait_for_batch": 40.0}
+    append(folder / "metrics.jsonl", first, *map(row, range(2, 7)), row(7, step_time=0.0))
+    state = view.state(followed(folder), now=time.time())
+    card = next(each for each in state["cards"] if each["id"] == "wait")
+    assert (card["value"], card["note"]) == ("50%", "of the last 5 steps")
+    assert "the trainer waits 50% of its time" in state["verdict"]["sentence"]
 
 
 def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
@@ -322,6 +439,7 @@ def test_other_machines_need_a_token(tmp_path: Path, stack: ExitStack) -> None:
     stack.enter_context(closing(page))
     page.start()
     assert page.greeting[1].startswith("warning: other machines reach the page, without encryption")
+    assert page.greeting[0] == f"page: http://{socket.gethostname()}:{page.port}"
     for path in ("/", "/api/runs", "/metrics", "/?token=wrong", "/healthz"):
         assert asked(page, path)[0] == 401
     status, headers, _ = asked(page, f"/?token={TOKEN}")
@@ -331,6 +449,7 @@ def test_other_machines_need_a_token(tmp_path: Path, stack: ExitStack) -> None:
     assert asked(page, "/api/runs", headers=cookie)[0] == 200
     assert asked(page, "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
     assert asked(page, "/", headers={**cookie, "Host": "evil.example"})[0] == 400
+    assert asked(page, "/", headers={**cookie, "Host": page.address[len("http://") :]})[0] == 200
 
 
 def test_a_fault_of_the_page_stays_in_its_thread(

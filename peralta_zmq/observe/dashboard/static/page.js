@@ -154,6 +154,7 @@
         const cursor = encodeURIComponent(run.cursor);
         const answer = await fetched(`api/runs/${place}?cursor=${cursor}`);
         drawn = take(run, answer) || drawn;
+        if (answer.anew && place === chosen) Samples.clear();
         more = more || answer.loading;
       }
       heard = Date.now();
