@@ -4,7 +4,9 @@
     loop      what a step does to the completions under way
     rows      the completions under way
     prompts   what is computed once: the common prefix per weights, a prompt per group
-    decoder   the model's own forward over our cache
+    decoder   a model's forward over our cache: transformers' code, or for Llama's kind
+    forward   our own
+    memory    whether all of that has room
     cache     keys and values of every row, allocated once
     linears   weights packed for the machine, replaced in place
     sampler   from logits to a token and its logprob

@@ -103,15 +103,19 @@ class NativeEngine:
         decoder = self._decoder or self._new_decoder()
         self._loop = loop = Loop(decoder, self._tokenizer, sampling, self._end_ids, self._slots)
         source, more = iter(requests), True
-        while not self._cancelled and (more or loop.num_running):
-            if more:
-                taken, more = self._take(source, sampling, room=self._slots - loop.num_running)
-                loop.start(taken, step=self.step)
+        try:
+            while not self._cancelled and (more or loop.num_running):
+                if more:
+                    taken, more = self._take(source, sampling, room=self._slots - loop.num_running)
+                    loop.start(taken, step=self.step)
+                    yield from loop.take_ended()
+                loop.advance(step=self.step)
                 yield from loop.take_ended()
-            loop.advance(step=self.step)
-            yield from loop.take_ended()
-            if between_steps is not None:
-                between_steps()
+                if between_steps is not None:
+                    between_steps()
+        finally:
+            if self._loop is loop:  # a live engine gives its room back
+                self._loop = None
 
     def _new_decoder(self) -> Decoder:
         return Decoder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from fakes import TINY, tiny_model
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, open_engine
+from peralta_zmq.engines.native.cache import KeyValues
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
@@ -494,6 +496,16 @@ def test_rows_that_grow_keep_what_they_hold(tokenizer: Any) -> None:
 # A trainer's model.
 
 
+def test_a_live_engine_holds_no_keys_and_values_between_two_calls(tokenizer: Any) -> None:
+    before = alive(KeyValues)
+    engine = engine_of(sharp_model(), tokenizer, live=True)
+    under_way = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
+    next(under_way)
+    assert alive(KeyValues) == before + 1
+    under_way.close()
+    assert alive(KeyValues) == before
+
+
 def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> None:
     model = sharp_model()
     engine = engine_of(model, tokenizer, live=True)
@@ -546,11 +558,19 @@ def test_memory_is_flat_over_10_000_completions(tokenizer: Any) -> None:
         for index in range(10_040):  # oneDNN keeps something for each number of rows: not the end
             yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
 
-    resident: list[int] = []
+    resident, kept = list[int](), list[int]()
     for number, _ in enumerate(engine.generate(source(), drawn), start=1):
         if number in (5_000, 10_000):
             resident.append(resident_bytes())
-    assert resident[1] - resident[0] < 8 << 20  # 5,000 leaked completions would be more
+            kept.append(alive(Completion) + alive(Request))
+    assert kept[1] - kept[0] < 100  # of 10,000 objects; those under way differ
+    assert resident[1] - resident[0] < 8 << 20
+
+
+def alive(kind: type) -> int:
+    """Objects of it that somebody holds."""
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
 
 
 def resident_bytes() -> int:
