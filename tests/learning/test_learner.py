@@ -143,7 +143,7 @@ def test_siblings_share_an_update_however_they_are_packed(options: dict[str, Any
         for rollout in group.rollouts
         for logprob in rollout.logprobs[rollout.loss_mask]
     }
-    models, updates = [tiny_model().double(), tiny_model().double()], list[set[int]]()
+    models, updates = [tiny_model(), tiny_model()], list[set[int]]()
 
     def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         updates.append({known[each] for each in tokens.old_logprobs.tolist()})
@@ -155,7 +155,8 @@ def test_siblings_share_an_update_however_they_are_packed(options: dict[str, Any
     assert [set().union(*updates[:half]), set().union(*updates[half:])] == [{0, 2}, {1, 3}]
     whole, packed = map(weights, models)
     for name, each in whole.items():
-        assert torch.allclose(packed[name], each, rtol=0, atol=1e-9), name
+        # seen 4e-7 of moves of 2e-2; 4e-2 when siblings are dealt apart
+        assert torch.allclose(packed[name], each, rtol=0, atol=1e-5), name
 
 
 def test_prox_is_the_policy_before_the_first_update_of_the_step() -> None:
