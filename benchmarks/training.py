@@ -49,6 +49,8 @@ def run(*, quick: bool) -> Iterator[Claim]:
     policy.use_threads()
     policy.keep_memory()
     shape = QUICK_SHAPE if quick else SHAPE
+    yield peak_memory("peak_memory_vs_original", shape, num_groups=1)  # while we hold no model
+    yield peak_memory("peak_memory_4_groups_vs_original", shape, num_groups=NUM_GROUPS)
     setting = Setting(shape)
     progress("warming up")
     for work in (setting.original, setting.exact, setting.narrow):
@@ -59,9 +61,6 @@ def run(*, quick: bool) -> Iterator[Claim]:
     yield per_group("bf16_vs_original", taken["narrow"], original)
     yield per_group("bf16_4_groups_vs_original", taken["narrow_4"], original)
     yield flop_share(setting, repeats=2 if quick else 3)
-    del setting
-    yield peak_memory("peak_memory_vs_original", shape, num_groups=1)
-    yield peak_memory("peak_memory_4_groups_vs_original", shape, num_groups=NUM_GROUPS)
 
 
 class Setting:

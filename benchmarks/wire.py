@@ -1,8 +1,9 @@
 """The wire against raw pyzmq of the same bytes, the codec alone, and what encryption costs.
 
 A rate is groups sent by another process, received and checked; the peer sends as many bytes over
-bare PUSH/PULL sockets with the same options and looks at none of them. The bound is what checking
-alone would allow on one core. The codec is timed with the rollouts cut from the checked columns.
+bare PUSH/PULL sockets with the same options and looks at none of them. The bound is what one core
+would do that takes each message as the peer does and then checks it, both measured in the same
+round. The codec is timed with the rollouts cut from the checked columns.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import zmq
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import wire
+from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
@@ -31,6 +34,7 @@ from peralta_zmq.wire.sockets import open_socket
 VOCAB_SIZE = 64
 RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
+Lock: TypeAlias = tuple[wire.Gate, Path]  # and the folder of the keys that open it
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -40,15 +44,15 @@ def run(*, quick: bool) -> Iterable[Claim]:
     count = 3000 if quick else 20_000
     small, large = group_of(4, 21, 31), group_of(16, 200, 180)
     yield from _codec(small, repeats=repeats)
-    for senders in SENDERS:
-        yield from _rates(large, senders, count=max(count // 5, 4 * senders), repeats=repeats)
-        yield from _rates(
-            small, senders, count=count, repeats=repeats, name=f"rate_vs_raw_pyzmq_{senders}_small"
-        )
-    yield from _curve(large, count=count // 10, repeats=repeats)
+    with _opened_lock() as lock:
+        for senders in SENDERS:
+            few = max(count // 5, 4 * senders)
+            yield from _rates(large, senders, lock, count=few, repeats=repeats)
+            yield from _rates(small, senders, lock, count=count, repeats=repeats, kind="_small")
     yield _memory(200 if quick else 1000)
     if not quick:
         yield recovery(repeats=3)
+        yield journal_share(steps=60)
 
 
 def group_of(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
@@ -84,21 +88,47 @@ def _codec(group: RolloutGroup, *, repeats: int) -> Iterator[Claim]:
 
 
 def _rates(
-    group: RolloutGroup, senders: int, *, count: int, repeats: int, name: str | None = None
+    group: RolloutGroup, senders: int, lock: Lock, *, count: int, repeats: int, kind: str = ""
 ) -> Iterator[Claim]:
+    """Groups per second from so many senders, without keys and with them, in the same rounds."""
     size = len(wire.encode_group(group))
     taken = interleaved(
-        {"ours": lambda: _ours(group, senders, count), "raw": lambda: _raw(size, senders, count)},
+        {
+            "ours": lambda: _ours(group, senders, count),
+            "with keys": lambda: _ours(group, senders, count, lock),
+            "raw": lambda: _raw(size, senders, count),
+            "checks": lambda: _checks_per_second(group),
+        },
         repeats=repeats,
     )
-    ours, raw = statistics.median(taken["ours"]), statistics.median(taken["raw"])
-    bound = _checks_per_second(group)
+    ours, raw, locked = taken["ours"], taken["raw"], taken["with keys"]
+    bounds = [_one_after_the_other(*both) for both in zip(raw, taken["checks"], strict=True)]
+    unit = f"groups/s of {size} bytes"
     yield Claim(
-        name or f"rate_vs_raw_pyzmq_{senders}", ours, f"groups/s of {size} bytes", peer=raw,
-        ratio=ours / raw, bound=bound, share=ours / bound, n=repeats, spread=spread(taken["ours"]),
+        f"rate_vs_raw_pyzmq_{senders}{kind}", statistics.median(ours), unit,
+        peer=statistics.median(raw), ratio=_ratio(ours, raw), bound=statistics.median(bounds),
+        share=_ratio(ours, bounds), n=repeats, spread=spread(ours),
     )  # fmt: skip
-    if name is None:
-        yield Claim(f"megabytes_per_s_{senders}", size * ours / 1e6, "MB/s", n=repeats)
+    yield Claim(
+        f"rate_with_keys_vs_without_{senders}{kind}", statistics.median(locked), unit,
+        peer=statistics.median(ours), ratio=_ratio(locked, ours), n=repeats, spread=spread(locked),
+    )  # fmt: skip
+    if not kind:
+        megabytes = size * statistics.median(ours) / 1e6
+        yield Claim(f"megabytes_per_s_{senders}", megabytes, "MB/s", n=repeats)
+    if senders == 1:
+        costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(locked, ours, strict=True)]
+        yield _claim(f"curve_cost{kind}", statistics.median(costs), "us per group", costs)
+
+
+def _one_after_the_other(receives: float, checks: float) -> float:
+    """Groups per second of one core that first receives each and then checks it."""
+    return 1 / (1 / receives + 1 / checks)
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the ratios of each round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _checks_per_second(group: RolloutGroup) -> float:
@@ -109,36 +139,31 @@ def _checks_per_second(group: RolloutGroup) -> float:
     )
 
 
-def _curve(group: RolloutGroup, *, count: int, repeats: int) -> Iterator[Claim]:
-    """Microseconds that encryption adds to one group, both ends together."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+@contextmanager
+def _opened_lock() -> Generator[Lock]:
+    """Keys of the trainer and of ann, and a gate that knows them."""
+    with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         for name in (TRAINER, "ann"):
             make_keys(keys, name)
-        gate = stack.enter_context(closing(wire.Gate(keys)))
-        taken = interleaved(
-            {"with": lambda: _ours(group, 1, count, gate, keys),
-             "without": lambda: _ours(group, 1, count)},
-            repeats=repeats,
-        )  # fmt: skip
-    costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(taken["with"], taken["without"], strict=True)]
-    yield _claim("curve_cost", statistics.median(costs), "us per group", costs)
+        with closing(wire.Gate(keys)) as gate:
+            yield gate, keys
 
 
 def _ours(
     group: RolloutGroup,
     senders: int,
     count: int,
-    gate: wire.Gate | None = None,
-    keys: Path | None = None,
+    lock: Lock | None = None,
 ) -> float:
     """Groups per second to one receiver, which checks and decodes them all."""
     address = "tcp://127.0.0.1:*"
+    gate, keys = lock or (None, "")
     with closing(
         wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, gate=gate)
     ) as receiver:
         frame = wire.encode_group(group)
-        crowd = ["ours", receiver.address, str(senders), frame.hex(), str(keys or "")]
+        crowd = ["ours", receiver.address, str(senders), frame.hex(), str(keys)]
         return _rate(crowd, lambda: receiver.receive(timeout=1.0) is not None, senders, count)
 
 
@@ -245,22 +270,39 @@ def _resident() -> int:
 def recovery(*, repeats: int) -> Claim:
     """Seconds from SIGKILL of a real trainer to the next trained step, on the embedded run."""
     taken: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        lan = ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
-               "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
-        with subprocess.Popen(lan, cwd=REPO, stdout=subprocess.DEVNULL) as process:
-            run_folder = Path(folder) / "bench"
-            for number in range(repeats):
-                _step_after(run_folder, -1 if number == 0 else _last_step(run_folder) + 3)
-                before = _last_step(run_folder)
-                killed = time.monotonic()
-                _kill_trainer(folder)
-                _step_after(run_folder, before)
-                taken.append(time.monotonic() - killed)
-                progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGINT)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(_lan(folder), cwd=REPO, stdout=subprocess.DEVNULL) as process,
+    ):
+        run_folder = Path(folder) / "bench"
+        for number in range(repeats):
+            _step_after(run_folder, -1 if number == 0 else _last_step(run_folder) + 3)
+            before = _last_step(run_folder)
+            killed = time.monotonic()
+            _kill_trainer(folder)
+            _step_after(run_folder, before)
+            taken.append(time.monotonic() - killed)
+            progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
     return _claim("recovery_seconds", statistics.median(taken), "s", taken)
+
+
+def journal_share(*, steps: int) -> Claim:
+    """Percent of the steps' time that the trainer spends on its journal, on the embedded run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_lan(folder), "--train.max-steps", str(steps)]
+        subprocess.run(command, cwd=REPO, stdout=subprocess.DEVNULL, check=True)
+        rows = read_rows(Path(folder) / "bench" / METRICS)
+    writing, whole = (
+        sum(number(row, name) for row in rows) for name in ("time/journal", "step_time")
+    )
+    return Claim("journal_share", 100 * writing / whole, "% of step time", n=len(rows))
+
+
+def _lan(folder: str) -> list[str]:
+    return ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
+            "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
 
 
 def _step_after(folder: Path, step: int) -> None:

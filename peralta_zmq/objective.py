@@ -38,10 +38,7 @@ def loss_of(config: Config) -> TokenLoss:
     function: Callable[..., Any] = registry.resolve("loss", chosen.name)
     options = _options("loss", chosen.name, function, given, chosen.kwargs)
     _check_order(function, options)
-    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
-        raise ConfigError(
-            "loss.sequence_clip_high needs loss.ratio_type sequence; give it, or leave this out"
-        )
+    _check_effect(chosen.name, {**options, "entropy_coef": chosen.entropy_coef})
     if not _is_shipped("loss", chosen.name):
         function = _finite(chosen.name, _guarded("loss", chosen.name, function))
     loss = functools.partial(function, **options)
@@ -164,6 +161,25 @@ def _check_order(function: Callable[..., Any], options: Options) -> None:
                     f"loss.{low} {bounds[0]} is not below loss.{high} {bounds[1]}; "
                     "everything would be left out"
                 )
+
+
+def _check_effect(name: str, options: Options) -> None:
+    """Refuse options that others leave without any effect."""
+    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
+        raise ConfigError(
+            "loss.sequence_clip_high needs loss.ratio_type sequence; give it, or leave this out"
+        )
+    if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
+        raise ConfigError(
+            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
+            "every weight is 1; leave one of them out"
+        )
+    others = ("teacher_tau", "kl_tau", "entropy_coef")
+    if name == "importance" and options.get("adv_tau") == 0 and not any(map(options.get, others)):
+        raise ConfigError(
+            "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so that "
+            "nothing would be learned; give one of them"
+        )
 
 
 def _catching(name: str, options: Options, facts: Options) -> Callable[[Rollout], bool]:

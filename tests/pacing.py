@@ -19,7 +19,7 @@ from field import Field, until
 from peralta_zmq.operate.history import read_history
 
 STEPS = 40
-SETTINGS = (f"--train.max-steps={STEPS}", "--train.batch-size=32", "--checkpoint.interval=50")
+SETTINGS = (f"--train.max-steps={STEPS}", "--train.batch-size=64", "--checkpoint.interval=50")
 RUNS = ((1, False), (2, False), (4, False), (2, True))  # generators, and whether one is killed
 CROWDED = 0.2  # above the mean that four generators may reach on two cores
 LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups

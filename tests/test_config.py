@@ -279,6 +279,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
         ("train.adam-beta2", "1"),
         ("train.max-async-level", "-1"),
         ("loss.epsilon", "0"),
+        ("loss.epsilon", "1"),  # no ratio is below 0
         ("eval.num-examples", "-2"),
         ("eval.num-examples", "0"),
         ("wire.port", "65535"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import group_of, rollout_with, tiny_model
 
-from peralta_zmq import environments, parts, registry, tasks
+from peralta_zmq import environments, generator, parts, registry, tasks
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.rollout import Problem, Rollout
 
@@ -54,6 +54,10 @@ def test_every_block_of_the_page_is_tested_here() -> None:
         "my_lab/sums.py", "my_lab/rewards.py",
     ]  # fmt: skip
     assert len(SETTINGS) == 6
+
+
+def test_the_page_says_after_how_many_groups_a_generator_ends() -> None:
+    assert f"after {generator.MAX_FAILURES} groups in a row without one" in TEXT
 
 
 def test_the_loss_trains_and_tells_what_it_masks(tmp_path: Path) -> None:

@@ -31,4 +31,7 @@ def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path)
     assert summary["restarts"] == 0
     rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 81))
-    assert all(row.keys() >= STEP_KEYS for row in rows)
+    for row in rows:  # a step of which nothing is computed has no entropy
+        assert row.keys() >= STEP_KEYS - (
+            {"entropy"} if row["frac_reward_zero_std"] == 1 else set()
+        )

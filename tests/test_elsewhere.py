@@ -66,6 +66,7 @@ def groups_of(field: Field) -> Iterator[tuple[str, list[float]]]:
                 yield group.task, group.rewards
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_verifier_that_dies_in_a_run_costs_time_and_no_reward(
     field: Field, tmp_path: Path

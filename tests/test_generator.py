@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +21,8 @@ from fakes import group_of, tiny_model
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import Environments
-from peralta_zmq.errors import EngineError, StoreError
-from peralta_zmq.generator import Generator, Line, NewRunError
+from peralta_zmq.errors import EngineError, RewardError, StoreError
+from peralta_zmq.generator import MAX_FAILURES, Generator, Line, NewRunError
 from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
 from peralta_zmq.generator.weights import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem
@@ -289,8 +289,10 @@ def line() -> Iterator[Line]:
         yield opened
 
 
-def generator_of(follower: Follower, line: Line, version: Version, **weights: object) -> Generator:
-    config = Config.model_validate({"weights": weights})
+def generator_of(
+    follower: Follower, line: Line, version: Version, **sections: dict[str, object]
+) -> Generator:
+    config = Config.model_validate(sections)
     return Generator(config, "ann", b"bootboot", follower, line, version, {"python": "3.11"})
 
 
@@ -299,7 +301,7 @@ def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
     update: str, during: int, store: WeightStore, follower: Follower, line: Line
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
-    worker = generator_of(follower, line, first, update=update)
+    worker = generator_of(follower, line, first, weights={"update": update})
     worker._under_way = 1
     published(store, 2, 2.0)
     assert follower.ready(timeout=20) is not None
@@ -353,31 +355,78 @@ def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
     assert len(worker._outbox) == 0
 
 
+PROBLEM = Problem("7", "mine", (), "4")
+
+
+def fails_when_wrong(problem: Problem, text: str) -> float:
+    if text == "wrong":
+        raise ValueError("no such move")
+    return 1.0
+
+
+def answers() -> list[Completion]:
+    ids = np.array([5, 6], np.int32)
+    return [
+        Completion(index, ids, ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", text)
+        for index, text in enumerate(["right", "wrong"])
+    ]
+
+
+def judged_by(reward: Callable[..., float]) -> Environments:
+    judge = Judge(reward, deadline_seconds=9, bounded=True)
+    return Environments({"mine": 1}, (PROBLEM,), {"mine": judge})
+
+
 def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_made(
     follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
     worker = generator_of(follower, line, first)
-    problem = Problem("7", "mine", (), "4")
-    ids = np.array([5, 6], np.int32)
-    said = [
-        Completion(index, ids, ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", text)
-        for index, text in enumerate(["right", "wrong"])
-    ]
-
-    def fails(problem: Problem, text: str) -> float:
-        if text == "wrong":
-            raise ValueError("no such move")
-        return 1.0
-
     engine, sound = Spy(), lambda problem, text: float(text == "right")
-    for reward, made, given_up in ((fails, 0, 1), (sound, 1, 1)):
-        mine = Environments(
-            {"mine": 1}, (problem,), {"mine": Judge(reward, deadline_seconds=9, bounded=True)}
-        )
-        worker._score_and_send(problem, said, mine, engine)
+    for reward, made, given_up in ((fails_when_wrong, 0, 1), (sound, 1, 1)):
+        worker._score_and_send(PROBLEM, answers(), judged_by(reward), engine)
         assert (worker._sequence, worker._unjudged) == (made, given_up)
     assert "raised ValueError: no such move" in caplog.text
+
+
+def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(
+    follower: Follower, line: Line, store: WeightStore
+) -> None:
+    first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
+    worker, engine = generator_of(follower, line, first), Spy()
+    few = [fails_when_wrong] * (MAX_FAILURES - 1)
+    for reward in (*few, lambda problem, text: 1.0, *few):  # one with a reward begins anew
+        worker._score_and_send(PROBLEM, answers(), judged_by(reward), engine)
+    assert (worker._sequence, worker._unjudged) == (1, 2 * len(few))
+    with pytest.raises(RewardError, match="fails_when_wrong raised ValueError: no such move"):
+        worker._score_and_send(PROBLEM, answers(), judged_by(fails_when_wrong), engine)
+
+
+@pytest.mark.parametrize(
+    ("train", "factor", "in_step", "groups"),
+    [
+        ({"batch_size": 32}, 1.0, 0, 4),
+        ({"batch_size": 32}, 1.5, 0, 6),
+        ({"batch_size": 32}, 1.1, 0, 5),  # 4.4
+        ({"batch_size": 32}, 1.0, 10, 4),  # as many as the settings say, whatever a step took
+        ({"batch_size": 32, "token_batch_size": 4000}, 1.0, 0, 4),  # no step was taken yet
+        ({"batch_size": 32, "token_batch_size": 4000}, 1.0, 10, 10),
+        ({"batch_size": 32, "token_batch_size": 4000}, 1.5, 10, 15),
+    ],
+)
+def test_as_many_groups_are_begun_as_a_step_takes_times_the_factor(
+    follower: Follower, line: Line, store: WeightStore,
+    train: dict[str, object], factor: float, in_step: int, groups: int,
+) -> None:  # fmt: skip
+    version = until_step(engine := Spy(), follower, published(store, 0, 1.0), 0)
+    worker = generator_of(
+        follower, line, version,
+        train={**train, "max_async_level": 0}, curriculum={"oversampling_factor": factor},
+    )  # fmt: skip
+    line.listener.latest = wire.Announcement("run", in_step=in_step)
+    while worker._under_way < 100 and worker._is_our_turn(engine):
+        worker._under_way += 1
+    assert worker._under_way == groups
 
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])

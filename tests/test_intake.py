@@ -1,4 +1,4 @@
-"""What is said of the groups that come: soon, and no more of it than the hearers can bear."""
+"""What is said of the groups that come, and how often they are written: soon, and not more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.curriculum.pools import Pools
 from peralta_zmq.observe.books import Books
+from peralta_zmq.recovery import journal as journals
 from peralta_zmq.recovery.journal import Journal
-from peralta_zmq.trainer.intake import Intake
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer.intake import COMMIT_GROUPS, COMMIT_SECONDS, Intake
 from peralta_zmq.trainer.roster import Roster
 from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
@@ -38,7 +40,39 @@ class Heard:
         self.said.append(announcement)
 
 
-def opened(stack: ExitStack, folder: Path, stop: Stop, *, groups: int) -> tuple[Intake, Heard, str]:
+class CountingJournal(Journal):
+    """One that counts how often it has written."""
+
+    num_commits = 0
+
+    def commit(self) -> bool:
+        written = super().commit()
+        self.num_commits += written
+        return written
+
+
+class Trickle:
+    """A receiver that gives a group only to who waits long for it; `now` is the time there."""
+
+    GAP = 0.02  # seconds between two groups
+    address = ANYWHERE
+
+    def __init__(self, num: int) -> None:
+        self.now = 100.0
+        self._groups = [group_of([1.0, 0.0], sequence=number) for number in range(num)]
+        self.refused: dict[str, int] = {}
+
+    def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
+        self.now += min(timeout, self.GAP)
+        if timeout < self.GAP or not self._groups:
+            return None
+        group = self._groups.pop(0)
+        return group, wire.encode_group(group)
+
+
+def opened(
+    stack: ExitStack, folder: Path, stop: Stop, *, groups: int, trickle: Trickle | None = None
+) -> tuple[Intake, Heard, str]:
     """An intake whose steps take so many groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
                  f"--train.batch-size={2 * groups}"]  # fmt: skip
@@ -47,8 +81,8 @@ def opened(stack: ExitStack, folder: Path, stop: Stop, *, groups: int) -> tuple[
     books = stack.enter_context(Books(folder, run="demo", max_steps=1))
     heard, nobody = Heard(), cast(Any, None)
     intake = Intake(
-        load_config("bin/trainer", arguments), receiver=receiver, vocab_size=64,
-        journal=stack.enter_context(closing(Journal(folder / "journal"))),
+        load_config("bin/trainer", arguments), receiver=cast(Any, trickle or receiver),
+        vocab_size=64, journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
         roster=Roster(counters, books, {}), evaluations=nobody, books=books, stop=stop,
         pools=Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None),
         speaker=Speaker(cast(Any, heard), wire.Announcement(RUN)),
@@ -105,3 +139,38 @@ def test_all_that_came_is_announced_when_nothing_more_comes(
     newest = heard.said[-1]
     assert newest.waiting
     assert list(newest.recv.values()) == list(newest.durable.values()) == [0] * MANY
+
+
+def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_step(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num = COMMIT_GROUPS - 1  # else so many are reason enough
+    trickle = Trickle(num)
+    monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
+    intake, heard, _ = opened(stack, tmp_path, Stop(), groups=num, trickle=trickle)
+    waited: list[float] = []
+    begun = trickle.now
+    groups, _ = intake.collect(1, lambda idle: waited.append(intake.journal.waited))
+    lasted = trickle.now - begun
+    assert len(groups) == num and lasted > 3 * COMMIT_SECONDS
+    assert 3 <= cast(CountingJournal, intake.journal).num_commits <= lasted / COMMIT_SECONDS + 1
+    assert max(waited) < COMMIT_SECONDS + 2 * Trickle.GAP
+    assert intake.journal.num_waiting == 0 and len(intake.journal.read(1)) == num
+    assert list(heard.said[-1].durable.values()) == [num - 1]
+
+
+def test_what_came_is_written_when_nothing_more_comes(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, trickle = Stop(), Trickle(1)
+    monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
+    intake, heard, _ = opened(stack, tmp_path, stop, groups=2, trickle=trickle)
+    begun = trickle.now
+
+    def until_safe(idle: bool) -> None:
+        safe = bool(heard.said) and list(heard.said[-1].durable.values()) == [0]
+        stop.asked = safe or trickle.now > begun + 1
+
+    intake.collect(1, until_safe)
+    assert trickle.now < begun + COMMIT_SECONDS  # sooner than while more comes
+    assert intake.journal.num_waiting == 0

@@ -24,13 +24,15 @@ def loss(tokens, *, power=1.0):
     value = -(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.step_tokens
     return value * power, {}
 def nan_loss(tokens): return tokens.logprobs.sum() * math.nan, {}
-def raising(tokens): return {}["missing"]
+def raising(*arguments): return {}["missing"]
+def steep(tokens): return (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt().sum(), {}
 def shy(tokens, *, limit): return tokens.logprobs.sum(), {}
 def greedy(tokens, **options): return tokens.logprobs.sum() * options["epsilon"], {}
 def hanging(*arguments, **options):
     while True: time.sleep(0.01)
 def best(rewards, lengths, *, scale=1.0): return [scale * (r - max(rewards)) for r in rewards]
 def short(rewards, lengths): return [0.0]
+def unsure(rewards, lengths): return [math.nan for _ in rewards]
 def whole(rewards, lengths, *, group_adv_norm=False): return [r - max(rewards) for r in rewards]
 def loud(rollout, *, limit, vocab_size): return rollout.num_generated > limit and vocab_size == 64
 def maybe(rollout): return 0.3
@@ -140,6 +142,28 @@ def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> N
 )
 def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str) -> None:
     assert refusal(objective.loss_of, "--loss.name=importance", *arguments).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--loss.name=decoupled_ppo", "--no-loss.use-decoupled-loss",
+          "--loss.behav-imp-weight-cap=5"],
+         "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
+        (["--loss.name=importance", "--loss.adv-tau=0"],
+         "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
+    ],
+)  # fmt: skip
+def test_options_that_leave_others_without_effect_are_refused(
+    arguments: list[str], words: str
+) -> None:
+    assert refusal(objective.loss_of, *arguments).startswith(words)
+    objective.loss_of(config_of(*arguments[:-1]))  # the others alone are sound
+
+
+@pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
+def test_a_loss_without_advantages_may_pull_elsewhere(pull: str) -> None:
+    objective.loss_of(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
 
 
 def test_the_reference_is_the_model_before_training() -> None:
@@ -256,7 +280,7 @@ def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
          "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
         (objective.loss_of, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
          "loss 'mine.loss': got an unexpected keyword argument 'force'; its options are power"),
-        (objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=1", "--loss.kwargs",
+        (objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=0.1", "--loss.kwargs",
                              '{"epsilon": 2}'],
          "loss.epsilon and loss.kwargs.epsilon are one option; give one"),
         (objective.loss_of, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
@@ -290,13 +314,39 @@ def test_a_loss_of_one_s_own_that_fails_is_named(
         loss(tokens_of())
 
 
-def test_an_estimator_of_one_s_own_that_gives_too_few_is_named() -> None:
-    learner = parts.learner_of(config_of("--advantage.name=mine.short"), tiny_model())
-    with pytest.raises(PartError, match=r"advantage 'mine\.short' gives 1 advantages for 2 rewar"):
-        learner.learn([group_of([1, 0])])
+@pytest.mark.parametrize("bonus", ["0", "0.1"])
+def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) -> None:
+    config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
+    learner = parts.learner_of(config, tiny_model())
+    assert learner.learn([group_of([1, 0])])["skipped"] == 1
+    assert learner.problem.startswith("the gradient of loss 'steep' is not finite although its val")
 
 
-def test_a_filter_of_one_s_own_that_gives_no_truth_is_named() -> None:
-    (maybe,) = filters(config_of("--filter.custom", '{"mine.maybe": {}}'))
-    with pytest.raises(PartError, match=r"filter 'mine\.maybe' gives 0\.3; return True or False"):
-        maybe.catches(group_of([1, 0]).rollouts[0])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--advantage.name=mine.short"],
+         r"advantage 'mine\.short' gives 1 advantages for 2 rewards"),
+        (["--advantage.name=mine.unsure"],
+         r"advantage 'mine\.unsure' gives the advantage nan for the rewards \[1, 0\]"),
+        (["--advantage.name=mine.raising"],
+         r"advantage 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--advantage.name=mine.hanging"],
+         r"advantage 'mine\.hanging' has not answered within 0\.2 s"),
+        (["--filter.custom", '{"mine.maybe": {}}'],
+         r"filter 'mine\.maybe' gives 0\.3; return True or False"),
+        (["--filter.custom", '{"mine.raising": {}}'],
+         r"filter 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--filter.custom", '{"mine.hanging": {}}'],
+         r"filter 'mine\.hanging' has not answered within 0\.2 s"),
+    ],
+)  # fmt: skip
+def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_learned(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objective, "CALL_SECONDS", 0.2)
+    model = tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(PartError, match=words):
+        parts.learner_of(config_of(*arguments), model).learn([group_of([1, 0])])
+    assert torch.equal(model.lm_head.weight, before)

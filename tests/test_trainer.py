@@ -32,6 +32,7 @@ from peralta_zmq.errors import (
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.parts import run_id_of
 from peralta_zmq.recovery import checkpoint
+from peralta_zmq.recovery.journal import DROPPED, GROUP
 from peralta_zmq.trainer import Trainer
 from peralta_zmq.trainer.stop import Stop
 
@@ -298,6 +299,28 @@ def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) ->
     journaled_by(opened, 0)
     with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
         opened.recover()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"a whole record", GROUP),
+        (b"a whole record", DROPPED),
+        (b"[]", DROPPED),
+        (b'{"sequence": 0}', DROPPED),
+        (b'{"sender": "ann/00", "sequence": 0, "outcome": "vanished"}', DROPPED),
+    ],
+)
+def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
+    opened: Trainer, content: bytes, kind: int
+) -> None:
+    opened._intake.journal.append(1, content, kind)
+    opened._intake.journal.commit()
+    with pytest.raises(
+        JournalError, match=r"step_000001\.msgpack .*; go on with .* step 0$"
+    ) as caught:
+        opened.recover()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_torn_journal_goes_on_at_its_last_good_record(

@@ -22,7 +22,7 @@ class LossSection(Section):
 
     name: Text = "reinforce"
     """a shipped loss, or a dotted name of your own (module:function)"""
-    epsilon: PositiveFloat | None = None
+    epsilon: Probability | None = None
     """grpo, decoupled_ppo, gspo: how far the importance ratio may fall below 1"""
     epsilon_high: PositiveFloat | None = None
     """the same above 1; None = epsilon (gspo: 4e-4). reinforce: clamp the ratio as its weight"""

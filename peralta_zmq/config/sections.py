@@ -148,8 +148,8 @@ class TrainSection(Section):
     oversize: Literal["truncate", "drop"] = "truncate"
     """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
     keep_zero_std: bool = False
-    """learn also from groups whose rewards are all equal: their advantages are 0, but a
-    reference, a teacher or an entropy bonus pulls there too"""
+    """learn also from groups whose rewards are all equal: a reference, a teacher or an entropy
+    bonus pulls there too; compared over the whole step (token_whitening) they have advantages"""
     num_iterations: PositiveInt = 1
     """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
     ref_sync_steps: PositiveInt | None = None

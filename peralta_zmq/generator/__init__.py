@@ -167,7 +167,7 @@ class Generator:
                             self._version.run_id)  # fmt: skip
             except EngineError as error:
                 self._give_up(engine, error)
-        self._report()
+        self._report(last=True)
         logger.info("run complete: groups=%d", self._sequence)
 
     def _give_up(self, engine: registry.Engine, error: EngineError) -> None:
@@ -339,7 +339,7 @@ class Generator:
                 raise NewRunError
             self._serve(version)
 
-    def _report(self) -> None:
+    def _report(self, *, last: bool = False) -> None:
         """Tell the trainer how we fare."""
         now, self._tokens, tokens = time.monotonic(), 0, self._tokens
         elapsed, self._reported = max(now - self._reported, 1e-3), now
@@ -360,6 +360,7 @@ class Generator:
                 queue_frac=min(1.0, queued / elapsed),
                 reload_s=self._reload_seconds,
                 wants_keyframe=self._follower.wants_keyframe,
+                last=last,
                 hello=self._hello,
             )
         )

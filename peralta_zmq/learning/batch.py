@@ -33,6 +33,7 @@ class Piece:
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # of each rollout
     sender: str = ""  # of their group
+    group: int = 0  # its number among those of the step that have a piece
 
     @property
     def num_tokens(self) -> int:
@@ -105,8 +106,9 @@ def cut(
             elif oversize == "truncate" and shorter is not rollout:  # nothing but prompt is left
                 counts["truncated"] -= 1
                 counts["dropped"] += 1
+        place = pieces[-1].group + 1 if pieces else 0
         cut_up = _pieces(kept, max_tokens if share_prompts else 0)
-        pieces += [replace(each, sender=groups[number].sender) for each in cut_up]
+        pieces += [replace(each, sender=groups[number].sender, group=place) for each in cut_up]
     told = dict(zip(signal, map(tuple, worths), strict=True))
     advantages = tuple(told.get(number, ()) for number in range(len(groups)))
     return Cut(tuple(pieces), counts["truncated"], counts["dropped"], advantages)

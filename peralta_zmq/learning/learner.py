@@ -114,10 +114,10 @@ class Learner:
 
     def _update(self, pieces: Cut) -> dict[str, float]:
         """One update of the optimizer for each mini-batch of the step."""
-        # Fewer pieces than mini-batches: each update has one. Without any, it is one of nothing.
+        # Fewer groups than mini-batches: each update has one. Without any, it is one of nothing.
         count = self._num_iterations
-        dealt = [self._batches(pieces, number) for number in range(count)
-                 if number < max(1, len(pieces.pieces))]  # fmt: skip
+        num_groups = pieces.pieces[-1].group + 1 if pieces.pieces else 1
+        dealt = [self._batches(pieces, number) for number in range(min(count, num_groups))]
         if count > 1:
             dealt = [[self._with_prox(batch) for batch in batches] for batches in dealt]
         taken = [
@@ -136,7 +136,7 @@ class Learner:
     def _batches(self, pieces: Cut, number: int) -> list[Batch]:
         """The micro-batches of a mini-batch, with what frozen models think of their tokens."""
         batches = make_batches(
-            pieces.pieces[number :: self._num_iterations],
+            [each for each in pieces.pieces if each.group % self._num_iterations == number],
             max_tokens=self._max_tokens, temperature=self._temperature,
             device=next(iter(self._parameters.values())).device,
             padded=not self._share_prompts, ranks=self._ranks,

@@ -114,7 +114,7 @@ def take_step(
             "skipped": float(skipped),
             **own,
         },
-        _problem(unlikely, metrics["loss"]) if skipped else "",
+        _problem(loss, metrics["loss"], unlikely) if skipped else "",
         {} if skipped else mismatch,
     )
 
@@ -153,7 +153,7 @@ def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: 
 
 def _checked(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """What the loss gives; it may be a user's own, which promises nothing."""
-    name = getattr(getattr(loss, "func", loss), "__name__", "loss")
+    name = _name(loss)
     given = cast("object", loss(tokens))
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
@@ -226,9 +226,13 @@ def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks
     return grad_norm
 
 
-def _problem(unlikely: float, loss: float) -> str:
+def _problem(loss: TokenLoss, value: float, unlikely: float) -> str:
     if unlikely:
         return f"the policy gives {unlikely:.0f} tokens a logprob that is not finite"
-    if not math.isfinite(loss):
-        return f"the loss is {loss} although every logprob of the policy is finite"
-    return f"the gradient is not finite although the loss is {loss:.6g}"
+    if not math.isfinite(value):
+        return f"the loss is {value} although every logprob of the policy is finite"
+    return f"the gradient of loss '{_name(loss)}' is not finite although its value is {value:.6g}"
+
+
+def _name(loss: TokenLoss) -> str:
+    return getattr(getattr(loss, "func", loss), "__name__", "loss")

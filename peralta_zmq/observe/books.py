@@ -150,7 +150,12 @@ class Books:
         for tracker in self._trackers:
             tracker.log(step, row)
 
-    def close_run(self, weights_folder: Path, accounting: Mapping[str, int]) -> None:
+    def close_run(
+        self,
+        weights_folder: Path,
+        accounting: Mapping[str, int],
+        last_reports: Mapping[str, int],
+    ) -> None:
         """Summary, plot and last words, all from the run's files."""
         rows = read_rows(self._folder / EVALUATIONS)
         base = next((row for row in rows if row["step"] == 0), None)
@@ -159,6 +164,7 @@ class Books:
             eval_before=number(base, "accuracy") if base else None,
             eval_after=number(rows[-1], "accuracy"),
             accounting=accounting,
+            last_reports=last_reports,
             verdict=self.verdict(),
         )
         self.draw()

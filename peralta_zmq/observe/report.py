@@ -28,12 +28,14 @@ def write_summary(
     eval_before: float | None,
     eval_after: float | None,
     accounting: Mapping[str, int],
+    last_reports: Mapping[str, int],
     verdict: Verdict,
 ) -> Summary:
     """Write summary.json whole and return it; accuracies are shares between 0 and 1.
 
     `accounting` says what became of every group: `made` is the sum of what follows it, save
-    `duplicates`, which came twice.
+    `duplicates`, which came twice. `last_reports` are the groups made by each sender of which
+    nothing can be missing from it.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
@@ -46,6 +48,7 @@ def write_summary(
         "steps": len({row.get("step") for row in rows}),
         "restarts": sum(row.get("event") == "resume" for row in events),
         "accounting": dict(accounting),
+        "last_reports": dict(last_reports),
         "verdict": asdict(verdict),
     }
     replace_file(folder / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())

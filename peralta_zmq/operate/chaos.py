@@ -24,7 +24,7 @@ from peralta_zmq.operate.promises import Check, check
 SEED = "PERALTA_CHAOS_SEED"  # in the environment: the same kills again
 NUM_KILLS = 5  # or one for each worker, if that is more
 EARLIEST, LATEST = 0.10, 0.80  # share of the steps between which kills fall
-REWARD_FLOOR = 0.95  # what the demo reaches when nobody is killed
+REWARD_FLOOR = 0.95  # set by hand; the demo clears it when nobody is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def seconds_until_back(strike: Strike, rows: Sequence[Row], events: Sequence[Row
 def _reward(history: History) -> Check:
     reward = fmean(number(row, "reward") for row in history.rows[-5:]) if history.rows else 0.0
     broken = () if reward >= REWARD_FLOOR else (f"below {REWARD_FLOOR}",)
-    return Check("reward", f"of the last 5 steps {reward:.3f}, as without kills", broken)
+    return Check("reward", f"mean of the last 5 steps {reward:.3f}, floor {REWARD_FLOOR}", broken)
 
 
 def _back_text(strike: Strike, history: History) -> str:

@@ -55,8 +55,10 @@ class Life:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """start (jobs as JSON lines), restart, run NAME, stop, status, follow, enable, disable."""
+    """check and start (jobs as JSON lines), restart, run, stop, status, follow, enable, disable."""
     command, *names = arguments
+    if command == "check":
+        return check(jobs_of(sys.stdin.read()))
     if command == "start":
         return start(jobs_of(sys.stdin.read()))
     if command == "restart":
@@ -85,14 +87,20 @@ def job_text(job: Job) -> str:
     return json.dumps(asdict(job))
 
 
-def start(jobs: Sequence[Job]) -> int:
-    """Start each detached; one that runs already stays. Raises ConfigError, before any starts."""
+def check(jobs: Sequence[Job]) -> int:
+    """0 when each can be started, or runs already as it should. Raises ConfigError."""
     _check_whole()
     for job in jobs:
         if supervisor_of(job.name) and read_job(job.name) != job:
             raise ConfigError(
                 f"{job.name} runs already with other settings; bin/lan stop {job.name} first"
             )
+    return 0
+
+
+def start(jobs: Sequence[Job]) -> int:
+    """Start each detached; one that runs already stays. Raises ConfigError, before any starts."""
+    check(jobs)
     FOLDER.mkdir(exist_ok=True)
     for job in jobs:
         if pid := supervisor_of(job.name):
@@ -247,8 +255,7 @@ def _detach(name: str) -> None:
     words = [sys.executable, "-m", "peralta_zmq.operate.keeper", "run", name]
     log = _file(name, "log")
     log.touch()
-    if units.systemd_keeps_us():
-        subprocess.run(units.transient(name, words, log), check=True)
+    if units.systemd_keeps_us() and units.given_to_systemd(name, words, log):
         return
     with log.open("ab") as output:
         subprocess.Popen(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from peralta_zmq.config import load_config, run_door, run_plain_door, toml_text
+from peralta_zmq.config import load_config, run_door, run_plain_door
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import status, steps, tail
 from peralta_zmq.operate.shell import Standing, on, run, unreachable
@@ -34,6 +34,7 @@ LOCAL = ("local", "chaos")
 EVERYWHERE = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_ANSWERS = "answering the doctors"
+START = "start"
 LOOPBACK = ("127.0.0.1", "localhost")
 Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and steps by host's name
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.command in ("up", "sync"):
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
         check_places(hosts, config)
-        crew = Fleet(hosts, config, partial=options.partial, dry_run=options.dry_run)
+        crew = Fleet(hosts, config, again=again, partial=options.partial, dry_run=options.dry_run)
         if options.command == "sync":
             return crew.sync()
         return crew.up() or (0 if options.dry_run else _show(hosts, again, tail.FROM_NOW))
@@ -95,6 +96,7 @@ class Fleet:
 
     hosts: Hosts
     config: Config
+    again: str = ""  # the options with which bin/lan finds the same hosts
     partial: bool = False
     dry_run: bool = False
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host's name
@@ -105,19 +107,20 @@ class Fleet:
 
     def up(self) -> int:
         """Everything up to running workers; an exit code."""
-        ready = all(map(self._pass, [*self._prepared(), self._settings()])) and self._examine()
-        return int(not (ready and self._pass(("start", self._each(self._start)))))
+        ready = all(map(self._pass, [*self._prepared(), *self._agreed()])) and self._examine()
+        return int(not (ready and self._pass((START, self._each(self._told("start"))))))
 
     def _prepared(self) -> Iterator[Phase]:
         yield "look", self._each(steps.probe)
-        yield "copy", self._each(steps.sync)
+        yield "copy", self._each(lambda host: steps.sync(host, self.config))
         yield "install", self._each(steps.install)
 
-    def _settings(self) -> Phase:
-        keys, settings = self.config.keys_folder, toml_text(self.config)
+    def _agreed(self) -> Iterator[Phase]:
+        keys = self.config.keys_folder
         if keys and not self.dry_run:
             _make_keys(keys, self.hosts.generators)
-        return "hand over", self._each(lambda host: steps.hand_over(host, settings, keys))
+        yield "hand over", self._each(lambda host: steps.hand_over(host, self.config))
+        yield "check", self._each(self._told("check"))
 
     def _examine(self) -> bool:
         """The doctors: the trainer's answers the others, so it begins first and ends last."""
@@ -136,8 +139,8 @@ class Fleet:
             return passed and self._may_go_on()
         return self._pass(("doctor", others))  # a trainer that runs already answers them itself
 
-    def _start(self, host: Host) -> list[Step]:
-        return steps.start(host, steps.jobs_of(host, self.hosts, self.config))
+    def _told(self, word: str) -> Callable[[Host], list[Step]]:
+        return lambda host: steps.tell(host, word, steps.jobs_of(host, self.hosts, self.config))
 
     def _each(self, steps_of: Callable[[Host], list[Step]]) -> Mapping[str, list[Step]]:
         return {host.name: steps_of(host) for host in self.hosts.host}
@@ -156,7 +159,7 @@ class Fleet:
             problems = list(pool.map(_do, hosts, [work[host.name] for host in hosts]))
         for host, problem in zip(hosts, problems, strict=True):
             self._note(host, title, problem)
-        return self._may_go_on()
+        return self._started() if title == START else self._may_go_on()
 
     def _note(self, host: Host, title: str, problem: str | None) -> bool:
         if problem:
@@ -179,6 +182,17 @@ class Fleet:
             return True
         hint = "" if self.partial else "; --partial goes on without"
         sys.stderr.write(f"nothing was started: {names} failed{hint}\n")
+        return False
+
+    def _started(self) -> bool:
+        """Whether the run goes; else say what of it runs, for some of it may."""
+        if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
+            return True
+        running = ", ".join(status.running(self.hosts)) or "nobody"
+        sys.stderr.write(
+            f"{', '.join(self.failed)} did not start whole; running now: {running}; "
+            f"bin/lan down {self.again} ends all\n"
+        )
         return False
 
 
@@ -227,8 +241,10 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
 
 def check_places(hosts: Hosts, config: Config) -> None:
     """Raise ConfigError for hosts that could not find the weights, or the trainer."""
-    for host in hosts.host:
-        if len(hosts.host) > 1 and not (host.weights_dir or config.weights.dir):
+    others = [host for host in hosts.host if host is not hosts.trainer]
+    served = all("://" in (host.weights_dir or "") for host in others)  # the trainer's own will do
+    for host in others if served else hosts.host:
+        if others and not (host.weights_dir or config.weights.dir):
             raise ConfigError(
                 f"host {host.name}: weights_dir is missing; set it to the shared folder as "
                 "that machine has it mounted"

@@ -134,8 +134,8 @@ def steps_missing(history: History) -> Check:
 def accounts(history: History) -> Check:
     """P6: what the summary counts is what the journal and the generators' logs say.
 
-    The trainer knows of a group once it has heard of it or of a later one of the same sender,
-    perhaps before: generators also report how many they have made.
+    The trainer knows of all groups of a sender whose last report it has; of another sender at
+    least of those up to the last that came, and of more if a report told it so.
     """
     fates, made = fates_of(history), history.logs.made
     said = history.summary.get("accounting")
@@ -145,7 +145,8 @@ def accounts(history: History) -> Check:
     heard: dict[str, int] = {}
     for sender, sequence in fates:
         heard[sender] = max(heard.get(sender, -1), sequence)
-    known = [key for key in made if key[1] <= heard.get(key[0], -1)]
+    reported = _last_reports(history)
+    known = [key for key in made if key[0] in reported or key[1] <= heard.get(key[0], -1)]
     counted = Counter(fates.values())
     counted["lost or in flight"] = stated["made"] - len(fates)
     stated["lost or in flight"] = stated["lost"] + stated["in_flight"]
@@ -155,15 +156,31 @@ def accounts(history: History) -> Check:
         for name in (*SETTLED, "lost or in flight")
         if stated[name] != counted[name]
     ]
+    in_logs = Counter(sender for sender, _ in made)
+    broken += [
+        f"{sender} has made {count} by its last report, {in_logs[sender]} by the logs"
+        for sender, count in reported.items()
+        if count != in_logs[sender]
+    ]
     if not len(known) <= stated["made"] <= len(made):
-        between = f"{len(known)} to {len(made)}"
+        between = " to ".join(str(count) for count in sorted({len(known), len(made)}))
         broken.append(f"made is {stated['made']} in the summary, {between} in the records")
     gone = history.logs.lost | (history.rolled_back - fates.keys())
     if stated["lost"] > len(gone):
         broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
     unheard = len(made) - len(known)
-    text = f"made {len(known)} + {unheard} that died with their generators or came after the end"
+    text = f"made {len(known)} + {unheard} of senders whose last report is missing"
     return Check("P6", text, tuple(broken))
+
+
+def _last_reports(history: History) -> dict[str, int]:
+    """How many groups each sender has made, of those that told the trainer so at their end."""
+    said = history.summary.get("last_reports")
+    return (
+        {str(sender): int(count) for sender, count in said.items()}
+        if isinstance(said, dict)
+        else {}
+    )
 
 
 def fates_of(history: History) -> dict[Key, str]:

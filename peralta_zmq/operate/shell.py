@@ -6,9 +6,13 @@ nothing of what the commands are for.
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -96,8 +100,12 @@ def run(command: Command) -> Result:
     except FileNotFoundError as error:
         return Result(127, "", f"there is no {error.filename} on this machine; install it")
     except subprocess.TimeoutExpired:
-        return Result(124, "", f"no end after {command.seconds:.0f} s")
+        return _too_long(command.seconds)
     return Result(ended.returncode, ended.stdout, ended.stderr)
+
+
+def _too_long(seconds: float) -> Result:
+    return Result(124, "", f"no end after {seconds:.0f} s")
 
 
 class Standing:
@@ -107,28 +115,47 @@ class Standing:
         """Start it, and wait until it prints a line that begins with `sign`, or ends."""
         self._process = subprocess.Popen(
             command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
+            text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdout
         self._said: list[str] = []
         self.serves = False  # it ended instead
-        for line in self._process.stdout:
-            self._said.append(line)
-            if line.startswith(sign):
-                self.serves = True
-                return
+        self._killer = threading.Timer(command.seconds, self._kill)
+        self._killer.daemon = True
+        self._killer.start()
+        try:
+            self._wait_for(sign)
+        except BaseException:  # Ctrl-C reaches us alone
+            self.__exit__()
+            raise
 
-    def end(self) -> Result:
-        """Close its standard input and take what it has to say."""
-        out, err = self._process.communicate(timeout=MOMENT)
+    def end(self, seconds: float = MOMENT) -> Result:
+        """Close its standard input and take what it has to say; code 124 when it will not end."""
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return _too_long(seconds)
         return Result(self._process.returncode, "".join([*self._said, out]), err)
 
     def __enter__(self) -> Standing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._killer.cancel()
+        if self._process.returncode is None:
+            self._kill()
+            self._process.communicate()
+
+    def _wait_for(self, sign: str) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._said.append(line)
+            if line.startswith(sign):
+                self.serves = True
+                return
+
+    def _kill(self) -> None:
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a shell, and what it runs
 
 
 def unreachable(host: Host, result: Result) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
     return "\n".join(
         [
             BEGIN,
-            f"{time.strftime('%Y-%m-%d')}, {minutes:g} minutes, seed {seed}, {machine}:",
+            f"{time.strftime('%Y-%m-%d')}, {minutes:g} minutes, seed {seed}, {machine}, "
+            f"commit {_commit() or 'unknown'}:",
             "",
             "| | |",
             "|---|---|",
@@ -91,6 +93,16 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
             END,
         ]
     )
+
+
+def _commit() -> str:
+    """Of this checkout, with a + when files of it have changed since; empty outside of git."""
+    here = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def write_section(text: str, document: Path) -> None:

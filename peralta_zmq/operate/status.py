@@ -39,6 +39,12 @@ def show(hosts: Hosts) -> int:
     return int(bad)
 
 
+def running(hosts: Hosts) -> list[str]:
+    """Names of the workers that run, on the hosts that answer."""
+    rows = [row for answered, _ in _ask_all(hosts) for row in answered]
+    return [str(row["name"]) for row in rows if row["state"] == "running"]
+
+
 def trainer_code(hosts: Hosts) -> int:
     """The exit code of the trainer; 1 when it runs on, or nobody knows."""
     rows, _ = _ask(hosts.trainer)

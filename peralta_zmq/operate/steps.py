@@ -6,14 +6,17 @@ the project's folders; decides nothing about the order, or about other hosts.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, toml_text
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.operate.keeper import FOLDER, HALF_COPIED, Job, job_text
 from peralta_zmq.operate.shell import LONG, Command, Judge, Result, copy_to, on, program_on
@@ -24,11 +27,13 @@ LEFT_OUT = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.sec
             "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
 OLDEST = (3, 10)
 NEW_MB, AGAIN_MB = 3000, 200  # free space for an environment with torch, and for the code alone
-SETTINGS, KEYS = FOLDER / "config.toml", FOLDER / "keys"
+KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
 PYTHON = ".venv/bin/python"
 KEEPER = f"{PYTHON} -m peralta_zmq.operate.keeper"
 NO_SPACE = "No space left"
+NO_PROGRAM = 127  # what a shell ends with
 DOCTOR_WAITS = {"trainer": "900", "generator": "20"}  # seconds: to answer, to be answered
+DOCTOR_SECONDS = 1800.0
 
 PROBE = """
 p={folder}; while [ ! -e "$p" ]; do p=$(dirname "$p"); done
@@ -68,18 +73,40 @@ def probe(host: Host) -> list[Step]:
     return [Step(program_on(host, script), lambda result: _probed(host, result))]
 
 
-def sync(host: Host) -> list[Step]:
-    """Copy the code; a marker says so while it is half done."""
+def sync(host: Host, config: Config) -> list[Step]:
+    """Copy the code; a marker says so while it is half done.
+
+    Only within the folders that are copied is anything deleted, and never what a run leaves.
+    """
     if host.folder is None:
         return []
-    excluded = [f"--exclude={name}" for name in LEFT_OUT]
+    excluded = [f"--exclude={name}" for name in (*LEFT_OUT, *left_by_runs(host, config))]
     mark = f"mkdir -p {host.folder}/{FOLDER} && touch {host.folder}/{HALF_COPIED}"
-    copied = copy_to(host, [f"{REPO}/"], f"{host.folder}/", "--delete", *excluded)
+    sources = sorted(str(each) for each in REPO.iterdir())
+    copied = copy_to(host, sources, f"{host.folder}/", "--delete", *excluded)
     return [
         Step(on(host, mark), _plain("cannot make its folder; choose another dir")),
         Step(copied, _copied),
         Step(on(host, f"rm -f {host.folder}/{HALF_COPIED}"), _plain("run bin/lan sync again")),
     ]
+
+
+def left_by_runs(host: Host, config: Config) -> list[str]:
+    """Patterns of rsync for the runs and weights that lie in the project's folder on the host."""
+    runs = os.path.normpath(config.run.dir)
+    kept = [str(config.run_folder) if runs == "." else runs]
+    kept += filter(None, (host.weights_dir, config.weights.dir))
+    inner = (_inside_of(host.folder or "", os.path.normpath(each))
+             for each in kept if "://" not in each)  # fmt: skip
+    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{each}") for each in inner if each]
+
+
+def _inside_of(folder: str, path: str) -> str | None:
+    """A path as it is within a folder of the host; None when it lies elsewhere."""
+    if not path.startswith(("/", "~")):
+        return None if path.split("/")[0] in (".", "..") else path
+    _, found, rest = path.removeprefix("~").partition(f"/{folder.strip('~/')}/")
+    return rest if found else None
 
 
 def install(host: Host) -> list[Step]:
@@ -91,15 +118,29 @@ def install(host: Host) -> list[Step]:
     return [Step(on(host, script, seconds=LONG), _plain(remedy))]
 
 
-def hand_over(host: Host, settings: str, keys: Path | None) -> list[Step]:
-    """The settings, and the keys that this host needs and no others."""
-    script = inside(host, f"mkdir -p {FOLDER} && cat > {SETTINGS}")
+def hand_over(host: Host, config: Config) -> list[Step]:
+    """The settings, the password of the weights, and the keys that this host needs, no others."""
+    settings, file = toml_text(config), settings_file(config)
+    script = inside(host, f"mkdir -p {FOLDER} && cat > {file}")
     given = [Step(on(host, script, settings), _plain("cannot write there; is the disk full?"))]
-    if keys is None:
-        return given
-    folder = f"{host.folder or REPO}/{KEYS}/"
-    copied = copy_to(host, key_files(host, keys), folder)
-    return [*given, Step(copied, _copied)]
+    folder = host.folder or REPO
+    if token := token_file(config):
+        given.append(Step(copy_to(host, [str(token)], f"{folder}/{TOKEN}"), _copied))
+    if keys := config.keys_folder:
+        given.append(Step(copy_to(host, key_files(host, keys), f"{folder}/{KEYS}/"), _copied))
+    return given
+
+
+def settings_file(config: Config) -> Path:
+    """Where the settings lie on every host: others lie elsewhere, and so make another job."""
+    digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
+    return FOLDER / f"config-{digest[:12]}.toml"
+
+
+def token_file(config: Config) -> Path | None:
+    """The file with the password of the weights, where this machine has it."""
+    path = Path(config.weights.token_file or "").expanduser()
+    return path if path.is_file() else None
 
 
 def key_files(host: Host, keys: Path) -> list[str]:
@@ -118,29 +159,30 @@ def doctor(host: Host, config: Config) -> Step:
     The trainer's goes on, until its standard input ends, to answer those of the generators.
     """
     words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAITS[host.role],
-             "@", str(SETTINGS), *own_settings(host, config)]  # fmt: skip
+             "@", str(settings_file(config)), *own_settings(host, config)]  # fmt: skip
     if host.role == "generator":
         words += ["--generator.name", host.generators[0]]
     settings = [f"{name}={value}" for name, value in host.env.items()]
     script = inside(host, shlex.join(["env", *settings, *words] if settings else words))
-    return Step(on(host, script, seconds=LONG), _examined)
+    return Step(on(host, script, seconds=DOCTOR_SECONDS), _examined)
 
 
-def start(host: Host, jobs: Sequence[Job]) -> list[Step]:
-    """Start the workers, detached, each under its supervisor."""
+def tell(host: Host, word: str, jobs: Sequence[Job]) -> list[Step]:
+    """To the keeper there: `check` that these can be started, or `start` them, detached."""
     given = "".join(f"{job_text(job)}\n" for job in jobs)
-    return [Step(on(host, inside(host, f"{KEEPER} start"), given), _plain(None))]
+    return [Step(on(host, inside(host, f"{KEEPER} {word}"), given), _plain(None))]
 
 
 def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     """What runs on a host: its trainer first, if it has one, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
-    own, every, sharers = own_settings(host, config), hosts.generators, str(len(host.workers))
-    trainer = ("bin/trainer", "@", str(SETTINGS), *own, "--train.num-workers", sharers)
+    own = ["@", str(settings_file(config)), *own_settings(host, config)]
+    every, sharers = hosts.generators, str(len(host.workers))
+    trainer = ("bin/trainer", *own, "--train.num-workers", sharers)
     jobs = [
         Job(
             name,
-            (PYTHON, "bin/generator", "@", str(SETTINGS), *own,
+            (PYTHON, "bin/generator", *own,
              "--generator.name", name, "--generator.index", str(every.index(name)),
              "--generator.count", str(len(every)), "--generator.num-workers", sharers),
             env,
@@ -156,7 +198,8 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
 def own_settings(host: Host, config: Config) -> list[str]:
     """Options in which this host differs from the others."""
     options = {"--weights.dir": host.weights_dir, "--model.device": host.device,
-               "--security.keys": str(KEYS) if config.security.keys else None}  # fmt: skip
+               "--security.keys": str(KEYS) if config.security.keys else None,
+               "--weights.token-file": str(TOKEN) if token_file(config) else None}  # fmt: skip
     return [word for name, given in options.items() if given for word in (name, given)]
 
 
@@ -208,6 +251,8 @@ def _package_hint(program: str) -> str:
 def _copied(result: Result) -> str | None:
     if result.code == 0:
         return None
+    if result.code == NO_PROGRAM:  # the host's own was looked for before
+        return f"there is no rsync on this machine; install it ({_package_hint('rsync')})"
     text = f"copying stopped halfway (rsync code {result.code}: {result.last_words})"
     if NO_SPACE in result.err:
         return f"{text}; the disk is full: make room there, then the same command again"

@@ -18,6 +18,7 @@ from peralta_zmq.errors import ConfigError
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LINGERERS = Path("/var/lib/systemd/linger")  # users whose services outlive their logins
 SECONDS = 10.0  # for a word from systemd
+HANDED_ON = ("PATH", "PYTHONPATH")  # of our environment, to a supervisor that systemd starts
 
 
 def main(command: str, names: Sequence[str]) -> int:
@@ -50,15 +51,22 @@ def systemd_keeps_us() -> bool:
     return asked.returncode == 0
 
 
-def transient(name: str, words: Sequence[str], log: Path) -> list[str]:
-    """The command that hands a supervisor over to systemd."""
-    os.environ.update(_environment())
+def given_to_systemd(name: str, words: Sequence[str], log: Path) -> bool:
+    """Hand a supervisor over to systemd; False, and said, when it does not take it."""
+    problem = _problem(_transient(name, words, log))
+    if problem:
+        sys.stdout.write(f"{name}: systemd-run failed ({problem}); started without it\n")
+    return not problem
+
+
+def _transient(name: str, words: Sequence[str], log: Path) -> list[str]:
+    kept = [f"--setenv={each}={os.environ[each]}" for each in HANDED_ON if each in os.environ]
     return [
         "systemd-run", "--user", "--quiet", "--collect", f"--unit={_label(name)}",
         f"--working-directory={Path.cwd()}", "--property=KillMode=mixed",
         f"--property=StandardOutput=append:{log.absolute()}",
         f"--property=StandardError=append:{log.absolute()}",
-        "--setenv=PYTHONPATH", "--setenv=PATH", *words,
+        *kept, *words,
     ]  # fmt: skip
 
 
@@ -102,15 +110,23 @@ def _install(path: Path, text: str, commands: Sequence[Sequence[str]]) -> None:
 
 
 def _ask(words: Sequence[str]) -> None:
+    if problem := _problem(words):
+        raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
+
+
+def _problem(words: Sequence[str]) -> str | None:
+    """Run a program of the system; what is wrong."""
     try:
         asked = subprocess.run(
             words, capture_output=True, text=True, check=False, timeout=SECONDS, env=_environment()
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{words[0]} does not answer ({error}); is it on this machine?") from None
-    if asked.returncode:
-        said = " ".join((asked.stderr or asked.stdout).split())
-        raise ConfigError(f"{' '.join(words)} failed: {said}; is it on this machine?")
+    except subprocess.TimeoutExpired:
+        return f"no answer within {SECONDS:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    if asked.returncode == 0:
+        return None
+    return " ".join((asked.stderr or asked.stdout).split()) or f"exit code {asked.returncode}"
 
 
 def _environment() -> dict[str, str]:

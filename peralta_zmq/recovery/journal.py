@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Journal:
         self._descriptor = -1
         self._size: int | None = None  # bytes of whole records in the step's file, once known
         self._waiting: list[bytes] = []  # encoded, not yet committed
+        self._since = 0.0  # monotonic seconds, when the first of them came
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
@@ -51,6 +53,8 @@ class Journal:
             assert not self._waiting, "a step ends with a commit"
             self.close()
             self._step, self._size = step, None
+        if not self._waiting:
+            self._since = time.monotonic()
         self._waiting.append(_encoded(Record(kind, content)))
 
     def commit(self) -> bool:
@@ -65,7 +69,9 @@ class Journal:
             self._write(b"".join(self._waiting))
         except OSError as error:
             self.close()  # a second fsync of the same pages would lie
-            raise JournalError(f"cannot write {self._file(self._step)}: {error.strerror}") from None
+            raise JournalError(
+                f"cannot write {self.file_of(self._step)}: {error.strerror}"
+            ) from None
         self._waiting.clear()
         failpoint("journal.synced")
         return True
@@ -75,7 +81,7 @@ class Journal:
 
         Raises JournalError when there are later steps: then it is no tail, but damage.
         """
-        file = self._file(step)
+        file = self.file_of(step)
         records, torn = read_records(self._folder, step)
         if torn and (later := [each for each in self.steps() if each > step]):
             raise JournalError(
@@ -92,6 +98,11 @@ class Journal:
         """Records not yet committed."""
         return len(self._waiting)
 
+    @property
+    def waited(self) -> float:
+        """Seconds since the first of these was appended; 0 when there are none."""
+        return time.monotonic() - self._since if self._waiting else 0.0
+
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""
         return steps_in(self._folder)
@@ -101,13 +112,13 @@ class Journal:
         for step in self.steps():
             if step < oldest:
                 with contextlib.suppress(OSError):  # it is only in the way
-                    self._file(step).unlink()
+                    self.file_of(step).unlink()
 
     def move_after(self, step: int, target: Path) -> None:
         """Move the files of later steps to another folder, the newest first."""
         for later in reversed(self.steps()):
             if later > step:
-                os.rename(self._file(later), target / self._file(later).name)
+                os.rename(self.file_of(later), target / self.file_of(later).name)
         durable.sync_folder(self._folder)
 
     def close(self) -> None:
@@ -119,7 +130,7 @@ class Journal:
     def _write(self, content: bytes) -> None:
         if self._descriptor < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._descriptor = os.open(self._file(self._step), flags, 0o644)
+            self._descriptor = os.open(self.file_of(self._step), flags, 0o644)
             durable.sync_folder(self._folder)
         if self._size is None:
             self._size = os.fstat(self._descriptor).st_size
@@ -130,7 +141,8 @@ class Journal:
         os.fsync(self._descriptor)
         self._size += len(content)
 
-    def _file(self, step: int) -> Path:
+    def file_of(self, step: int) -> Path:
+        """Where the records of a step are."""
         return _file_of(self._folder, step)
 
 

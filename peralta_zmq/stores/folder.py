@@ -77,16 +77,20 @@ class Folder:
         durable.replace_file(self._lease, json.dumps(text).encode())
         self._leased = True
         now = self._lease.stat().st_mtime
-        for other in sorted(self.folder.glob(f"{LEASE}*")):
-            if other.name == self._lease.name:
-                continue
-            with contextlib.suppress(FileNotFoundError, *durable.MALFORMED):
-                said = cast("dict[str, Any]", json.loads(other.read_bytes()))
-                if now - other.stat().st_mtime < LEASE_SECONDS and _lives(said):
-                    self.release()
-                    return f"pid {said['pid']} on {said['host']}"
+        for other in self._other_leases():
+            if found := _holder_of(other, now):
+                self.release()
+                return found
             other.unlink(missing_ok=True)
         return None
+
+    def holder(self, now: float) -> str | None:
+        """Who else works here, at this time by the clock of the file system. Changes nothing."""
+        return next(filter(None, (_holder_of(each, now) for each in self._other_leases())), None)
+
+    def _other_leases(self) -> list[Path]:
+        found = sorted(self.folder.glob(f"{LEASE}*"))
+        return [each for each in found if each.name != self._lease.name]
 
     def release(self) -> None:
         """Let the next trainer in at once."""
@@ -129,6 +133,14 @@ class Folder:
                 else:
                     os.unlink(self.folder / mark)
         return read
+
+
+def _holder_of(lease: Path, now: float) -> str | None:
+    with contextlib.suppress(FileNotFoundError, *durable.MALFORMED):
+        said = cast("dict[str, Any]", json.loads(lease.read_bytes()))
+        if now - lease.stat().st_mtime < LEASE_SECONDS and _lives(said):
+            return f"pid {said['pid']} on {said['host']}"
+    return None
 
 
 def _lives(said: Mapping[str, Any]) -> bool:

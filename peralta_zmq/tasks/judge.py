@@ -149,15 +149,32 @@ def _outcome(
     except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
         return f"raised {described(error)}"
     given = cast("Mapping[object, object]", earned) if isinstance(earned, Mapping) else {"": earned}
-    parts: dict[str, float] = {}
-    for name, part in given.items():
-        if isinstance(part, (str, bytes)) or not hasattr(part, "__float__"):
-            return f"gave {part!r:.80}, which is no number"
-        parts[str(name)] = float(cast(Any, part))
-    total = math.fsum(parts.values())
+    parts, part = dict[str, float](), cast("object", earned)
+    try:
+        for name, part in given.items():
+            parts[str(name)] = _number(part)
+        part = cast("object", earned)
+        total = math.fsum(parts.values())  # infinities of both signs have no sum
+    except Exception:  # noqa: BLE001  whatever a stranger's object raises
+        return f"gave {_shown(part)}, which is no number"
     if not abs(total) <= MAX_REWARD:  # NaN too
         return f"gave {total}, which is no number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
     return parts if isinstance(earned, Mapping) else total
+
+
+def _number(part: object) -> float:
+    """It as a float; a word is none. Raises whatever its conversion raises."""
+    if isinstance(part, (str, bytes)) or not hasattr(part, "__float__"):
+        raise TypeError
+    return float(cast("Any", part))
+
+
+def _shown(value: object) -> str:
+    """The beginning of its repr on one line; its type, when it has none."""
+    try:
+        return f"{' '.join(repr(value).split()):.80}"
+    except Exception:  # noqa: BLE001  a stranger's too, and that of an int of 4300 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def _leave_with_parent() -> None:

@@ -188,7 +188,9 @@ class Trainer:
         self._roster.excuse(time.monotonic() - started)
         self._roster.hear_last(step=step)
         self._books.end("complete", step=step)
-        self._books.close_run(self._loadable(), self._intake.accounting())
+        self._books.close_run(
+            self._loadable(), self._intake.accounting(), self._roster.last_reports()
+        )
 
     def _loadable(self) -> Path:
         """A folder that transformers loads the last weights from."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peralta_zmq import parts, wire
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.curriculum.pools import Pools
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, Verdict, staleness
 from peralta_zmq.observe.books import Books
@@ -24,11 +25,25 @@ from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
 from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
-COMMIT_GROUPS = 16  # that wait for the disk at most, so that outboxes stay short
+# What waits for the disk at most, so that outboxes stay short: one write for all that came in it.
+COMMIT_GROUPS, COMMIT_SECONDS = 16, 0.1
 # An announcement is of every live generator and goes to every one of them: between two that only
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the journal holds of a group that is in no step, and says of its problem."""
+
+    sender: str
+    sequence: int
+    outcome: str
+    floor: int = 0
+    problem: str = ""
+    reward: float = 0.0  # mean of its rollouts
+    draw: int = -1
 
 
 class Intake:
@@ -80,9 +95,9 @@ class Intake:
     ) -> tuple[list[RolloutGroup], int]:
         """Admitted groups enough for this step, and how many were already queued.
 
-        What came is made durable whenever nothing more is waiting, all at once. `meanwhile` is
-        called between two groups, with whether nothing came for a while. No groups when we are
-        asked to stop.
+        What came is made durable all at once: soon, when nothing more comes, and before we return
+        it. `meanwhile` is called between two groups, with whether nothing came for a while. No
+        groups when we are asked to stop.
         """
         depth, queued, idle, self.journaling = 0, True, False, 0.0
         started = said = time.monotonic()
@@ -93,12 +108,13 @@ class Intake:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
-                self.commit()
+                self._commit_what_waited()
                 self._say_news(step)
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             idle = received is None
             if received is None:
+                self.commit()
                 said = self._say_silence(started, said)
                 continue
             depth += queued
@@ -125,23 +141,26 @@ class Intake:
             self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
         elif verdict != "duplicate":
             self._drop(group, verdict, step=step)
-        if self.journal.num_waiting >= COMMIT_GROUPS:
-            self.commit()
+        self._commit_what_waited()
         self._say_news(step)
         return verdict
 
     def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
         """Note what became of a group that is in no step."""
-        note = {"sender": group.sender, "sequence": group.sequence, "outcome": verdict}
         if verdict == "evaluated":
             self._evaluations.take(group)
         elif verdict != "filtered":
-            self._books.event("drop", **note, step=step, staleness=staleness(group, step=step))
+            self._books.event(
+                "drop", sender=group.sender, sequence=group.sequence, outcome=verdict, step=step,
+                staleness=staleness(group, step=step),
+            )  # fmt: skip
         self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
-        told = {"problem": group.problem_id, "reward": group.mean_reward, "draw": group.draw}
         self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
-        written = json.dumps({**note, "floor": group.floor, **told}).encode()
-        self.journal.append(step, written, DROPPED)
+        note = Note(
+            group.sender, group.sequence, verdict, floor=group.floor, problem=group.problem_id,
+            reward=group.mean_reward, draw=group.draw,
+        )  # fmt: skip
+        self.journal.append(step, json.dumps(asdict(note)).encode(), DROPPED)
 
     def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
         """What a group says of its problem, also when it is heard again from the journal."""
@@ -154,6 +173,11 @@ class Intake:
                     f"no problem is left between curriculum.hard_threshold and easy_threshold; "
                     f"all {returned} are drawn again"
                 )
+
+    def _commit_what_waited(self) -> None:
+        journal = self.journal
+        if journal.num_waiting >= COMMIT_GROUPS or journal.waited >= COMMIT_SECONDS:
+            self.commit()
 
     def commit(self) -> None:
         """What was taken in is on disk; waits, saying so, while the disk refuses."""
@@ -188,23 +212,36 @@ class Intake:
         """The groups that the journal holds for a step, settled again in the ledger."""
         groups: list[RolloutGroup] = []
         for kind, content in self.journal.read(step):
-            if kind == DROPPED:
-                note = json.loads(content)
-                told = (note.pop("problem", ""), note.pop("reward", 0.0), note.pop("draw", -1))
-                fresh = self.admission.ledger.settle(**note)
-                self._learn_of(*told, note["outcome"])
+            known = self._read(kind, content, step=step)
+            if isinstance(known, Note):
+                fresh = self.admission.ledger.settle(
+                    known.sender, known.sequence, known.outcome, floor=known.floor
+                )
+                self._learn_of(known.problem, known.reward, known.draw, known.outcome)
             else:
-                group = wire.decode_group(content, vocab_size=self._vocab_size)
-                groups.append(group)
-                verdict = self.admission.admit(group, step=step)
+                groups.append(known)
+                verdict = self.admission.admit(known, step=step)
                 fresh = verdict in ADMITTED
-                self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+                self._learn_of(known.problem_id, known.mean_reward, known.draw, verdict)
             if not fresh:
                 raise JournalError(
                     f"the checkpoint and the journal of step {step} in {self._config.run_folder} "
                     "disagree: a group is in both; move the newer of the two away"
                 )
         return groups
+
+    def _read(self, kind: int, content: bytes, *, step: int) -> RolloutGroup | Note:
+        """What one record says. Raises JournalError when that is nothing we know."""
+        try:
+            if kind == DROPPED:
+                return _note_of(content)
+            return wire.decode_group(content, vocab_size=self._vocab_size)
+        except (WireError, ValueError, TypeError) as error:
+            raise JournalError(
+                f"{self.journal.file_of(step)} has a whole record that cannot be read ({error}); "
+                "go on with the version and the model that wrote it, or move it and those of "
+                f"later steps away to go on from step {step - 1}"
+            ) from None
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint, as of the step just taken."""
@@ -296,6 +333,13 @@ class Intake:
         aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
         self._books.note(silence_text(now - started, self._receiver.address, aside))
         return now
+
+
+def _note_of(content: bytes) -> Note:
+    note = Note(**json.loads(content))
+    if note.outcome not in OUTCOMES:
+        raise ValueError(f"outcome: {note.outcome!a:.40} is none")
+    return note
 
 
 def silence_text(seconds: float, address: str, aside: Sequence[str]) -> str:

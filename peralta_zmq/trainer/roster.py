@@ -6,7 +6,7 @@ Knows counters and the clock; knows nothing of groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from peralta_zmq import wire
 from peralta_zmq.observe.books import Books
@@ -31,11 +31,11 @@ class Roster:
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._greeted: set[str] = set()  # of those, who has said hello
 
-    def hear(self, *, step: int) -> Set[str]:
-        """Take in what generators report of themselves: who reports is alive. Who did just now."""
+    def hear(self, *, step: int) -> None:
+        """Take in what generators report of themselves: who reports is alive."""
         came = self._counters.receive()
         if not came:
-            return came.keys()
+            return
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)
@@ -43,14 +43,18 @@ class Roster:
             # Once for each time of want: one that cannot read the keyframe either waits on.
             asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
             self.wants_keyframe = self.wants_keyframe or asks
-        return came.keys()
 
     def hear_last(self, *, step: int) -> None:
         """Wait a moment for the last report of each, which they send when they hear the end."""
-        awaited, deadline = set(self.live()), time.monotonic() + LAST_SECONDS
-        while awaited and time.monotonic() < deadline:
-            awaited -= self.hear(step=step)
+        deadline = time.monotonic() + LAST_SECONDS
+        self.hear(step=step)
+        while set(self.live()) - self.last_reports().keys() and time.monotonic() < deadline:
             time.sleep(0.01)
+            self.hear(step=step)
+
+    def last_reports(self) -> dict[str, int]:
+        """Senders that have said that they make no more, and how many groups each has made."""
+        return {sender: report.made for sender, report in self.reports.items() if report.last}
 
     def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
         """We have heard of a start of a generator just now, perhaps for the first time.

@@ -24,7 +24,13 @@ from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
 from peralta_zmq.wire.counting import CounterReceiver, CounterSender
 from peralta_zmq.wire.gate import Gate
 from peralta_zmq.wire.greeting import Greeter, Guest
-from peralta_zmq.wire.greetings import Greeting, decode_greeting, encode_greeting
+from peralta_zmq.wire.greetings import (
+    Greeting,
+    decode_greeting,
+    decode_request,
+    encode_greeting,
+    encode_request,
+)
 from peralta_zmq.wire.groups import decode_group, encode_group
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.outbox import Outbox
@@ -51,10 +57,12 @@ __all__ = [
     "decode_counters",
     "decode_greeting",
     "decode_group",
+    "decode_request",
     "encode_announcement",
     "encode_counters",
     "encode_greeting",
     "encode_group",
+    "encode_request",
     "generator_keys",
     "next_port",
     "taken",

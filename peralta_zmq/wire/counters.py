@@ -33,6 +33,7 @@ class Counters:
     queue_frac: float = 0.0  # share of the time with a full queue, a part of the former
     reload_s: float = 0.0  # seconds of the latest change of weights
     wants_keyframe: bool = False  # no version can be followed from the one in use
+    last: bool = False  # nothing is made after this report
     hello: dict[str, str] = field(default_factory=dict[str, str])
     """Facts that stay: package, python, torch, transformers; device, dtype, threads."""
 
@@ -46,7 +47,7 @@ COUNTS = ("made", "lost", "resent", "unjudged", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),
-    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "hello": dict,
+    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "last": bool, "hello": dict,
 }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_whoever_dies_at_a_named_place_ledger_and_weights_agree(field: Field) ->
     assert trainer.ends(timeout=120) == 0, trainer.printed
     assert generator.ends(timeout=30) == 0, generator.printed
     print(f"reached: {reached}")
-    assert len(reached) >= 10
+    assert set(PLACES) - set(reached) <= {"publish.identity"}
     assert field.broken() == {}
     assert is_as_published(field)
 

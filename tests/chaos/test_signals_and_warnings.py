@@ -36,7 +36,7 @@ def test_one_signal_finishes_the_step_and_saves(field: Field, number: signal.Sig
     trainer, generator = field.trainer(*LONG), field.generator("ann")
     until(lambda: field.step >= 3, trainer, generator)
     trainer.signal(number)
-    assert trainer.ends(timeout=5) == 0
+    assert trainer.ends(timeout=3) == 0
     step = field.step
     assert f"stopped after step {step}, saved; the same command resumes it" in trainer.printed
     assert (field.run / "checkpoints" / f"step_{step:06d}" / "STABLE").exists()

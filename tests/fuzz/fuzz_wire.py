@@ -31,7 +31,9 @@ def decode_all(content: bytes) -> None:
             wire.decode_group(frame, vocab_size=VOCAB_SIZE)
         except WireError:
             continue
-    for decode in (wire.decode_announcement, wire.decode_counters):
+    for decode in (
+        wire.decode_announcement, wire.decode_counters, wire.decode_greeting, wire.decode_request,
+    ):  # fmt: skip
         try:
             decode(content)
         except WireError:
@@ -55,6 +57,9 @@ def main() -> None:
     (corpus / "announcement").write_bytes(wire.encode_announcement(said))
     counted = wire.Counters("run", "ann", bytes(8), hello={"python": "3.11"})
     (corpus / "counters").write_bytes(wire.encode_counters(counted))
+    greeting = wire.Greeting("run", run_id="run-00", hello={"python": "3.11"}, shown="file")
+    (corpus / "greeting").write_bytes(wire.encode_greeting(greeting))
+    (corpus / "request").write_bytes(wire.encode_request("take", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)
     atheris.Setup([*sys.argv, str(corpus)], decode_all)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import group_of, siblings
 
-from peralta_zmq.learning.advantages import group_mean, length_weighted
+from peralta_zmq.learning.advantages import group_mean, length_weighted, token_whitening
 from peralta_zmq.learning.batch import Batch, cut, deal, make_batches
 from peralta_zmq.rollout import RolloutGroup
 
@@ -190,6 +190,23 @@ def test_groups_are_compared_within_themselves() -> None:
     groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
     (batch,) = batches_of(groups)  # the longer group first
     assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "equal", "other"),
+    [
+        (group_mean, (0, 0), (0.5, -0.5)),
+        # over the step: mean 3/4, standard deviation 0.433013
+        (token_whitening, (0.577337, 0.577337), (0.577337, -1.732011)),
+    ],
+)
+def test_a_group_of_equal_rewards_is_compared_as_the_estimator_says_when_it_is_kept(
+    advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
+) -> None:
+    groups = [group_of([1, 1]), group_of([1, 0])]
+    kept = cut(groups, advantage, max_tokens=1000, keep_zero_std=True).advantages
+    assert kept[0] == pytest.approx(equal, abs=1e-6)
+    assert kept[1] == pytest.approx(other, abs=1e-6)
 
 
 def test_tensors_have_the_types_that_models_and_losses_want() -> None:

@@ -129,6 +129,35 @@ def test_each_mini_batch_is_an_update_on_its_share_of_the_groups() -> None:
     assert identical(weights(model), weights(updates_model))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tokens_per_microbatch": 9}, {"share_prompts": False},
+     {"max_tokens_per_microbatch": 9, "share_prompts": False}],
+)  # fmt: skip
+def test_siblings_share_an_update_however_they_are_packed(options: dict[str, Any]) -> None:
+    # a prompt of 3 and 4 completions of 4: siblings in one piece, or each in a piece of its own
+    groups = [siblings([1, 0, 0, 1], seed=seed) for seed in range(4)]
+    known = {
+        float(logprob): number
+        for number, group in enumerate(groups)
+        for rollout in group.rollouts
+        for logprob in rollout.logprobs[rollout.loss_mask]
+    }
+    models, updates = [tiny_model().double(), tiny_model().double()], list[set[int]]()
+
+    def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        updates.append({known[each] for each in tokens.old_logprobs.tolist()})
+        return reinforce(tokens)
+
+    tiny_learner(models[0], num_iterations=2).learn(groups)
+    tiny_learner(models[1], num_iterations=2, loss=loss, **options).learn(groups)
+    half = len(updates) // 2
+    assert [set().union(*updates[:half]), set().union(*updates[half:])] == [{0, 2}, {1, 3}]
+    whole, packed = map(weights, models)
+    for name, each in whole.items():
+        assert torch.allclose(packed[name], each, rtol=0, atol=1e-9), name
+
+
 def test_prox_is_the_policy_before_the_first_update_of_the_step() -> None:
     model = tiny_model()
     (whole,) = seen_by(functools.partial(tiny_learner, tiny_model()))

@@ -82,11 +82,6 @@ partial = functools.partial
         (partial(decoupled_ppo, behav_imp_weight_cap=1.5), 0.75, -0.548232),
         # PPO on old, all weights 1: 1.105171, .818731, 1.2, 1 -> -.75 * 4.123902 / 4
         (partial(decoupled_ppo, use_decoupled_loss=False), 0.75, -0.773232),
-        (
-            partial(decoupled_ppo, use_decoupled_loss=False, behav_imp_weight_cap=1.5),
-            0.75,
-            -0.773232,
-        ),
         (partial(decoupled_ppo, c_clip=3.0), -0.75, 1.573173),
         (grpo_kl, 0.75, -0.749964),
         (dppo, 0.75, -2.830874),

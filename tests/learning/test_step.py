@@ -286,7 +286,7 @@ def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
 
     parameter, batch = by_hand(old=-1.0)
     taken = step_by_hand(parameter, [batch], loss=loss)
-    assert taken.problem == "the gradient is not finite although the loss is 0"
+    assert taken.problem == "the gradient of loss 'loss' is not finite although its value is 0"
 
 
 def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:

@@ -60,7 +60,7 @@ def test_terminal_and_summary_tell_the_verdict_of_the_files(
         for row in rows:
             books.step(row, {})
         books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
-        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
+        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
     found = verdict(rows)
     assert found.sentence == "the trainer waits 60% of its time for rollouts"
     assert f"verdict: {found.text}\n" in capsys.readouterr().out

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(60)
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 VERDICT = Verdict("balanced: nobody waits", "", "ok")
 ACCOUNTING = {"made": 9, "trained": 6, "set_aside": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
-CLOSING: Any = {"accounting": ACCOUNTING, "verdict": VERDICT}
+LAST = {"ann/aa": 9}
+CLOSING: Any = {"accounting": ACCOUNTING, "last_reports": LAST, "verdict": VERDICT}
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_the_summary_has_its_fields(folder: Path) -> None:
         "steps": 5,
         "restarts": 1,
         "accounting": ACCOUNTING,
+        "last_reports": LAST,
         "verdict": {"sentence": "balanced: nobody waits", "advice": "", "level": "ok"},
     }
     assert json.loads((folder / "summary.json").read_text()) == summary

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hosts import needs_rsync
 
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
-from peralta_zmq.config.sections import SecuritySection, WireSection
+from peralta_zmq.config.sections import RunSection, SecuritySection, WeightsSection, WireSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import lan, shell, steps
 from peralta_zmq.operate.keeper import Job
@@ -49,31 +50,111 @@ def test_a_dry_run_prints_every_command_and_runs_none(
     titles = [line for line in out.splitlines() if line.startswith("# ")]
     assert titles == [f"# {host}: {title}" for title, hosts in [
         ("look", "mac pc"), ("copy", "mac pc"), ("install", "mac pc"), ("hand over", "mac pc"),
-        ("doctor", "mac"), ("doctor", "pc"), ("start", "mac pc"),
+        ("check", "mac pc"), ("doctor", "mac"), ("doctor", "pc"), ("start", "mac pc"),
     ] for host in hosts.split()]  # fmt: skip
     ssh = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 " \
           "-o ServerAliveCountMax=3 -p 2222"  # fmt: skip
     assert f"{ssh} me@pc 'cd ~/peralta_zmq && make --no-print-directory setup" in out
     assert "--delete --exclude=/.git --exclude=/.venv" in out
-    assert f"-e '{ssh}' {steps.REPO}/ me@pc:peralta_zmq/" in out
+    copied = next(line for line in out.splitlines() if line.endswith(" me@pc:peralta_zmq/"))
+    assert f"-e '{ssh}' {steps.REPO}/" in copied and f" {steps.REPO}/peralta_zmq " in copied
     assert not (tmp_path / "keys").exists()
 
 
 def test_each_worker_gets_the_settings_of_its_host() -> None:
+    settings = str(steps.settings_file(config()))
     trainer, beside = steps.jobs_of(MAC, HOSTS, config())
     first, second = steps.jobs_of(PC, HOSTS, config())
     assert [each.name for each in (trainer, beside, first, second)] == [
         "mac-trainer", "mac-0", "pc-0", "pc-1"]  # fmt: skip
     assert trainer.command == (
-        ".venv/bin/python", "bin/trainer", "@", ".lan/config.toml",
+        ".venv/bin/python", "bin/trainer", "@", settings,
         "--weights.dir", "/Volumes/my nas/w", "--train.num-workers", "2")  # fmt: skip
     assert second.command == (
-        ".venv/bin/python", "bin/generator", "@", ".lan/config.toml",
+        ".venv/bin/python", "bin/generator", "@", settings,
         "--weights.dir", "/mnt/nas/w", "--model.device", "cuda",
         "--generator.name", "pc-1", "--generator.index", "2", "--generator.count", "3",
         "--generator.num-workers", "2")  # fmt: skip
     assert second.env == {"HF_HUB_OFFLINE": "1", "A": "b c"}
     assert trainer.run == "runs/demo" and first.run is None
+
+
+def test_other_settings_make_another_job_and_leave_the_file_of_those_that_run() -> None:
+    other = config(run=RunSection(seed=1))
+    before, after = (steps.jobs_of(PC, HOSTS, each) for each in (config(), other))
+    assert [job.name for job in before] == [job.name for job in after]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert steps.jobs_of(PC, HOSTS, config()) == before
+    (written,) = steps.hand_over(PC, other)
+    assert str(steps.settings_file(other)) in written.command.shown
+    assert str(steps.settings_file(config())) not in written.command.shown
+    assert str(steps.settings_file(other)) in after[0].command
+    assert str(steps.settings_file(other)) in steps.doctor(PC, other).command.shown
+
+
+def test_the_password_of_the_weights_goes_along_where_this_machine_has_it(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    served = config(weights=WeightsSection(token_file=str(token)))
+    assert len(steps.hand_over(PC, served)) == 1  # every host has its own, at that path
+    assert "--weights.token-file" not in steps.jobs_of(PC, HOSTS, served)[0].command
+    token.write_text("x" * 32)
+    assert steps.hand_over(PC, served)[1].command.words[-2:] == (
+        str(token), "me@pc:peralta_zmq/.lan/weights-token")  # fmt: skip
+    for host in HOSTS.host:
+        for job in steps.jobs_of(host, HOSTS, served):
+            at = job.command.index("--weights.token-file")
+            assert job.command[at + 1] == ".lan/weights-token"
+    assert "--weights.token-file .lan/weights-token" in steps.doctor(PC, served).command.shown
+
+
+# What a copy leaves alone.
+
+
+@needs_rsync
+def test_what_a_run_leaves_on_a_host_survives_every_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, there = tmp_path / "ours", tmp_path / "there"
+    monkeypatch.setattr(steps, "REPO", ours)
+    host = Host(name="pc", dir=str(there), weights_dir=f"{there}/nas[1]/weights")
+    settings = config(run=RunSection(dir="./out"), weights=WeightsSection(dir="configs/w"))
+
+    def copy() -> None:
+        for step in steps.sync(host, settings):
+            assert step.judge(shell.run(step.command)) is None
+
+    def put(*files: str) -> None:
+        for file in map(tmp_path.joinpath, files):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+
+    put("ours/bin/lan", "ours/bin/old", "ours/configs/a.toml", "ours/Makefile", "ours/runs/demo/1",
+        "ours/out/mine/journal", "ours/nas[1]/weights/mine", "ours/.git/HEAD")  # fmt: skip
+    copy()
+    made = sorted(str(each.relative_to(there)) for each in there.rglob("*") if each.is_file())
+    assert made == ["Makefile", "bin/lan", "bin/old", "configs/a.toml"]
+    left = ["there/out/demo/checkpoints/1", "there/nas[1]/weights/RUN.json", "there/runs/demo/1",
+            "there/configs/w/RUN.json", "there/earlier/demo/checkpoints/1"]  # fmt: skip
+    put(*left, "there/bin/stray")
+    (ours / "bin/old").unlink()
+    copy()
+    assert all((tmp_path / each).exists() for each in left)
+    assert [each.name for each in (there / "bin").iterdir()] == ["lan"]
+
+
+@pytest.mark.parametrize(("folder", "runs", "weights", "patterns"), [
+    ("/srv/p", "runs", None, ["/runs"]),
+    ("/srv/p", "a/../out/", "w", ["/out", "/w"]),
+    ("/srv/p", ".", "../w", ["/demo"]),
+    ("/srv/p", "/srv/p/out", "/srv/other/w", ["/out"]),
+    ("~/p", "~/p/out", "/home/me/p/w", ["/out", "/w"]),
+    ("~/p", "/data/runs", "http://mac:8471", []),
+])  # fmt: skip
+def test_runs_and_weights_within_the_project_are_found(
+    folder: str, runs: str, weights: str | None, patterns: list[str]
+) -> None:
+    host = Host(name="pc", ssh="pc", dir=folder, weights_dir=weights)
+    assert steps.left_by_runs(host, config(run=RunSection(dir=runs))) == patterns
 
 
 def test_jobs_survive_the_way_to_their_keeper() -> None:
@@ -145,13 +226,34 @@ def test_a_host_that_ssh_does_not_reach_says_why(err: str, said: str) -> None:
 
 
 def test_a_copy_that_stopped_halfway_can_go_on() -> None:
-    copied = steps.sync(PC)[1]
+    copied = steps.sync(PC, config())[1]
     assert copied.judge(Result(12, "", "rsync: connection unexpectedly closed")) == (
         "copying stopped halfway (rsync code 12: rsync: connection unexpectedly closed); "
         "the same command again goes on from there"
     )
     full = copied.judge(Result(11, "", "write failed: No space left on device (28)")) or ""
     assert full.endswith("the disk is full: make room there, then the same command again")
+
+
+@pytest.mark.parametrize("host", [PC, Host(name="here", dir="~/copy")])
+def test_no_rsync_on_this_machine(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    copied = steps.sync(host, config())[1]
+    assert copied.judge(shell.run(copied.command)) == (
+        "there is no rsync on this machine; install it (apt install rsync, or brew install rsync)"
+    )
+
+
+def test_a_command_that_never_serves_or_never_ends_is_ended() -> None:
+    silent = shell.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
+    with shell.Standing(silent, "ready") as standing:
+        assert not standing.serves and standing.end().code != 0
+    stays = shell.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
+    with shell.Standing(stays, "ready") as standing:
+        assert standing.serves
+        assert standing.end(seconds=0.1) == Result(124, "", "no end after 0 s")
 
 
 def test_the_failing_lines_of_a_doctor_are_told() -> None:
@@ -170,6 +272,8 @@ def test_hosts_that_could_not_find_each_other_are_refused() -> None:
     nowhere = Hosts(host=(MAC, PC.model_copy(update={"weights_dir": None})))
     with pytest.raises(ConfigError, match="host pc: weights_dir is missing; set it to the shared"):
         lan.check_places(nowhere, config())
+    behind = PC.model_copy(update={"weights_dir": "http://mac.local:8471"})
+    lan.check_places(Hosts(host=(MAC.model_copy(update={"weights_dir": None}), behind)), config())
     own = config(wire=WireSection(host="127.0.0.1"))
     with pytest.raises(ConfigError, match=r"wire.host 127.0.0.1 is every machine's own; set wire"):
         lan.check_places(HOSTS, own)

@@ -154,6 +154,42 @@ def test_a_weights_folder_that_is_another_one(tmp_path: Path) -> None:
     assert failed.stderr.endswith(NOTHING) and started(tmp_path) == []
 
 
+def test_a_start_that_fails_says_what_runs_and_how_to_end_it(tmp_path: Path) -> None:
+    (tmp_path / "beta/.lan/beta-0.json").mkdir()  # where its job should be written
+    failed = up(tmp_path, {}, "--train.max-steps", "5000")
+    try:
+        assert failed.returncode == 1 and "beta: start: " in failed.stderr
+        assert "nothing was started" not in failed.stderr
+        assert failed.stderr.endswith(
+            "beta did not start whole; running now: alpha-trainer, alpha-0; "
+            f"bin/lan down --hosts {tmp_path}/hosts.toml ends all\n"
+        )
+    finally:
+        assert up(tmp_path, {}, command="down").returncode == 0
+    assert processes_in(tmp_path) == {}
+
+
+def test_weights_over_http_with_a_password_that_this_machine_hands_over(tmp_path: Path) -> None:
+    token, port = tmp_path / "token", free_ports()
+    token.write_text("x" * 32)
+    token.chmod(0o600)
+    path = hosts_file(
+        tmp_path / "hosts.toml",
+        {"name": "alpha", "role": "trainer", "dir": str(tmp_path / "alpha"),
+         "python": sys.executable},
+        {"name": "beta", "dir": str(tmp_path / "beta"), "python": sys.executable,
+         "weights_dir": f"http://127.0.0.2:{port}"},
+    )  # fmt: skip
+    done = lan("up", "--hosts", str(path), *SMALL, "--wire.port", str(free_ports()),
+               "--wire.host", "127.0.0.2", "--wire.bind", "127.0.0.2", "--train.max-steps", "2",
+               "--weights.serve-port", str(port), "--weights.token-file", str(token))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "beta-0 | " in done.stdout and "alpha-trainer | step=2/2" in done.stdout
+    handed = tmp_path / "beta/.lan/weights-token"
+    assert handed.read_text() == token.read_text() and handed.stat().st_mode & 0o077 == 0
+    assert not (tmp_path / "beta/runs/demo/weights").exists()
+
+
 def test_partial_goes_on_without_the_generators_that_fail(tmp_path: Path) -> None:
     done = up(tmp_path, {"python": "python2.0"}, "--partial", "--train.max-steps", "2")
     assert done.returncode == 0, done.stderr

@@ -97,6 +97,18 @@ def worker_pid(folder: Path, door: str) -> int:
     return pid
 
 
+def refuses_other_settings(home: Home) -> None:
+    """`up` over a run with other settings changes nothing of it, and says so."""
+    alpha = home.folder / "alpha"
+    (settings,) = (alpha / ".lan").glob("config-*.toml")
+    other = home.lan("up", *home.settings(), "--train.learning-rate", "2e-5")
+    assert other.returncode == 1, other.stdout
+    for host, name in (("alpha", "alpha-trainer"), ("beta", "beta-0")):
+        said = f"{host}: check: {name} runs already with other settings; bin/lan stop {name} first"
+        assert said in other.stderr
+    assert f" @ .lan/{settings.name} " in processes_in(alpha)[worker_pid(alpha, "trainer")]
+
+
 def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home: Home) -> None:
     screen = home.folder / "screen"
     with screen.open("w") as out:
@@ -135,6 +147,9 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         step_after(home.step)
         states = home.states()
         assert states["alpha-trainer"][2] == states["beta-0"][2] == "running", states
+
+        refuses_other_settings(home)
+        step_after(home.step)
 
         # A generator is restarted by name.
         before = worker_pid(home.folder / "beta", "generator")

@@ -61,6 +61,7 @@ class Run:
         "made": 7, "trained": 6, "set_aside": 0, "stale": 1, "abandoned": 0, "invalid": 0,
         "lost": 0, "in_flight": 0, "duplicates": 1,
     })  # fmt: skip
+    last_reports: dict[str, int] = field(default_factory=dict[str, int])
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
         """What breaks each promise; promises that hold are left out."""
@@ -74,7 +75,9 @@ class Run:
         with JsonLines(folder / "metrics.jsonl") as metrics:
             for index, step in enumerate(self.steps):
                 metrics.append({"step": step, "time": 10.0 * (index + 1)})
-        (folder / "summary.json").write_text(json.dumps({"accounting": self.accounting}))
+        (folder / "summary.json").write_text(
+            json.dumps({"accounting": self.accounting, "last_reports": self.last_reports})
+        )
         (folder / "logs").mkdir()
         (folder / "logs" / "generator-0.log").write_text("\n".join(self.log) + "\n")
         checks = promises.check(read_history(folder))
@@ -276,6 +279,25 @@ def test_p6_a_summary_that_counts_otherwise(
     run = Run()
     run.accounting |= stated
     assert broken in run.check(tmp_path)["P6"]
+
+
+@pytest.mark.parametrize(
+    ("last_reports", "made", "broken"),
+    [
+        ({B: 5}, 8, ()),  # with the one that came too late; the unsent one of `aa` died with it
+        ({B: 5}, 9, ()),  # an earlier report may have told of that
+        ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
+        ({A: 4, B: 5}, 9, ()),
+        ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
+        ({B: 6}, 9, (f"{B} has made 6 by its last report, 5 by the logs",)),
+    ],
+)
+def test_p6_of_a_sender_whose_last_report_came_every_group_is_counted(
+    tmp_path: Path, last_reports: dict[str, int], made: int, broken: tuple[str, ...]
+) -> None:
+    run = Run(last_reports=last_reports)
+    run.accounting |= {"made": made, "in_flight": made - 7}
+    assert run.check(tmp_path).get("P6", ()) == broken
 
 
 def test_p6_a_group_without_signal_is_set_aside(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.operate.history import History, Load, Logs, Record
 from peralta_zmq.operate.promises import Check
@@ -62,6 +63,7 @@ def test_the_section_says_figures_and_checks_in_its_place(tmp_path: Path) -> Non
     assert "median 3.8 s, at most 5.5 s" in text
     assert "FAIL  P1 torn 0: version=2 refused" in text
     assert "old" not in text
+    assert f", commit {commit() or 'unknown'}:\n" in text
 
 
 def test_a_document_without_a_place_is_refused(tmp_path: Path) -> None:

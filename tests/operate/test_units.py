@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import plistlib
 import shutil
 import subprocess
@@ -12,9 +13,19 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import units
+from peralta_zmq.operate import keeper, units
 
+ROOT = Path(__file__).parents[2]
 LABEL = "peralta-project-pc-0"
+LINGERING = """
+import sys
+from pathlib import Path
+from peralta_zmq.operate import keeper, units
+units.LINGERERS = Path.cwd()  # where a file with our name says that we linger
+assert units.systemd_keeps_us()
+words = (sys.executable, "-c", "import signal; signal.pause()")
+sys.exit(keeper.start([keeper.Job("pc-0", words, {})]))
+"""
 
 
 class Machine:
@@ -29,7 +40,7 @@ class Machine:
 
     def answer(self, code: int) -> None:
         """From now on they end with this code."""
-        for name in ("systemctl", "launchctl"):
+        for name in ("systemctl", "launchctl", "systemd-run"):
             path = self._programs / name
             path.write_text(
                 f"#!/bin/sh\necho {name} $* >> {self._said}\necho no bus >&2\nexit {code}\n"
@@ -119,3 +130,41 @@ def test_a_unit_that_the_system_refuses_is_taken_away_and_the_reason_told(
         "systemctl --user daemon-reload failed: no bus; is it on this machine?"
     )
     assert files(machine.home) == []
+
+
+# A supervisor of the system's, now.
+
+
+def test_systemd_run_gets_whole_variables_and_only_those_that_are_set(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
+    monkeypatch.setenv("PYTHONPATH", "/of/mine")
+    assert units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
+    without, given = machine.told
+    assert without.startswith(f"systemd-run --user --quiet --collect --unit={LABEL} ")
+    assert without.endswith(f"--setenv=PATH={machine.path} python x")
+    assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/of/mine python x" in given
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_systemd_does_not_take_starts_in_a_session_of_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.project / "me").touch()
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    refuses = Path(str(shutil.which("systemd-run")))
+    refuses.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
+    try:
+        words = [sys.executable, "-c", LINGERING]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=40)
+        pid = keeper.supervisor_of("pc-0")
+        assert done.returncode == 0 and pid and os.getsid(pid) == pid, done.stderr
+        assert done.stdout == (
+            "pc-0: systemd-run failed (No medium found); started without it\n"
+            f"pc-0: started pid={pid}\n"
+        )
+    finally:
+        assert keeper.stop("pc-0") == 0

@@ -22,6 +22,7 @@ from peralta_zmq.tasks.judge import Judge
 PROBLEM = Problem("7", "mine", (Message("user", "say something"),), "4")
 REWARD = """
 import math, os, pathlib, time
+import numpy
 def problems(split, seed): ...
 def reward(problem, text):
     print("noise on standard output")
@@ -33,6 +34,10 @@ def reward(problem, text):
         while True: time.sleep(0.01)
     if text == "parts": return {"right": 1, "short": 0.5}
     if text == "bad part": return {"right": 1, "short": None}
+    if text == "array": return numpy.array([1.0, 2.0])
+    if text == "huge": return 10**400
+    if text == "huger": return 10**5000
+    if text == "no sum": return {"a": math.inf, "b": -math.inf}
     return {"nan": math.nan, "inf": math.inf, "none": None, "word": "1", "true": True,
             "large": 2e6}.get(text, 0.25 * int(problem.answer))
 def paid(problem, text, *, bonus): return 1 + bonus
@@ -64,7 +69,7 @@ def test_rewards_come_from_a_process_of_their_own(asked: Judge) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("raise", r"my_task_that_fails:reward raised ValueError: no such move \(.*\.py, line 6\)"),
+        ("raise", r"my_task_that_fails:reward raised ValueError: no such move \(.*\.py, line 7\)"),
         ("leave", "ended its process with code"),
         ("die", "ended its process with code 9"),
         ("nan", "gave nan, which is no number between"),
@@ -73,6 +78,10 @@ def test_rewards_come_from_a_process_of_their_own(asked: Judge) -> None:
         ("none", "gave None, which is no number"),
         ("word", "gave '1', which is no number"),
         ("bad part", "gave None, which is no number"),
+        ("array", r"gave array\(\[1\., 2\.\]\), which is no number"),
+        ("huge", r"gave 10{79}, which is no number"),
+        ("huger", "gave .*, which is no number"),
+        ("no sum", "gave {'a': inf, 'b': -inf}, which is no number"),
     ],
 )
 def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(

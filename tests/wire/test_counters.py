@@ -21,7 +21,7 @@ from peralta_zmq.wire import counting
 SAID = wire.Counters(
     RUN, "ann", BOOT, made=7, lost=1, resent=3, unjudged=2, step=4,
     tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5, wants_keyframe=True,
-    hello={"python": "3.11", "device": "cpu"},
+    last=True, hello={"python": "3.11", "device": "cpu"},
 )  # fmt: skip
 
 
@@ -50,6 +50,12 @@ def test_report_comes_back_exactly() -> None:
 def test_report_of_a_later_version_is_understood() -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
     assert wire.decode_counters(frame) == SAID
+
+
+def test_report_of_a_version_that_did_not_say_whether_it_is_the_last_is_none() -> None:
+    earlier = dataclasses.asdict(SAID)
+    del earlier["last"]
+    assert wire.decode_counters(msgpack.packb(earlier)) == dataclasses.replace(SAID, last=False)
 
 
 def test_latest_report_of_each_sender_is_kept(stack: ExitStack) -> None:
@@ -102,7 +108,7 @@ def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
         ("run_id", 5), ("run_id", "other-1"), ("generator_id", None), ("boot", b"seven.."),
         ("boot", "text"), ("made", -1), ("made", 1.5), ("made", True), ("step", "4"),
         ("tokens_per_s", float("nan")), ("tokens_per_s", float("inf")), ("tokens_per_s", 5),
-        ("blocked_frac", -0.1), ("reload_s", None), ("hello", []), ("hello", {"a": 1}),
+        ("blocked_frac", -0.1), ("reload_s", None), ("last", 1), ("hello", []), ("hello", {"a": 1}),
         ("hello", {b"a": "b"}), ("hello", {"a": {}}), ("hello", {str(n): "" for n in range(33)}),
         ("mood", [1]), ("mood", {"a": {}}), ("generator_id", "x" * 1025),
     ],

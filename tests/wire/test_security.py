@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,7 +31,9 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import gate as gates
 from peralta_zmq.wire import keys
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys, known_generators, make_keys
+from peralta_zmq.wire.sockets import open_socket
 
+REPO = Path(__file__).parents[2]
 IN_TIME = 10.0  # seconds until a refused client says why
 
 
@@ -98,6 +103,41 @@ def test_stranger_delivers_nothing_and_is_told_why(
     assert receiver.receive(timeout=0.3) is None and not receiver.refused
     with pytest.raises(WireError, match=reason):
         raise WireError(said)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        ("trainer.public", "does not know the key of ann; put ann.public into"),
+        ("ann.*", "trainer.public is not its key"),
+    ],
+    ids=["unknown key", "wrong server key"],
+)
+def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
+    folder: Path, gate: wire.Gate, stack: ExitStack, tmp_path: Path, ours: str, reason: str
+) -> None:
+    theirs = tmp_path / "theirs"
+    for name in ("trainer", "ann"):
+        make_keys(theirs, name)
+    for file in folder.glob(ours):
+        shutil.copy(file, theirs)
+    announcer = stack.enter_context(open_socket(zmq.PUB, hwm=1))
+    gate.guard(announcer)
+    port = announcer.bind_to_random_port("tcp://127.0.0.1")
+    knocks = stack.enter_context(announcer.get_monitor_socket(zmq.EVENT_ACCEPTED))
+    stack.callback(announcer.disable_monitor)
+    settings = ["--wire.port", str(port - 1), "--security.keys", str(theirs),
+                "--generator.name", "ann", "--run.dir", str(tmp_path)]  # fmt: skip
+    command = [sys.executable, str(REPO / "bin" / "generator"), *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as generator:
+        try:
+            assert knocks.poll(60_000)
+            _, said = generator.communicate(timeout=IN_TIME)
+        finally:
+            generator.kill()
+    assert generator.returncode == 2
+    assert reason in said.splitlines()[-1]
 
 
 def test_nobody_gets_in_when_the_gate_is_closed(

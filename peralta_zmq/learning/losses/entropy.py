@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from peralta_zmq.learning.losses.sums import token_mean
@@ -11,6 +13,7 @@ from peralta_zmq.learning.tokens import TokenLoss, Tokens
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
     """The loss minus `coefficient` times the mean entropy over the tokens of the step."""
 
+    @functools.wraps(getattr(loss, "func", loss))  # whoever complains names the loss
     def with_bonus(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = loss(tokens)
         assert tokens.entropy is not None, "who adds the bonus asks the policy for its entropy"

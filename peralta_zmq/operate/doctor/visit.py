@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from peralta_zmq import wire
-from peralta_zmq.config import Config
+from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import machine, network, weights, work
 from peralta_zmq.operate.doctor.check import Book, Check, Look
@@ -41,10 +41,13 @@ def visit_trainer(config: Config, book: Book, stack: ExitStack, *, answers: bool
     _look_at_machine(config, book)
     book.look("model", lambda: work.check_model(config))
     book.look("reward", lambda: work.check_reward(config))
+    book.look("run", lambda: _check_run(config))
     if folder is None:
-        _look_at_address(config, book, size, run_id="")
+        _look_at_address(config, book, size, greeting=None)
     elif _is_there(book, folder, "trainer"):
-        _look_into(book, "writing", lambda: weights.check_writing(folder))
+        if _look_into(book, "writing", lambda: weights.check_writing(folder)) and folder.is_dir():
+            run, trains = config.run_folder, network.trains(config.run_folder)
+            _look_into(book, "owner", lambda: weights.check_owner(folder, run, trains=trains))
         _look_into(book, "space", lambda: weights.check_space(folder, size))
         _look_into(book, "speed", lambda: weights.check_speed(folder, size))
     return answers
@@ -74,6 +77,13 @@ def _look_at_machine(config: Config, book: Book) -> None:
     ))  # fmt: skip
 
 
+def _check_run(config: Config) -> Check | None:
+    """What lies in the run's folder can go on. Raises ConfigError for another run's settings."""
+    folder = config.run_folder
+    goes_on = earlier_config(config, folder) is not config
+    return Check("run", True, f"goes on in {folder}") if goes_on else None
+
+
 def _greet(config: Config, book: Book, guest: wire.Guest) -> wire.Greeting | None:
     """The answer to our hello, when there is one of our run."""
     said: list[network.Answer] = []
@@ -94,9 +104,8 @@ def _look_at_weights(
     config: Config, book: Book, guest: wire.Guest | None, greeting: wire.Greeting | None
 ) -> None:
     folder, size = _folder_of(config), work.model_bytes(config)
-    run_id = greeting.run_id if greeting else ""
     if folder is None:
-        return _look_at_address(config, book, size, run_id=run_id)
+        return _look_at_address(config, book, size, greeting=greeting)
     if not _is_there(book, folder, "generator"):
         return None
 
@@ -118,11 +127,17 @@ def _look_at_weights(
     _look_into(book, "space", lambda: weights.check_space(copies, size, models=weights.MIN_COPIES))
 
 
-def _look_at_address(config: Config, book: Book, size: int | None, *, run_id: str) -> None:
+def _look_at_address(
+    config: Config, book: Book, size: int | None, *, greeting: wire.Greeting | None
+) -> None:
     """Weights that lie behind a URL."""
     address, token = config.weights_address, config.weights.token_file
-    _look_into(book, "weights", lambda: weights.check_address(address, token, run_id=run_id))
-    _look_into(book, "speed", lambda: weights.check_speed(address, size, token_file=token))
+    port, run_id = config.weights.serve_port, greeting.run_id if greeting else ""
+    if greeting and greeting.role == "doctor" and port and address.startswith("http://"):
+        book.look("weights", lambda: weights.check_promised(address, token, port=port))
+        return
+    if _look_into(book, "weights", lambda: weights.check_address(address, token, run_id=run_id)):
+        _look_into(book, "speed", lambda: weights.check_speed(address, size, token_file=token))
 
 
 def _is_there(book: Book, folder: Path, role: str) -> bool:

@@ -72,6 +72,25 @@ def check_writing(folder: Path, *, size: int = SAMPLE) -> Check:
     return Check("writing", True, f"write, fsync and rename work, {size / seconds / 1e6:.0f} MB/s")
 
 
+def check_owner(folder: Path, run: Path, *, trains: bool) -> Check:
+    """The weights here are those of the run in folder `run`, and no other trainer publishes here.
+
+    `trains` says that the one of this run does already. Raises OSError.
+    """
+    from peralta_zmq.stores.folder import Folder
+
+    place = Folder(folder)
+    owner, ours = _owner(place), _owner(Folder(run))
+    if owner and owner != ours:
+        return Check("owner", False, f"{folder} belongs to run {owner}, not to {ours or run}",
+                     "choose another with weights.dir, or delete it")  # fmt: skip
+    other = None if trains else place.holder(_now_in(folder))
+    if other:
+        return Check("owner", False, f"another trainer ({other}) publishes to {folder}",
+                     "stop it, wait 30 s if it is gone, or choose another weights.dir")  # fmt: skip
+    return Check("owner", True, f"of run {owner}" if owner else "no run's yet")
+
+
 def check_space(folder: Path, model_bytes: int | None, *, models: int = MIN_MODELS) -> Check:
     """Room for a few versions of the model."""
     there = existing(folder)
@@ -142,6 +161,17 @@ def check_address(address: str, token_file: str | None, *, run_id: str) -> Check
         return Check("weights", False, f"{address} has the weights of run {owner}, not {run_id}",
                      "set weights.dir to where this trainer publishes")  # fmt: skip
     return Check("weights", True, f"{address} answers, {len(names)} names")
+
+
+def check_promised(address: str, token_file: str | None, *, port: int) -> Check:
+    """Weights that the trainer will serve: before it runs nobody does.
+
+    Raises ConfigError for a token file or an address.
+    """
+    _place(address, token_file)
+    return Check("weights", True, f"{address} cannot be looked at before the trainer runs",
+                 f"it will serve them on its port {port} (weights.serve_port): is that open "
+                 "in its firewall?")  # fmt: skip
 
 
 def check_speed(
@@ -217,6 +247,16 @@ def _read_own(place: Place, folder: Path) -> tuple[int, float]:
         return _read(place, name, folder)
     finally:
         (folder / name).unlink(missing_ok=True)
+
+
+def _now_in(folder: Path) -> float:
+    """Unix seconds by the clock of the folder's file system."""
+    file = folder / f".doctor-clock-{durable.BOOT}"
+    try:
+        durable.replace_file(file, b"")
+        return file.stat().st_mtime
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _files_of(place: Place, name: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peralta_zmq.config import load_config
+from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.operate import doctor
 from peralta_zmq.operate.doctor import visit, work
@@ -48,6 +48,44 @@ def test_generators_machine_beside_a_trainers_doctor(
     assert list(found) == ["config", "versions", "device", "sleep", "reward", "keys", "reach",
                            "hello", "clock", "burst", "weights", "visible", "speed",
                            "space"]  # fmt: skip
+
+
+def test_trainer_of_another_runs_folder_or_weights_is_told(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, nas = tmp_path / "demo", tmp_path / "nas"
+    nas.mkdir()
+    write_resolved(load_config("trainer", settings), run)
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    (nas / "RUN.json").write_text('{"run_id": "other-1"}')
+    words = ["--json", "--role", "trainer", *settings]
+    assert doctor.main(words) == 0
+    found = findings(capsys.readouterr().out)
+    assert found["run"]["detail"] == f"goes on in {run}"
+    code = doctor.main([*words, "--weights.dir", str(nas), "--loss.name", "grpo"])
+    found = findings(capsys.readouterr().out)
+    assert code == 1
+    assert [name for name, each in found.items() if not each["ok"]] == ["run", "owner"]
+    assert "was made with other settings: loss.name" in found["run"]["detail"]
+    assert found["run"]["remedy"].startswith("choose another --run.name")
+    assert found["owner"]["detail"] == f"{nas} belongs to run other-1, not to demo-1"
+
+
+def test_weights_that_the_trainer_will_serve_are_a_note_while_its_doctor_answers(
+    settings: list[str], capsys: pytest.CaptureFixture[str], stack: ExitStack
+) -> None:
+    assert visit.visit_trainer(load_config("doctor", settings), Book(), stack, answers=True)
+    port = free_ports()
+    address = f"http://127.0.0.1:{port}"
+    words = [*settings, "--json", "--role", "generator", "--weights.dir", address]
+    capsys.readouterr()
+    assert doctor.main([*words, "--weights.serve-port", str(port)]) == 0
+    noted = findings(capsys.readouterr().out)["weights"]
+    assert noted["detail"] == f"{address} cannot be looked at before the trainer runs"
+    assert noted["remedy"].startswith(f"it will serve them on its port {port}")
+    assert doctor.main(words) == 1  # nobody ever will
+    failed = findings(capsys.readouterr().out)["weights"]
+    assert not failed["ok"] and failed["remedy"].startswith("start the trainer with weights.serve_")
 
 
 def test_generator_alone_fails_and_goes_on(

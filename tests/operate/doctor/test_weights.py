@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -133,6 +135,44 @@ def test_torn_version_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "step_00000001").mkdir()
     found = weights.check_speed(tmp_path, None)
     assert not found.ok and "step_00000001 cannot be read" in found.detail
+
+
+def lease_in(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
+    """As a trainer on that host leaves it."""
+    lease = folder / ".lease-other"
+    lease.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
+    now = time.time() - age
+    os.utime(lease, (now, now))
+
+
+def test_another_trainer_that_publishes_here_is_told_and_its_lease_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lease_in(tmp_path, age=5)
+    found = weights.check_owner(tmp_path, run, trains=False)
+    assert not found.ok
+    assert found.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
+    assert found.remedy.startswith("stop it, wait 30 s if it is gone")
+    assert weights.check_owner(tmp_path, run, trains=True).ok  # ours, which runs already
+    lease_in(tmp_path, age=60)
+    assert weights.check_owner(tmp_path, run, trains=False).ok  # it is dead
+    assert os.listdir(tmp_path) == [".lease-other"]
+
+
+def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
+    folder, run = tmp_path / "weights", tmp_path / "run"
+    run.mkdir()
+    store = WeightStore(Folder(folder))
+    store.claim("demo-1")
+    store.release()
+    found = weights.check_owner(folder, run, trains=False)
+    assert not found.ok and found.detail == f"{folder} belongs to run demo-1, not to {run}"
+    assert found.remedy == "choose another with weights.dir, or delete it"
+    (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null}')
+    assert weights.check_owner(folder, run, trains=False).detail.endswith("not to demo-2")
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    found = weights.check_owner(folder, run, trains=False)
+    assert found.ok and found.detail == "of run demo-1"
+    assert os.listdir(folder) == ["RUN.json"]
 
 
 def test_weights_behind_an_address(tmp_path: Path) -> None:
