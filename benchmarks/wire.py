@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -141,7 +141,7 @@ def _checks_per_second(group: RolloutGroup) -> float:
 
 
 @contextmanager
-def _opened_lock() -> Iterator[Lock]:
+def _opened_lock() -> Generator[Lock, None, None]:
     """Keys of the trainer and of ann, and a gate that knows them."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
