@@ -27,6 +27,7 @@ import zmq
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
@@ -140,7 +141,7 @@ def _checks_per_second(group: RolloutGroup) -> float:
 
 
 @contextmanager
-def _opened_lock() -> Generator[Lock]:
+def _opened_lock() -> Generator[Lock, None, None]:
     """Keys of the trainer and of ann, and a gate that knows them."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
@@ -302,7 +303,8 @@ def journal_share(*, steps: int) -> Claim:
 
 def _lan(folder: str) -> list[str]:
     return ["bin/lan", "local", "--run.dir", folder, "--run.name", "bench",
-            "--eval.num-examples", "1", "--no-eval.eval-base-model"]  # fmt: skip
+            "--wire.port", str(free_ports()), "--eval.num-examples", "1",
+            "--no-eval.eval-base-model"]  # fmt: skip
 
 
 def _step_after(folder: Path, step: int) -> None:

@@ -54,7 +54,7 @@ class CountingJournal(Journal):
 class Trickle:
     """A receiver that gives a group only to who waits long for it; `now` is the time there."""
 
-    GAP = 0.02  # seconds between two groups
+    GAP = COMMIT_SECONDS / 5  # seconds between two groups
     address = ANYWHERE
 
     def __init__(self, num: int) -> None:

@@ -26,7 +26,7 @@ from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
 # What waits for the disk at most, so that outboxes stay short: one write for all that came in it.
-COMMIT_GROUPS, COMMIT_SECONDS = 16, 0.1
+COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # An announcement is of every live generator and goes to every one of them: between two that only
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
