@@ -142,7 +142,7 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
-    assert all(row.keys() >= STEP_KEYS for row in machine.rows())
+    assert [STEP_KEYS - row.keys() for row in machine.rows()] == [set()] * 3
     hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
     assert [hello.keys() for hello in hellos] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
