@@ -85,7 +85,7 @@ def test_the_end_of_a_run_writes_the_page_into_a_file_and_names_it(
             books.step(row, {})
         books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
         books.end("complete", step=4)
-        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0})
+        books.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
     state = reported(tmp_path)["state"]
     assert state["header"]["step"] == "4"
     assert state["verdict"]["sentence"] == verdict(rows).sentence
