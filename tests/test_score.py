@@ -123,6 +123,27 @@ def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return logprobs.detach(), flat
 
 
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@pytest.mark.parametrize("padding", [None, 5])
+def test_an_embedding_that_is_the_heads_too_gets_both_gradients(
+    way: str, padding: int | None
+) -> None:
+    model, (tokens, scored) = tiny_model(tie_word_embeddings=True, pad_token_id=padding), row()
+    tokens[::4] = 5
+    parameters = list(model.parameters())
+    rows = [
+        policy.token_logprobs(model, tokens[places][None], torch.ones(1, len(places)))[0, first:]
+        for places, first in SEQUENCES
+    ]
+    expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
+    scorer = Scorer(model)
+    scorer.note = "" if way == "packed" else "asked for"
+    for _ in range(2):  # micro-batches add up
+        scorer(tokens, SEGMENTS, scored).sum().backward()
+    for parameter, each in zip(parameters, expected, strict=True):
+        assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
+
+
 def test_bfloat16_is_near_the_exact_way_and_leaves_the_masters() -> None:
     model = tiny_model()
     exact, expected = gradient(model)
