@@ -11,19 +11,23 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native import NativeEngine, linears
 from peralta_zmq.rollout import Int32Array, Request, Sampling
+from peralta_zmq.stores.tensors import MappedTensors, check_finite
 from peralta_zmq.tasks import calculator
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
@@ -39,6 +43,7 @@ QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediat
 # as in the original's configuration
 DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
+MAX_STALL = 0.1  # seconds of the decode loop at newer weights, beyond the copy itself
 
 
 def run(*, quick: bool) -> Iterator[Claim]:
@@ -52,6 +57,7 @@ def run(*, quick: bool) -> Iterator[Claim]:
     rates = interleaved(variants(setting), repeats=1 if quick else 3)
     yield from against_peers(rates)
     yield from against_bounds(setting)
+    yield from against_copy(setting)
     del setting
     yield tiny(repeats=3 if quick else 7)
 
@@ -96,9 +102,39 @@ class Setting:
     def step_seconds(self, num_prompts: int) -> float:
         """The median decode step with 4 rows for each prompt."""
         at: list[float] = []
-        asked = requests(num_prompts, NUM_NEW)
-        list(self.native.generate(asked, DRAWN, lambda: at.append(time.perf_counter())))
+        self._decode(num_prompts, lambda: at.append(time.perf_counter()))
         return statistics.median(after - before for before, after in pairwise(at))
+
+    def stall(self, staged: Mapping[str, torch.Tensor]) -> float:
+        """How many seconds longer a decode step takes before which newer weights come."""
+        at: list[float] = []
+
+        def between_steps() -> None:
+            at.append(time.perf_counter())
+            if len(at) == NUM_NEW // 2:
+                self.native.apply(staged, self.native.step + 1)
+
+        self._decode(1, between_steps)
+        steps = [after - before for before, after in pairwise(at)]
+        return steps[NUM_NEW // 2 - 1] - statistics.median(steps)
+
+    def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
+        """Seconds of copying every tensor into a model that is there and packing every matrix."""
+        pack = linears._pack if linears.can_pack(self.dtype) else torch.clone  # pyright: ignore[reportPrivateUsage]
+        started = time.perf_counter()
+        for name, tensor in policy.weights_of(self._hf).items():
+            tensor.copy_(staged[name])
+        for module in self._hf.modules():
+            if isinstance(module, torch.nn.Linear):
+                pack(module.weight.detach())
+        return time.perf_counter() - started
+
+    def save(self, file: Path) -> None:
+        """The weights in our dtype, as a generator finds them."""
+        save_file(policy.weights_of(self._hf), file)
+
+    def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
+        list(self.native.generate(requests(num_prompts, NUM_NEW), DRAWN, between_steps))
 
 
 def without_end(shape: dict[str, Any]) -> Any:
@@ -193,6 +229,28 @@ def against_bounds(setting: Setting) -> Iterator[Claim]:
             name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
             share=statistics.median(shares), n=3, spread=spread(ours),
         )  # fmt: skip
+
+
+def against_copy(setting: Setting) -> Iterator[Claim]:
+    """Newer weights between two decode steps, three times, by turns with the copy alone."""
+    with TemporaryDirectory(prefix="bench-generation-") as folder:
+        setting.save(file := Path(folder) / "model.safetensors")
+        staged = MappedTensors(file)
+        check_finite(staged)  # as is done beside the sampling, which brings the pages here
+        taken = interleaved(
+            {"copy": lambda: setting.copy(staged), "stall": lambda: setting.stall(staged)},
+            repeats=3,
+        )
+    stalls, copies = taken["stall"], taken["copy"]
+    yield Claim(
+        "apply_stall", statistics.median(stalls), "s", bound=statistics.median(copies),
+        share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
+        n=3, spread=spread(stalls),
+    )  # fmt: skip
+    beyond = statistics.median(a - b for a, b in zip(stalls, copies, strict=True))
+    yield Claim(
+        "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=3
+    )
 
 
 def bandwidth() -> float:
