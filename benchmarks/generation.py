@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from transformers import GenerationConfig
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, linears
+from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.stores.tensors import MappedTensors, check_finite
 from peralta_zmq.tasks import calculator
@@ -60,6 +62,26 @@ def run(*, quick: bool) -> Iterator[Claim]:
     yield from against_copy(setting)
     del setting
     yield tiny(repeats=3 if quick else 7)
+
+
+class Step(NamedTuple):
+    """Seconds of a decode step and of its parts."""
+
+    whole: float
+    products: float
+    attention: float
+
+    @property
+    def rest(self) -> float:
+        """Norms, rotation, what is between the layers, the sampler."""
+        return self.whole - self.products - self.attention
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds counted so far."""
+
+    seconds: float = 0.0
 
 
 class Setting:
@@ -99,11 +121,17 @@ class Setting:
         seconds = time.perf_counter() - started
         return sum(len(each.token_ids) for each in completions) / seconds
 
-    def step_seconds(self, num_prompts: int) -> float:
-        """The median decode step with 4 rows for each prompt."""
-        at: list[float] = []
-        self._decode(num_prompts, lambda: at.append(time.perf_counter()))
-        return statistics.median(after - before for before, after in pairwise(at))
+    def step(self, num_prompts: int) -> Step:
+        """The medians of decode steps with 4 rows for each prompt."""
+        at: list[tuple[float, ...]] = []
+        linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
+        with timed(*linear) as products, timed((decoder, "_attention")) as attention:
+            self._decode(
+                num_prompts,
+                lambda: at.append((time.perf_counter(), products.seconds, attention.seconds)),
+            )
+        taken = np.diff(np.array(at), axis=0)
+        return Step(*np.median(taken, axis=0).tolist())
 
     def stall(self, staged: Mapping[str, torch.Tensor]) -> float:
         """How many seconds longer a decode step takes before which newer weights come."""
@@ -135,6 +163,31 @@ class Setting:
 
     def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
         list(self.native.generate(requests(num_prompts, NUM_NEW), DRAWN, between_steps))
+
+
+@contextmanager
+def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
+    """What counts the seconds in these functions, by owner and name, while this lasts."""
+    plain = [getattr(owner, name) for owner, name in functions]
+    watch = Stopwatch()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments, **options)
+            watch.seconds += time.perf_counter() - started
+            return result
+
+        return call
+
+    for (owner, name), function in zip(functions, plain, strict=True):
+        setattr(owner, name, counted(function))
+    try:
+        yield watch
+    finally:
+        for (owner, name), function in zip(functions, plain, strict=True):
+            setattr(owner, name, function)
 
 
 def without_end(shape: dict[str, Any]) -> Any:
@@ -213,21 +266,42 @@ def compared(name: str, ours: Sequence[float], peer: Sequence[float], unit: str)
 
 
 def against_bounds(setting: Setting) -> Iterator[Claim]:
-    """Decode steps against what the machine's memory and multipliers allow, three times each."""
+    """Decode steps against what the machine's memory and multipliers allow, three times each; and
+    how they divide into products of matrices, attention and the rest."""
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
-    for name, num_prompts in (("bandwidth_share_4_rows", 1), ("flop_share_32_rows", 8)):
+    for name, num_prompts in (("bandwidth_share", 1), ("flop_share", 8)):
         rows = num_prompts * SIBLINGS
-        ours, shares, bounds = list[float](), list[float](), list[float]()
+        steps, bounds = list[Step](), list[float]()
         for _ in range(3):
             reads, multiplies = rows * bandwidth() / size, flops(setting.dtype)
             by_flops = multiplies / (2 * setting.num_parameters)
             bounds.append(reads if num_prompts == 1 else by_flops)
-            ours.append(rows / setting.step_seconds(num_prompts))
-            shares.append(ours[-1] / bounds[-1])
-            progress(f"{name}: {ours[-1]:.4g} of {bounds[-1]:.4g} tokens/s")
+            steps.append(setting.step(num_prompts))
+            progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
+        yield bounded(f"{name}_{rows}_rows", [rows / each.whole for each in steps], bounds)
+        yield bounded(
+            f"products_alone_{rows}_rows", [rows / each.products for each in steps], bounds
+        )
+        yield from divided(f"step_{rows}_rows", steps)
+
+
+def bounded(name: str, ours: Sequence[float], bounds: Sequence[float]) -> Claim:
+    """Tokens per second, of those that the machine allows."""
+    return Claim(
+        name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
+        share=statistics.median(a / b for a, b in zip(ours, bounds, strict=True)),
+        n=len(ours), spread=spread(ours),
+    )  # fmt: skip
+
+
+def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
+    """The seconds of each part; their share is that of the step."""
+    for part in ("products", "attention", "rest"):
+        taken = [float(getattr(each, part)) for each in steps]
+        shares = [each / step.whole for each, step in zip(taken, steps, strict=True)]
         yield Claim(
-            name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
-            share=statistics.median(shares), n=3, spread=spread(ours),
+            f"{name}_{part}", statistics.median(taken), "s", share=statistics.median(shares),
+            n=len(taken), spread=spread(taken),
         )  # fmt: skip
 
 
