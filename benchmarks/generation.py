@@ -148,13 +148,13 @@ class Setting:
 
     def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
         """Seconds of copying every tensor into a model that is there and packing every matrix."""
-        pack = linears._pack if linears.can_pack(self.dtype) else torch.clone  # pyright: ignore[reportPrivateUsage]
+        packs = linears.can_pack(self.dtype)
         started = time.perf_counter()
         for name, tensor in policy.weights_of(self._hf).items():
             tensor.copy_(staged[name])
-        for module in self._hf.modules():
+        for module in self._hf.modules() if packs else ():
             if isinstance(module, torch.nn.Linear):
-                pack(module.weight.detach())
+                linears._pack(module.weight.detach())  # pyright: ignore[reportPrivateUsage]
         return time.perf_counter() - started
 
     def save(self, file: Path) -> None:
