@@ -11,19 +11,25 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, cast
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.rollout import Int32Array, Request, Sampling
+from peralta_zmq.stores.tensors import MappedTensors, check_finite
 from peralta_zmq.tasks import calculator
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
@@ -39,6 +45,7 @@ QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediat
 # as in the original's configuration
 DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
+MAX_STALL = 0.1  # seconds of the decode loop at newer weights, beyond the copy itself
 
 
 def run(*, quick: bool) -> Iterator[Claim]:
@@ -52,8 +59,29 @@ def run(*, quick: bool) -> Iterator[Claim]:
     rates = interleaved(variants(setting), repeats=1 if quick else 3)
     yield from against_peers(rates)
     yield from against_bounds(setting)
+    yield from against_copy(setting)
     del setting
     yield tiny(repeats=3 if quick else 7)
+
+
+class Step(NamedTuple):
+    """Seconds of a decode step and of its parts."""
+
+    whole: float
+    products: float
+    attention: float
+
+    @property
+    def rest(self) -> float:
+        """Norms, rotation, what is between the layers, the sampler."""
+        return self.whole - self.products - self.attention
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds counted so far."""
+
+    seconds: float = 0.0
 
 
 class Setting:
@@ -93,12 +121,80 @@ class Setting:
         seconds = time.perf_counter() - started
         return sum(len(each.token_ids) for each in completions) / seconds
 
-    def step_seconds(self, num_prompts: int) -> float:
-        """The median decode step with 4 rows for each prompt."""
+    def step(self, num_prompts: int) -> Step:
+        """The medians of decode steps with 4 rows for each prompt."""
+        at: list[tuple[float, ...]] = []
+        linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
+        with timed(*linear) as products, timed((decoder, "_attention")) as attention:
+            self._decode(
+                num_prompts,
+                lambda: at.append((time.perf_counter(), products.seconds, attention.seconds)),
+            )
+        taken = np.diff(np.array(at), axis=0)
+        return Step(*np.median(taken, axis=0).tolist())
+
+    def stall(self, staged: Mapping[str, torch.Tensor]) -> float:
+        """How many seconds longer a decode step takes before which newer weights come."""
         at: list[float] = []
-        asked = requests(num_prompts, NUM_NEW)
-        list(self.native.generate(asked, DRAWN, lambda: at.append(time.perf_counter())))
-        return statistics.median(after - before for before, after in pairwise(at))
+
+        def between_steps() -> None:
+            at.append(time.perf_counter())
+            if len(at) == NUM_NEW // 2:
+                self.native.apply(staged, self.native.step + 1)
+
+        self._decode(1, between_steps)
+        steps = [after - before for before, after in pairwise(at)]
+        return steps[NUM_NEW // 2 - 1] - statistics.median(steps)
+
+    def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
+        """Seconds of packing every matrix that is multiplied, one after another, and of copying
+        the others into a model that is there; the head is the embedding, so it is both."""
+        pack = linears._pack  # pyright: ignore[reportPrivateUsage]
+        matrices = {
+            f"{name}.weight" for name, module in self._hf.named_modules()
+            if isinstance(module, torch.nn.Linear) and linears.can_pack(self.dtype)
+        }  # fmt: skip
+        started = time.perf_counter()
+        for name, tensor in policy.weights_of(self._hf).items():
+            if name in matrices:
+                pack(staged[name])
+            else:
+                tensor.copy_(staged[name])
+        if matrices:
+            pack(staged["model.embed_tokens.weight"])
+        return time.perf_counter() - started
+
+    def save(self, file: Path) -> None:
+        """The weights in our dtype, as a generator finds them."""
+        save_file(policy.weights_of(self._hf), file)
+
+    def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
+        list(self.native.generate(requests(num_prompts, NUM_NEW), DRAWN, between_steps))
+
+
+@contextmanager
+def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
+    """What counts the seconds in these functions, by owner and name, while this lasts."""
+    plain = [getattr(owner, name) for owner, name in functions]
+    watch = Stopwatch()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments, **options)
+            watch.seconds += time.perf_counter() - started
+            return result
+
+        return call
+
+    for (owner, name), function in zip(functions, plain, strict=True):
+        setattr(owner, name, counted(function))
+    try:
+        yield watch
+    finally:
+        for (owner, name), function in zip(functions, plain, strict=True):
+            setattr(owner, name, function)
 
 
 def without_end(shape: dict[str, Any]) -> Any:
@@ -136,16 +232,22 @@ def generated(model: Any, num_prompts: int, num_new: int) -> torch.Tensor:
 
 
 def variants(setting: Setting) -> dict[str, Callable[[], float]]:
-    """Tokens per second of each way. Varied lengths are the same for all; whoever cannot refill
-    computes up to the longest of a batch and is paid for the planned ones."""
+    """Tokens per second of each way. Varied lengths are of 16 groups, two for each that our slots
+    hold; whoever cannot refill computes up to the longest of a batch and is paid for the planned
+    ones. The original takes the first four groups, one after another."""
     random = np.random.default_rng(1)
     lengths = random.integers(*LENGTHS, size=64, endpoint=True).tolist()
-    four, batch = lengths[:SIBLINGS], lengths[:32]
+    batches = lengths[:32], lengths[32:]
+    groups = [lengths[first : first + SIBLINGS] for first in range(0, 16, SIBLINGS)]
     return {
         "original": lambda: SIBLINGS * NUM_NEW / setting.original(NUM_NEW),
-        "original_varied": lambda: sum(four) / setting.original(max(four)),
+        "original_varied": lambda: (
+            sum(map(sum, groups)) / sum(setting.original(max(each)) for each in groups)
+        ),
         "hf_8x4": lambda: 32 * NUM_NEW / setting.hf_batched(8, NUM_NEW),
-        "hf_varied": lambda: sum(batch) / setting.hf_batched(8, max(batch)),
+        "hf_varied": lambda: (
+            sum(lengths) / sum(setting.hf_batched(8, max(each)) for each in batches)
+        ),
         "native_1x4": lambda: setting.ours(1),
         "native_4x4": lambda: setting.ours(4),
         "native_8x4": lambda: setting.ours(8),
@@ -177,22 +279,65 @@ def compared(name: str, ours: Sequence[float], peer: Sequence[float], unit: str)
 
 
 def against_bounds(setting: Setting) -> Iterator[Claim]:
-    """Decode steps against what the machine's memory and multipliers allow, three times each."""
+    """Decode steps against what the machine's memory and multipliers allow, three times each; and
+    how they divide into products of matrices, attention and the rest."""
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
-    for name, num_prompts in (("bandwidth_share_4_rows", 1), ("flop_share_32_rows", 8)):
+    for name, num_prompts in (("bandwidth_share", 1), ("flop_share", 8)):
         rows = num_prompts * SIBLINGS
-        ours, shares, bounds = list[float](), list[float](), list[float]()
+        steps, bounds = list[Step](), list[float]()
         for _ in range(3):
             reads, multiplies = rows * bandwidth() / size, flops(setting.dtype)
             by_flops = multiplies / (2 * setting.num_parameters)
             bounds.append(reads if num_prompts == 1 else by_flops)
-            ours.append(rows / setting.step_seconds(num_prompts))
-            shares.append(ours[-1] / bounds[-1])
-            progress(f"{name}: {ours[-1]:.4g} of {bounds[-1]:.4g} tokens/s")
+            steps.append(setting.step(num_prompts))
+            progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
+        yield bounded(f"{name}_{rows}_rows", [rows / each.whole for each in steps], bounds)
+        yield bounded(
+            f"products_alone_{rows}_rows", [rows / each.products for each in steps], bounds
+        )
+        yield from divided(f"step_{rows}_rows", steps)
+
+
+def bounded(name: str, ours: Sequence[float], bounds: Sequence[float]) -> Claim:
+    """Tokens per second, of those that the machine allows."""
+    return Claim(
+        name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
+        share=statistics.median(a / b for a, b in zip(ours, bounds, strict=True)),
+        n=len(ours), spread=spread(ours),
+    )  # fmt: skip
+
+
+def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
+    """The seconds of each part; their share is that of the step."""
+    for part in ("products", "attention", "rest"):
+        taken = [float(getattr(each, part)) for each in steps]
+        shares = [each / step.whole for each, step in zip(taken, steps, strict=True)]
         yield Claim(
-            name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
-            share=statistics.median(shares), n=3, spread=spread(ours),
+            f"{name}_{part}", statistics.median(taken), "s", share=statistics.median(shares),
+            n=len(taken), spread=spread(taken),
         )  # fmt: skip
+
+
+def against_copy(setting: Setting) -> Iterator[Claim]:
+    """Newer weights between two decode steps, three times, by turns with the copy alone."""
+    with TemporaryDirectory(prefix="bench-generation-") as folder:
+        setting.save(file := Path(folder) / "model.safetensors")
+        staged = MappedTensors(file)
+        check_finite(staged)  # as is done beside the sampling, which brings the pages here
+        taken = interleaved(
+            {"copy": lambda: setting.copy(staged), "stall": lambda: setting.stall(staged)},
+            repeats=3,
+        )
+    stalls, copies = taken["stall"], taken["copy"]
+    yield Claim(
+        "apply_stall", statistics.median(stalls), "s", bound=statistics.median(copies),
+        share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
+        n=3, spread=spread(stalls),
+    )  # fmt: skip
+    beyond = statistics.median(a - b for a, b in zip(stalls, copies, strict=True))
+    yield Claim(
+        "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=3
+    )
 
 
 def bandwidth() -> float:

@@ -158,6 +158,7 @@ def _apply(
 ) -> None:
     """Decode the delta into the live tensors, which is the codec's work alone; and what a generator
     does: fetch, verify and decode beside the sampling, then copy all tensors between two tokens.
+    The native engine also packs them there, which the generation bench measures.
     """
     version = _published(report)
     if version.kind == "delta":

@@ -90,7 +90,10 @@ class Engine(Protocol):
         ...
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Sample from `weights` from now on, in place. Raises ValueError with nothing changed."""
+        """Sample from `weights` from now on, in place. Raises ValueError with nothing changed.
+
+        Nobody samples meanwhile; whoever staged them has seen that they are finite.
+        """
         ...
 
     def cancel(self) -> None:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +21,13 @@ from fakes import group_of, tiny_model
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments import Environments
 from peralta_zmq.errors import EngineError, RewardError, StoreError
 from peralta_zmq.generator import MAX_FAILURES, Generator, Line, NewRunError
 from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
 from peralta_zmq.generator.weights import open_engine, open_follower, refresh
-from peralta_zmq.rollout import Completion, Problem
+from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
@@ -355,7 +357,7 @@ def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
     assert len(worker._outbox) == 0
 
 
-PROBLEM = Problem("7", "mine", (), "4")
+PROBLEM = Problem("7", "mine", (), "4", input_token_ids=(5, 9, 33))
 
 
 def fails_when_wrong(problem: Problem, text: str) -> float:
@@ -387,6 +389,48 @@ def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_
         worker._score_and_send(PROBLEM, answers(), judged_by(reward), engine)
         assert (worker._sequence, worker._unjudged) == (made, given_up)
     assert "raised ValueError: no such move" in caplog.text
+
+
+def likeliest(engine: NativeEngine) -> list[float]:
+    asked = Request(0, np.array(PROBLEM.input_token_ids, np.int32))
+    sampling = Sampling(temperature=0.0, max_completion_length=4)
+    return [each for made in engine.generate([asked], sampling) for each in made.logprobs.tolist()]
+
+
+def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
+    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole loop with a real engine; 2 groups run together, so 4 answers come from a step."""
+    good, norm = policy.weights_of(tiny_model(seed=1)), "model.norm.weight"
+    bad = {**good, norm: torch.full_like(good[norm], 3e38)}  # finite, its logits are not
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    engine = NativeEngine(tiny_model(seed=2), tokenizer, slots=4, max_model_len=32)
+    first = until_step(engine, follower, store.publish(1, good, companions={}), 1)
+    judged: list[int] = []  # the engine's step at each answer
+
+    def reward(problem: Problem, text: str) -> float:
+        judged.append(engine.step)
+        if len(judged) == 4:
+            store.publish(2, bad, companions={})
+            assert follower.ready(timeout=20) is not None
+        if len(judged) == 12:
+            line.listener.latest = wire.Announcement("run", done=True)
+        return 1.0
+
+    with closing(wire.RolloutSender("tcp://127.0.0.1:9", hwm=64)) as sender:
+        worker = generator_of(
+            follower, replace(line, sender=sender), first,
+            sampling={"num_generations": 2, "max_completion_length": 4},
+        )  # fmt: skip
+        worker.work(engine, tokenizer, judged_by(reward))
+    assert "gave up the groups under way: version=2 reason=the weights of step 2" in caplog.text
+    assert len(judged) >= 12 and set(judged) == {1}
+    assert store.look(2) is None
+    groups = [wire.decode_group(each, vocab_size=64) for each in worker._outbox._frames.values()]
+    assert len(groups) == len(judged) // 2 == worker._sequence
+    assert {each.policy_step for each in groups} == {1}
+    fresh = NativeEngine(tiny_model(seed=1), tokenizer, slots=4, max_model_len=32)
+    assert likeliest(engine) == likeliest(fresh)
 
 
 def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(

@@ -144,8 +144,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "same size, other shape": {NORM: torch.ones(4, 4)},
     "broadcastable": {NORM: torch.ones(1)},
     "integers": {NORM: torch.ones(16, dtype=torch.int64)},
-    "NaN": {NORM: torch.full((16,), math.nan)},
-    "one infinity": {NORM: torch.tensor([1.0] * 15 + [math.inf])},
 }
 
 
@@ -337,6 +335,43 @@ def test_cpu_is_always_there() -> None:
 
 def test_named_dtype_is_taken_as_it_is() -> None:
     assert policy.choose_dtype(CPU, "float32") == (torch.float32, "as model.dtype says")
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_bf16", "dtype", "reason"),
+    [
+        ("cpu", True, torch.bfloat16, "this CPU multiplies it"),
+        ("cpu", False, torch.float32, "this CPU tells of no bfloat16"),
+        ("cuda", True, torch.bfloat16, "this GPU multiplies it"),
+        ("cuda", False, torch.float16, "this GPU has no bfloat16"),
+        ("mps", False, torch.float16, "half the memory of float32 on mps"),
+    ],
+)
+def test_auto_takes_the_narrowest_dtype_that_the_device_multiplies(
+    kind: str, has_bf16: bool, dtype: torch.dtype, reason: str
+) -> None:
+    assert policy.native_dtype(kind, has_bf16=has_bf16) == (dtype, f"auto: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has_bf16"),
+    [
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512_bf16 sha_ni\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n", True),
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512dq avx512vl\n", False),  # by emulation only
+        ("Features\t: fp asimd fphp asimdhp sve i8mm bf16 dgh rng\n", True),  # Neoverse V1
+        ("Features\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp\n", False),  # Neoverse N1
+        ("", False),
+    ],
+)
+def test_bfloat16_is_seen_in_what_linux_says_of_x86_and_arm(cpuinfo: str, has_bf16: bool) -> None:
+    assert policy.multiplies_bf16(cpuinfo) == has_bf16
+
+
+def test_auto_on_this_machine_goes_by_what_it_tells() -> None:
+    told = Path("/proc/cpuinfo")
+    seen = policy.multiplies_bf16(told.read_text("utf-8") if told.exists() else "")
+    assert policy.choose_dtype(CPU) == policy.native_dtype("cpu", has_bf16=seen)
 
 
 def test_tiny_model_speaks_the_whole_vocabulary(model: Any) -> None:

@@ -52,7 +52,7 @@ class AdaptedEngine:
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Sample from the base with this adapter from now on. Raises ValueError, with nothing
-        changed, if it is of another model or not finite."""
+        changed, if it is of another model."""
         self._engine.apply(adapters.merged(self._base, weights), step)
         self.step = step
 

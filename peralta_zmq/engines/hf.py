@@ -58,7 +58,7 @@ class HfEngine:
 
     def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
         """Sample from `weights` from now on. Raises ValueError, with nothing changed, if they
-        are of another model or not finite."""
+        are of another model."""
         policy.apply_weights(self._model, weights)
         self.step = step
 

@@ -152,10 +152,13 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError naming the first tensor that holds a NaN or an infinity."""
+    """Raise ValueError naming the first tensor that holds a NaN or an infinity.
+
+    A sum is ten times as fast as a look at each number; only a strange sum needs the looks.
+    """
     for name, tensor in tensors.items():
         for piece in pieces_of(tensor):
-            if not piece.isfinite().all():
+            if not (piece.sum(dtype=torch.float32).isfinite() or piece.isfinite().all()):
                 raise ValueError(f"{name} is not finite")
 
 

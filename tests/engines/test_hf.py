@@ -213,8 +213,8 @@ def test_each_token_names_the_weights_that_sampled_it(engine: HfEngine) -> None:
 def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     weights = dict(policy.weights_of(sharp_model(seed=8)))
-    weights["model.norm.weight"] = torch.full((TINY["hidden_size"],), float("nan"))
-    with pytest.raises(ValueError, match="not finite"):
+    weights["model.norm.weight"] = torch.ones(TINY["hidden_size"] + 1)
+    with pytest.raises(ValueError, match=r"model\.norm"):
         engine.apply(weights, 9)
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
 

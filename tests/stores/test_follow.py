@@ -16,6 +16,7 @@ from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 from peralta_zmq.stores.directory import DELTA, WEIGHTS, DirectoryStore, Version
 from peralta_zmq.stores.follow import Follower, Staged
 from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.stores.tensors import CHUNK, check_finite
 from peralta_zmq.stores.watch import Watch
 
 NEVER = 1e9
@@ -139,6 +140,16 @@ def test_weights_that_are_not_finite_are_never_offered(store: WeightStore, follo
     store.publish(1, bad, companions=COMPANIONS)
     assert follower.ready(timeout=0.5) is None
     assert served_after(follower, publish(store, 2))
+
+
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, CHUNK, -1])  # in the first piece, the second, at the end
+def test_one_number_that_is_not_finite_is_found(strange: float, place: int) -> None:
+    weights = {"sound": torch.full((4,), 3e38), "other": torch.zeros(CHUNK + 3).bfloat16()}
+    check_finite(weights)  # a sum of large numbers overflows, they do not
+    weights["other"][place] = strange
+    with pytest.raises(ValueError, match="other is not finite"):
+        check_finite(weights)
 
 
 def test_version_of_another_model_is_never_offered(store: WeightStore, follow: Opener) -> None:

@@ -46,7 +46,7 @@ class Decoder:
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with `weights` from now on; ValueError, with nothing changed, if they differ
-        in names or shapes or are not finite."""
+        in names or shapes."""
         self._weights.apply(weights)
 
     def hidden(self, tokens: np.ndarray, places: np.ndarray, *, first: int) -> Tensor:

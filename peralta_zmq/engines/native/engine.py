@@ -73,7 +73,7 @@ class NativeEngine:
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Sample from `weights` from the next token on. Raises ValueError, with nothing changed,
-        if they are of another model or not finite."""
+        if they are of another model."""
         if self._decoder is None:
             policy.apply_weights(self._model, weights)
         else:

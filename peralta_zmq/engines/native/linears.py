@@ -37,7 +37,8 @@ class Product:
 
     def load(self, weights: Sequence[Tensor]) -> None:
         """Pack `weights`, each [out, in], in the place of the old ones."""
-        self._packed = _pack(torch.cat([each.detach().to(self._dtype) for each in weights]))
+        plain = [each.detach().to(self._dtype) for each in weights]
+        self._packed = _pack(torch.cat(plain) if len(plain) > 1 else plain[0])
         self._rows = None
 
     def part(self, number: int, rows: Tensor) -> Tensor:

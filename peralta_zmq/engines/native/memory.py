@@ -1,4 +1,8 @@
-"""Whether keys and values fit in memory, asked before they are allocated."""
+"""Whether keys and values fit in memory, asked before they are allocated.
+
+Counts nothing else: the model lies there already, packing takes one product more at a time (and
+keeps a tied head twice), and a step's logits are small beside them.
+"""
 
 from __future__ import annotations
 

