@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from runs import append, group, make_run, row
 
+from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,19 @@ def test_an_empty_run_says_what_it_waits_for(
     assert "NaN" not in seen.page.locator("body").inner_text()
     append(folder / "metrics.jsonl", row(1))
     seen.wait_for("step", "1", seconds=2.0)
+
+
+def test_of_a_crashed_run_no_generator_is_called_up(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
+    file = write_report([folder], tmp_path / "report.html")
+    for url in (serve(folder).url, file.as_uri()):
+        seen = tab(url)
+        seen.wait_for("condition", "ended without a word")
+        assert seen.text("generator-ann").split("\t")[:2] == ["ann", "unknown"]
+        assert seen.text("card-generators") == "-"
+        assert seen.text("note-generators") == "unknown, 2 seen"
 
 
 def test_a_number_that_is_none_is_a_dash_and_a_gap(
