@@ -187,6 +187,7 @@ class Wandb:
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes out even then
         import wandb
 
         self._run = wandb.init(
