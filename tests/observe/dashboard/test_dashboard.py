@@ -493,7 +493,7 @@ def test_a_fault_of_the_page_stays_in_its_thread(
     monkeypatch.setattr(Dashboard, "_made", fails)
     broken = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
     broken.start()
-    broken._thread.join(5)
+    broken._thread.join(30)
     assert not broken._thread.is_alive()
     assert "broken" in caplog.text and "training goes on" in caplog.text
 
