@@ -282,10 +282,14 @@ def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
 def test_two_runs_lie_over_each_other(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folders = [make_run(tmp_path / name, num_steps=count) for name, count in
                (("first", 30), ("second", 20))]  # fmt: skip
+    for folder in folders:
+        append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424})
     seen = tab(serve(*folders).url)
     seen.wait_for("run", "first")
     legend = seen.page.get_by_test_id("chart-queue").locator(".legend")
     legend.get_by_text("second queue").wait_for()
     assert legend.inner_text().split() == ["first", "queue", "14", "second", "queue", "14"]
+    held_out = seen.page.get_by_test_id("chart-reward").locator(".key.dots")
+    assert [each.get_attribute("class").split() for each in held_out.all()] == 2 * [["key", "dots"]]
     seen.page.get_by_role("button", name="second").click()
     seen.wait_for("step", "20")
