@@ -139,6 +139,7 @@ def tracked_by(name: str, folder: Path) -> None:
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """What every request to another machine would go through; nobody may have knocked there."""
     monkeypatch.setenv("HF_TOKEN", "hf_ours")  # of one who is logged in
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # and loads models
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
