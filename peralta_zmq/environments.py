@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import length_hint
 from typing import Any, Literal, TypeAlias
 
 from peralta_zmq import registry, tasks
 from peralta_zmq.config import Config
 from peralta_zmq.config.environments import EnvSection, host_and_port
 from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem
 from peralta_zmq.tasks.judge import Judge
@@ -53,9 +56,9 @@ def open_environments(
 ) -> Environments:
     """The problems to train on, or those held out: at most `limit` of each environment.
 
-    An environment with an address asks its verifier, unless all are judged `here`. Loading shows
-    no progress, since tasks know no screen: one core reads 27,000 rows of the calculator a second.
-    Raises ConfigError or TaskError for one that cannot be opened.
+    An environment with an address asks its verifier, unless all are judged `here`. What takes long
+    shows its progress on standard error. Raises ConfigError or TaskError for one that cannot be
+    opened.
     """
     chosen = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
@@ -64,7 +67,8 @@ def open_environments(
     for env in chosen:
         task = _task_of(config, env, here=here)
         options = {} if isinstance(task, Remote) else env.data_options
-        loaded = tasks.load(task, split, seed=config.run.seed, options=options)
+        watch = partial(_watched, what=f"loading {env.label}")
+        loaded = tasks.load(task, split, seed=config.run.seed, options=options, watch=watch)
         named = [_named(each, env.label, config.curriculum.hash_keys) for each in loaded]
         kept = named if limit < 0 else named[:limit]
         sizes[env.label] = len(kept)
@@ -103,6 +107,14 @@ def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
                 f"{max(problem.input_token_ids)} in input_token_ids, but the model has "
                 f"{vocab_size}; tokenize it with this model's tokenizer"
             )
+
+
+def _watched(problems: Iterator[Problem], *, what: str) -> Iterator[Problem]:
+    """The same, with progress where the task tells how many are to come."""
+    with progress_on(what, length_hint(problems)) as progress:
+        for done, problem in enumerate(problems):
+            progress.reach(done)
+            yield problem
 
 
 def _task_of(config: Config, env: EnvSection, *, here: bool) -> registry.Task | Remote:

@@ -49,11 +49,13 @@ def append(path: Path, *rows: Row) -> None:
         file.writelines(json.dumps(each) + "\n" for each in rows)
 
 
-def make_run(folder: Path, *, num_steps: int, max_steps: int | None = None) -> Path:
-    """A run that has just taken its newest step, 0.4 s after the one before."""
+def make_run(
+    folder: Path, *, num_steps: int, max_steps: int | None = None, quiet: float = 0.0
+) -> Path:
+    """A run that took its newest step `quiet` seconds ago, 0.4 s after the one before."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(max_steps=max_steps or max(1, 2 * num_steps)))
-    now = time.time()
+    now = time.time() - quiet
     begun = now - 0.4 * num_steps
     append(folder / "events.jsonl", {"time": begun, "event": "start", "step": 0})
     append(

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from peralta_zmq.config import Config, earlier_config, load_config, write_resolved
 from peralta_zmq.config.environments import EnvSection
+from peralta_zmq.environments import open_environments
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe import progress
 
 TWO = """
 [[env]]
@@ -53,6 +56,21 @@ def test_environments_come_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_other_environments_may_be_evaluated(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
     assert [each.label for each in config.eval_environments] == ["countdown"]
+
+
+def test_loading_what_takes_long_shows_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("bin/x", [])
+    with closing(open_environments(config, "eval")):
+        assert capsys.readouterr().err == ""  # done within two seconds
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "CALM", 0.0)
+    with closing(open_environments(config, "eval")):
+        told = capsys.readouterr().err.splitlines()
+    assert told[0] == "loading calculator: 0 of 250 (0%)"
+    assert told[125] == "loading calculator: 125 of 250 (50%), 0s left"
+    assert len(told) == 250
 
 
 def test_environments_are_kept_with_the_run(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.export import write_report
+from peralta_zmq.observe.evidence import BEGINS, WINDOW
 from peralta_zmq.observe.metrics import (
     EVENTS,
     METRICS,
@@ -29,7 +30,7 @@ from peralta_zmq.observe.metrics import (
 from peralta_zmq.observe.progress import Progress
 from peralta_zmq.observe.terminal import Terminal
 from peralta_zmq.observe.trackers import Tracker
-from peralta_zmq.observe.verdict import BEGINS, WINDOW, Verdict, verdict
+from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer
 
 EVALUATIONS = "eval.jsonl"

@@ -168,6 +168,9 @@ class Trackio:
     def __init__(self, run_id: str, settings: Mapping[str, Any]) -> None:
         import trackio
 
+        if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
+            # It asks Hugging Face whose token lies on this machine, for a local run too.
+            trackio.Run._get_username = _nobody
         self._trackio = trackio
         with redirect_stdout(sys.stderr):
             self._run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
@@ -182,11 +185,16 @@ class Trackio:
             self._trackio.finish()
 
 
+def _nobody(run: object) -> None:
+    """The name of a local run's owner."""
+
+
 class Wandb:
     """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE says otherwise."""
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own faults, to its makers
         import wandb
 
         self._run = wandb.init(

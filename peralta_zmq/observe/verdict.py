@@ -1,25 +1,23 @@
 """Who waits for whom, in one sentence: a pure function of a run's newest rows and events.
 
-Knows metric names and this project's knobs; knows nothing of files, terminals or pages. The first
-finding that holds is the verdict, what is bad before all else.
+Knows this project's knobs; knows nothing of files, terminals or pages. The first finding that holds
+is the verdict, what is bad before all else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
+from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Known, View, observed
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
-Known: TypeAlias = Mapping[str, object]
 
-WINDOW = 20  # rows that count
-ENOUGH = 3  # rows before we speak of balance
 WAITS = 0.25  # share of the time from which waiting is worth a word
 STALLS = 0.15  # the same for publishing and for the journal
 LATE = 0.10  # share of groups that come to nothing
@@ -29,7 +27,6 @@ SATURATED_SECONDS = 0.5  # a version that is out sooner is no burden
 SLOW = 0.5  # of the median generator's speed
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward
-BEGINS, ENDS = ("start", "resume"), ("stop", "complete")  # events of a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,66 +43,6 @@ class Verdict:
         return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Fare:
-    """How a generator that still reports did in these rows; 0 for what it did not report."""
-
-    name: str
-    tokens_per_s: float
-    blocked: float  # share of its time without a turn, or without room in its queue
-    queue: float  # the latter part of it
-    reload_seconds: float  # of one change of weights
-    step: float  # of its newest weights
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of the time in which it may sample."""
-        return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the findings look at."""
-
-    rows: Sequence[Known]  # the newest, oldest first, at least one
-    fares: Sequence[Fare]  # of the generators that report, by name
-    gone: Sequence[str]  # generators heard in these rows, and no more
-    events: Sequence[Known]
-    quiet_seconds: float  # since the newest row; NaN when the caller has no clock
-
-    def total(self, key: str) -> float:
-        """Sum over the rows; a row without the key counts 0."""
-        return sum(number(row, key, 0.0) for row in self.rows)
-
-    def share(self, key: str) -> float:
-        """Part of all step time that `key` (seconds) took."""
-        return self.total(key) / max(1e-9, self.total("step_time"))
-
-    def growth(self, key: str) -> float:
-        """By how much a count that only grows has grown; a restart may set it back."""
-        return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the median step."""
-        return median(number(row, "step_time", 0.0) for row in self.rows)
-
-    @property
-    def waiting(self) -> float:
-        """Share of its time that the trainer waits for groups; the journal's part is no wait."""
-        return max(0.0, self.share("time/wait_for_batch") - self.share("time/journal"))
-
-    @property
-    def num_groups(self) -> float:
-        """Groups that these rows' steps took, after the first row."""
-        return sum(
-            number(row, key, 0.0)
-            for row in self.rows[1:]
-            for key in row
-            if key.startswith("gen/") and key.endswith("/groups")
-        )
-
-
 def verdict(
     rows: Sequence[Known], events: Sequence[Known] = (), *, now: float | None = None
 ) -> Verdict:
@@ -114,13 +51,9 @@ def verdict(
     Only the last WINDOW rows count. `now` (unix seconds) is for a run that is under way: with it,
     a run that has stopped making steps is told.
     """
-    counted = _counted(rows, events)
-    if not counted:
+    view = observed(rows, events, now=now)
+    if view is None:
         return _before_the_first_step(events, now)
-    gone = _gone(counted, events)
-    view = View(
-        counted, _fares(counted, but=gone), gone, events, _quiet_seconds(counted[-1], events, now)
-    )
     found = [each for look in FINDINGS if (each := look(view)) is not None]
     return next((each for each in found if each.level == "bad"), found[0])
 
@@ -130,17 +63,8 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
     NaN where there is none to count.
     """
-    counted = _counted(rows, events)
-    share = View(counted, (), (), (), math.nan).waiting if counted else math.nan
-    return share, len(counted)
-
-
-def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
-    """The newest rows that were trained live; a session's first one has its start in it."""
-    lived = [row for row in rows[-WINDOW - 1 :] if number(row, "step_time", 0.0) > 0.0][-WINDOW:]
-    firsts = {number(each, "step") + 1 for each in events if each.get("event") in BEGINS}
-    later = [row for row in lived if number(row, "step") not in firsts]
-    return later if len(later) >= ENOUGH else lived
+    view = observed(rows, events)
+    return (view.waiting, len(view.rows)) if view else (math.nan, 0)
 
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
@@ -153,58 +77,6 @@ def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdic
         f"no step yet: no generator has come in {duration(seconds)}",
         "start one: bin/generator @ CONFIG", "bad",
     )  # fmt: skip
-
-
-def _names(row: Known) -> set[str]:
-    """Generators that report in this row."""
-    ends = "/tokens_per_s"
-    return {key[4 : -len(ends)] for key in row if key.startswith("gen/") and key.endswith(ends)}
-
-
-def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
-    """A report covers two seconds only, so shares and speeds are means over the rows."""
-
-    def mean(name: str, kind: str) -> float:
-        told = [number(row, f"gen/{name}/{kind}") for row in rows]
-        return fmean([value for value in told if math.isfinite(value)] or [0.0])
-
-    return [
-        Fare(
-            name,
-            tokens_per_s=mean(name, "tokens_per_s"),
-            blocked=mean(name, "blocked_frac"),
-            queue=mean(name, "queue_frac"),
-            reload_seconds=mean(name, "reload_s"),
-            step=number(rows[-1], f"gen/{name}/step", 0.0),
-        )
-        for name in sorted(_names(rows[-1]) - set(but))
-    ]
-
-
-def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
-    """Generators that were heard in these rows or left since, and are not heard now."""
-    up: dict[str, object] = {}  # name -> the newest start of it that joined
-    gone = {name for row in rows for name in _names(row)} - _names(rows[-1])
-    since = number(rows[0], "time")
-    for each in events:
-        name, boot = str(each.get("generator")), each.get("boot")
-        if each.get("event") == "join":
-            up[name] = boot
-            gone.discard(name)
-        elif each.get("event") == "leave" and up.get(name, boot) == boot:
-            up.pop(name, None)
-            if number(each, "time") >= since:
-                gone.add(name)
-    return sorted(gone)
-
-
-def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
-    """Since the newest step or start; NaN for a run that is not under way."""
-    sessions = [each for each in events if each.get("event") in (*BEGINS, *ENDS)]
-    if now is None or (sessions and sessions[-1].get("event") in ENDS):
-        return math.nan
-    moments = [number(each, "time") for each in [row, *sessions[-1:]]]
-    return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 
 # What may be found. Each returns None when it does not hold.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from peralta_zmq.errors import ConfigError, TaskError
@@ -18,8 +18,11 @@ class Problems(Protocol):
         ...
 
 
-def load(task: Problems, split: str, *, seed: int, options: Mapping[str, Any]) -> list[Problem]:
-    """All problems of a split.
+def load(
+    task: Problems, split: str, *, seed: int, options: Mapping[str, Any],
+    watch: Callable[[Iterator[Problem]], Iterator[Problem]] = iter,
+) -> list[Problem]:  # fmt: skip
+    """All problems of a split; `watch` passes them on one by one.
 
     Raises ConfigError for a [data] option that the task does not take, TaskError when nothing is
     left to ask.
@@ -28,7 +31,7 @@ def load(task: Problems, split: str, *, seed: int, options: Mapping[str, Any]) -
         inspect.signature(task.problems).bind(split, seed, **options)
     except TypeError as error:
         raise ConfigError(f"[data] does not fit this task: {error}; remove the option") from None
-    problems = list(task.problems(split, seed, **options))
+    problems = list(watch(task.problems(split, seed, **options)))
     if not problems:
         raise TaskError(f"the task has no problems for '{split}'; name a data set in [data]")
     return problems

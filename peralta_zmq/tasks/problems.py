@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from operator import length_hint
 
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Message, Problem
@@ -27,28 +28,48 @@ def problems_from(
     system_prompt: str = "",
     check: Callable[[str], object] = str.strip,
 ) -> Iterator[Problem]:
-    """Every row of a file once, in file order.
+    """Every row of a file once, in file order; `length_hint` tells how many rows are left.
 
     A row is left out, and logged with its number, when it asks nothing, when its
     `input_token_ids` are no token ids, or when `check` of its answer raises ValueError. Raises
-    TaskError when the file cannot be read or no row is left.
+    TaskError when the file cannot be read or, at the end, no row is left.
     """
-    made: list[Problem] = []
-    refused: list[str] = []
-    for row in read_rows(source, columns=(answer_column,), prompt_column=prompt_column):
-        answer = row.columns[answer_column]
-        try:
-            check(answer)
-            made.append(_problem_of(row, task, prompt_column, answer, system_prompt))
-        except ValueError as reason:
-            refused.append(f"row={row.number} {answer_column}={answer!r:.80} reason='{reason}'")
-    if not made:
-        raise TaskError(
-            f"none of the {len(refused)} rows of '{source}' can be used, the first is "
-            f"{refused[0]}; name the right columns or mend the file"
-        )
-    _report(source, refused, num_kept=len(made))
-    return iter(made)
+
+    def made_of(rows: Iterator[DataRow]) -> Iterator[Problem]:
+        num_kept, refused = 0, list[str]()
+        for row in rows:
+            answer = row.columns[answer_column]
+            try:
+                check(answer)
+                problem = _problem_of(row, task, prompt_column, answer, system_prompt)
+            except ValueError as reason:
+                refused.append(f"row={row.number} {answer_column}={answer!r:.80} reason='{reason}'")
+                continue
+            num_kept += 1
+            yield problem
+        _conclude(source, refused, num_kept=num_kept)
+
+    rows = read_rows(source, columns=(answer_column,), prompt_column=prompt_column)
+    return _Counted(rows, made_of)
+
+
+class _Counted:
+    """What is made of rows, one after the other, and how many rows are still to be looked at."""
+
+    def __init__(
+        self, rows: Sequence[DataRow], made_of: Callable[[Iterator[DataRow]], Iterator[Problem]]
+    ) -> None:
+        self._left = iter(rows)
+        self._made = made_of(self._left)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self
+
+    def __next__(self) -> Problem:
+        return next(self._made)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self._left)
 
 
 def identity(values: Sequence[str]) -> str:
@@ -82,7 +103,13 @@ def _tokens_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _report(source: str, refused: list[str], *, num_kept: int) -> None:
+def _conclude(source: str, refused: list[str], *, num_kept: int) -> None:
+    """Log what was left out; raise TaskError when that is all."""
+    if not num_kept:
+        raise TaskError(
+            f"none of the {len(refused)} rows of '{source}' can be used, the first is "
+            f"{refused[0]}; name the right columns or mend the file"
+        )
     for line in refused:
         log.warning("event=row_refused source='%s' %s", source, line)
     if refused:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from runs import append, group, make_run, row
 
+from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def test_a_new_row_is_there_within_two_seconds(
     seen.wait_for("card-reward", "0.125", seconds=2.0)
     assert seen.chart("reward", "data-points") == "6"
     append(folder / "samples.jsonl", group(6, "newest", "other"))
-    seen.page.get_by_text("newest", exact=True).wait_for(timeout=2000)
+    seen.page.get_by_text("newest", exact=True).wait_for()
 
 
 def test_a_server_that_was_killed_comes_back_without_a_point_twice(
@@ -72,12 +73,15 @@ def test_a_server_that_was_killed_comes_back_without_a_point_twice(
     seen.wait_for("condition", "reconnecting")
     assert "bin/dashboard" in seen.text("note")
     assert seen.text("card-queue") == "14"  # what is known stays
+    assert seen.text("generator-ann").split("\t")[1] == "unknown"
+    assert seen.text("card-generators") == "-"
     append(folder / "metrics.jsonl", row(6), row(7))
     served.start()
     seen.wait_for("step", "7")
     seen.wait_for("condition", "training")
     assert seen.chart("reward", "data-points") == "7"
     assert seen.chart("reward", "data-last-step") == "7"
+    assert seen.text("generator-ann").split("\t")[1] == "up"
 
 
 def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
@@ -88,11 +92,11 @@ def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
     append(folder / "events.jsonl", {"time": time.time(), "event": "restart"})
     seen = tab(serve(folder).url)
     seen.wait_for("step", "5")
-    seen.page.get_by_text("earlier", exact=True).wait_for(timeout=5000)
+    seen.page.get_by_text("earlier", exact=True).wait_for()
     shutil.rmtree(folder)
     make_run(folder, num_steps=2)
     seen.wait_for("step", "2")
-    seen.page.get_by_text("3 + 4", exact=True).wait_for(timeout=5000)
+    seen.page.get_by_text("3 + 4", exact=True).wait_for()
     assert seen.page.locator("#older").is_disabled()  # there is one group only
     assert seen.page.locator("#events li").count() == 3
     assert seen.chart("reward", "data-points") == "2"
@@ -106,9 +110,25 @@ def test_an_empty_run_says_what_it_waits_for(
     seen.wait_for("condition", "waiting for the first step")
     assert "No generator has joined yet" in seen.text("note")
     assert seen.text("card-reward") == "-"
+    assert [seen.text(f"note-{name}") for name in ("rollouts", "wait", "staleness")] == (
+        3 * ["no step yet"]
+    )
     assert "NaN" not in seen.page.locator("body").inner_text()
     append(folder / "metrics.jsonl", row(1))
-    seen.wait_for("step", "1", seconds=2.0)
+    seen.wait_for("step", "1")
+
+
+def test_of_a_crashed_run_no_generator_is_called_up(
+    tmp_path: Path, serve: Callable, tab: Callable
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
+    file = write_report([folder], tmp_path / "report.html")
+    for url in (serve(folder).url, file.as_uri()):
+        seen = tab(url)
+        seen.wait_for("condition", "ended without a word")
+        assert seen.text("generator-ann").split("\t")[:2] == ["ann", "unknown"]
+        assert seen.text("card-generators") == "-"
+        assert seen.text("note-generators") == "unknown, 2 seen"
 
 
 def test_a_number_that_is_none_is_a_dash_and_a_gap(
@@ -262,10 +282,14 @@ def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
 def test_two_runs_lie_over_each_other(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folders = [make_run(tmp_path / name, num_steps=count) for name, count in
                (("first", 30), ("second", 20))]  # fmt: skip
+    for folder in folders:
+        append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424})
     seen = tab(serve(*folders).url)
     seen.wait_for("run", "first")
     legend = seen.page.get_by_test_id("chart-queue").locator(".legend")
     legend.get_by_text("second queue").wait_for()
     assert legend.inner_text().split() == ["first", "queue", "14", "second", "queue", "14"]
+    held_out = seen.page.get_by_test_id("chart-reward").locator(".key.dots")
+    assert [each.get_attribute("class").split() for each in held_out.all()] == 2 * [["key", "dots"]]
     seen.page.get_by_role("button", name="second").click()
     seen.wait_for("step", "20")

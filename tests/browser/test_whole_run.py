@@ -20,7 +20,7 @@ import pytest
 from test_end_to_end import free_ports
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 90.0  # seconds; a generator that is not heard for 30 is gone
+PATIENCE = 180.0  # seconds; a generator that is not heard for 30 is gone
 
 
 def free_port() -> int:

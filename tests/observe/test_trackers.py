@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
+import socket
 import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -132,6 +135,20 @@ def tracked_by(name: str, folder: Path) -> None:
             books.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
 
 
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """What every request to another machine would go through; nobody may have knocked there."""
+    monkeypatch.setenv("HF_TOKEN", "hf_ours")  # of one who is logged in
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # and loads models
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, address)
+            monkeypatch.setenv(name.upper(), address)
+        yield listening
+
+
 def test_tensorboard_reads_back_the_curves_and_what_was_rolled_back_is_purged(
     tmp_path: Path,
 ) -> None:
@@ -149,8 +166,9 @@ def test_tensorboard_reads_back_the_curves_and_what_was_rolled_back_is_purged(
 
 
 def test_trackio_keeps_the_curves_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    proxy: socket.socket,
+) -> None:  # fmt: skip
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="pip install 'peralta_zmq[trackio]'")
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
@@ -160,10 +178,11 @@ def test_trackio_keeps_the_curves_on_this_machine(
     assert curve == [(1, 3.25), (2, 3.5), (3, 3.75), (2, 1.5)]
     assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [0.25, 0.25]
     assert "rackio" not in capsys.readouterr().out
+    assert nobody_knocked(proxy)
 
 
 def test_wandb_is_offline_and_has_the_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: socket.socket
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -186,6 +205,11 @@ def test_wandb_is_offline_and_has_the_curves(
     )
     assert {row["eval/accuracy"] for row in told if "eval/accuracy" in row} == {0.25}
     assert os.environ["WANDB_MODE"] == "offline"
+    assert nobody_knocked(proxy)
+
+
+def nobody_knocked(listening: socket.socket) -> bool:
+    return not select.select([listening], [], [], 0.0)[0]
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:

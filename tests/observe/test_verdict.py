@@ -291,6 +291,13 @@ def test_one_that_left_long_ago_is_not_spoken_of() -> None:
 
 
 @pytest.mark.parametrize("end", ["stop", "complete"])
+def test_of_a_run_that_was_ended_nobody_is_gone_or_up(end: str) -> None:
+    rows = without(run(), "b", last=2)
+    assert verdict(rows, [START]).sentence == "b is gone, 1 still up"
+    assert verdict(rows, [START, {"event": end, "time": 1021.0}]) == BALANCED
+
+
+@pytest.mark.parametrize("end", ["stop", "complete"])
 def test_a_run_that_was_ended_has_not_fallen_silent(end: str) -> None:
     ended: Row = {"event": end, "time": 1021.0}
     assert verdict(run(), [START, ended], now=NOW) == BALANCED

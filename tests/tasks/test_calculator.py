@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from operator import length_hint
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_every_row_left_out_is_logged_with_its_number_and_counted(
 ) -> None:
     source = written(tmp_path, "1 + 1,good", "one,bad", "9**9**9,worse")
     with caplog.at_level(logging.WARNING):
-        calculator.problems("train", 0, train=source)
+        list(calculator.problems("train", 0, train=source))
     prefix = f"event=row_refused source='{source}'"
     assert [record.getMessage() for record in caplog.records] == [
         f"{prefix} row=3 python_expression='one' reason=''e' is not arithmetic'",
@@ -124,9 +125,16 @@ def test_every_row_left_out_is_logged_with_its_number_and_counted(
     ]
 
 
+def test_a_reader_can_tell_how_many_rows_are_left(tmp_path: Path) -> None:
+    made = calculator.problems("train", 0, train=written(tmp_path, "1,good", "one,bad", "2,good"))
+    left = [length_hint(made)]
+    left += [length_hint(made) for _ in made]
+    assert left == [3, 2, 0]
+
+
 def test_good_rows_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        calculator.problems("eval", 0)
+        list(calculator.problems("eval", 0))
     assert not caplog.records
 
 

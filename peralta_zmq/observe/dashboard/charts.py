@@ -87,7 +87,8 @@ def drawn(table: Table, evaluations: Mapping[float, float], *, after: int = 0) -
 
 def _drawn(chart: Chart, table: Table, evaluations: Mapping[float, float], after: int) -> Drawn:
     lines = [*chart.lines, *_of_generators(chart, table)]
-    lines = [line for line in lines if line.key in table.columns or line.key == EVAL]
+    lines = [line for line in lines
+             if (evaluations if line.key == EVAL else line.key in table.columns)]  # fmt: skip
     columns = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
     chosen = {after + int(place) for place in picked(columns, num_buckets=NUM_BUCKETS)}
     held_out = evaluations if any(line.key == EVAL for line in lines) else {}

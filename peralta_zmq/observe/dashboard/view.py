@@ -7,7 +7,7 @@ that the page, the exported file and the tests cannot differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
 from statistics import fmean
@@ -31,6 +31,7 @@ MAX_TEXT = 300  # characters of an event
 MARKED = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
           "publish_failed", "checkpoint_failed", "journal_failed", "stop", "complete"}  # fmt: skip
 ENDED = {"finished", "stopped"}
+UNHEARD = {*ENDED, "crashed"}  # no trainer hears generators, so what it last heard says nothing
 STATES = {
     "loading": "reading the files of this run",
     "empty": "waiting for the first step",
@@ -63,11 +64,12 @@ def state(run: RunFiles, *, now: float) -> Json:
     """Header, verdict, cards, generators, events and markers."""
     config, condition = run.config(), condition_of(run, now=now)
     judged = verdict(list(run.rows), _in_order(run), now=None if condition in ENDED else now)
+    known = generators(run, condition)
     return {
         "header": _header(run, config, condition, now),
         "verdict": {"sentence": judged.sentence, "advice": judged.advice, "level": judged.level},
-        "cards": _cards(run),
-        "generators": generators(run),
+        "cards": _cards(run, known),
+        "generators": known[:NUM_GENERATORS],
         "events": [_event(row) for row in list(run.events)[: -NUM_EVENTS_SHOWN - 1 : -1]],
         "markers": _markers(run),
         "num_samples": run.samples[-1][0] if run.samples else 0,
@@ -96,15 +98,26 @@ def condition_of(run: RunFiles, *, now: float) -> str:
     return "training" if run.rows else "empty"
 
 
-def generators(run: RunFiles) -> list[Json]:
-    """One line for each generator ever heard of, by name."""
+def generators(run: RunFiles, condition: str) -> list[Json]:
+    """One line for each generator ever heard of, by name; `condition` of the run, one of STATES."""
     names = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     boots = {str(row.get("generator")): row for row in run.events if row.get("event") == "join"}
-    names = sorted(names | set(boots))[:NUM_GENERATORS]
-    return [_generator(name, run, boots.get(name, {})) for name in names]
+    left = {_boot(row) for row in run.events if row.get("event") == "leave"}
+    return [
+        _generator(name, run, boots.get(name, {}), left=left, is_heard=condition not in UNHEARD)
+        for name in sorted(names | set(boots))
+    ]
 
 
-def _generator(name: str, run: RunFiles, joined: Mapping[str, object]) -> Json:
+def _boot(row: Mapping[str, object]) -> tuple[str, str]:
+    """Which start of which generator joined or left."""
+    return str(row.get("generator")), str(row.get("boot", 0))
+
+
+def _generator(
+    name: str, run: RunFiles, joined: Mapping[str, object], *,
+    left: Set[tuple[str, str]], is_heard: bool,
+) -> Json:  # fmt: skip
     row = run.last
 
     def told(kind: str) -> float:
@@ -112,14 +125,11 @@ def _generator(name: str, run: RunFiles, joined: Mapping[str, object]) -> Json:
 
     heard = any(math.isfinite(told(kind)) for kind in ("tokens_per_s", "groups"))
     fresh = number(joined, "time", -math.inf) > number(row, "time", -math.inf)
-    left = any(
-        each.get("event") == "leave" and each.get("boot", 0) == joined.get("boot", 0)
-        and each.get("generator") == name for each in run.events
-    )  # fmt: skip
+    is_gone = _boot({**joined, "generator": name}) in left or not (heard or fresh)
     behind = number(row, "step") - told("step")
     return {
         "name": name,
-        "state": "gone" if left or not (heard or fresh) else "up" if heard else "new",
+        "state": "gone" if is_gone else "unknown" if not is_heard else "up" if heard else "new",
         "step": text(told("step"), 0),
         "behind": text(behind, 0),
         "tokens_per_s": text(told("tokens_per_s"), 0),
@@ -176,7 +186,7 @@ def _eta(run: RunFiles, steps_left: float) -> float:
     return (number(rows[-1], "time") - number(rows[0], "time")) / max(1.0, steps) * steps_left
 
 
-def _cards(run: RunFiles) -> list[Json]:
+def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
     row = run.last
     values = {
         key: run.table.values(key, after=max(0, len(run.table.steps) - 1))
@@ -185,19 +195,25 @@ def _cards(run: RunFiles) -> list[Json]:
     newest = {key: float(value[-1]) if len(value) else math.nan for key, value in values.items()}
     share, num_steps = waiting(list(run.rows), _in_order(run))
     mean, worst = number(row, "staleness/mean"), number(row, "staleness/max")
-    known = generators(run)
-    up = sum(each["state"] != "gone" for each in known)
+
+    def of_steps(note: str) -> str:
+        return note if run.rows else "no step yet"
+
+    states = [each["state"] for each in known]
+    up = math.nan if "unknown" in states else sum(state != "gone" for state in states)
     return [
         _card("reward", "Reward", text(number(row, "reward"), 3), _change(run)),
         _card("eval", "Held-out accuracy", *_evaluated(run)),
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
-              f"{text(newest['tokens_per_s'], 0)} tokens/s"),
-        _card("wait", "Trainer waits", text(100 * share, 0, "%"), f"of the last {num_steps} steps"),
+              of_steps(f"{text(newest['tokens_per_s'], 0)} tokens/s")),
+        _card("wait", "Trainer waits", text(100 * share, 0, "%"),
+              of_steps(f"of the last {num_steps} steps")),
         _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
-        _card("staleness", "Staleness", text(mean, 1), f"steps, at most {text(worst, 0)}"),
+        _card("staleness", "Staleness", text(mean, 1),
+              of_steps(f"steps, at most {text(worst, 0)}")),
         _card("dropped", "Dropped", text(newest["dropped"], 0), "groups in all"),
-        _card("generators", "Generators up", text(number(row, "generators", up), 0),
-              f"of {len(known)} seen"),
+        _card("generators", "Generators up", text(up, 0),
+              f"of {len(known)} seen" if math.isfinite(up) else f"unknown, {len(known)} seen"),
     ]  # fmt: skip
 
 

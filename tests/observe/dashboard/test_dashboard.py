@@ -277,15 +277,37 @@ def test_the_card_and_the_verdict_tell_the_waiting_of_the_same_steps(tmp_path: P
     assert "the trainer waits 50% of its time" in state["verdict"]["sentence"]
 
 
+def generators_of(run: RunFiles, *, later: float = 1.0) -> tuple[dict[str, str], str, str]:
+    """The state of each by its name, and what their card says."""
+    told = view.state(run, now=run.newest_time + later)
+    card = next(each for each in told["cards"] if each["id"] == "generators")
+    states = {each["name"]: each["state"] for each in told["generators"]}
+    return states, card["value"], card["note"]
+
+
 def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
     without_bob = {key: value for key, value in row(4).items() if "/bob/" not in key}
     append(folder / "metrics.jsonl", without_bob)
-    states = {each["name"]: each["state"] for each in view.generators(followed(folder))}
-    assert states == {"ann": "up", "bob": "gone"}
+    assert generators_of(followed(folder)) == ({"ann": "up", "bob": "gone"}, "1", "of 2 seen")
     append(folder / "events.jsonl",
            {"time": time.time(), "event": "leave", "generator": "ann", "boot": "ann"})  # fmt: skip
-    assert view.generators(followed(folder))[0]["state"] == "gone"
+    assert generators_of(followed(folder)) == (
+        {"ann": "gone", "bob": "gone"}, "0", "of 2 seen"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("event", [None, "stop", "complete"])
+def test_when_nobody_hears_generators_none_is_called_up(tmp_path: Path, event: str | None) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    leave = {"time": time.time(), "event": "leave", "generator": "bob", "boot": "bob"}
+    append(folder / "events.jsonl", leave)
+    if event:
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    run = followed(folder)
+    told = generators_of(run, later=40.0)
+    assert told == ({"ann": "unknown", "bob": "gone"}, "-", "unknown, 2 seen")
+    assert "up" not in view.state(run, now=run.newest_time + 40.0)["verdict"]["sentence"].split()
 
 
 def test_the_prompt_of_an_old_row_is_what_all_answers_begin_with_line_by_line() -> None:
@@ -471,7 +493,7 @@ def test_a_fault_of_the_page_stays_in_its_thread(
     monkeypatch.setattr(Dashboard, "_made", fails)
     broken = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0)))
     broken.start()
-    broken._thread.join(5)
+    broken._thread.join(30)
     assert not broken._thread.is_alive()
     assert "broken" in caplog.text and "training goes on" in caplog.text
 

@@ -5,8 +5,8 @@
 const Charts = (() => {
   const COLOURS = ["blue", "amber", "teal", "rose", "violet", "slate"];
   const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
-  const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
-  const STROKES = ["", "dashed", "dotted", "dashed"]; // the same in the legend
+  const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [1, 6]];
+  const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // the same in the legend
   const HEIGHT = 190;
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
     "checkpoint_failed", "journal_failed"]);
@@ -83,7 +83,7 @@ const Charts = (() => {
       kept.forEach(([line], index) => lines.push({
         ...line, key: `${run}/${line.key}`, kind: line.kind === "dots" ? "dots" : "line",
         label: `${names[run]} ${line.label}`, colour: COLOURS[run % COLOURS.length],
-        dash: DASHES[index % DASHES.length],
+        dash: DASHES[line.kind === "dots" ? 0 : index % DASHES.length],
       }));
     });
     const data = tables.some(table => table[0].length) ? uPlot.join(tables)

@@ -177,7 +177,12 @@
   }
 
   function lost() {
-    const folder = runs[chosen]?.state?.header.folder ?? "RUN";
+    const state = runs[chosen]?.state, folder = state?.header.folder ?? "RUN";
+    if (state) {
+      const up = each => each.state !== "gone";
+      showGenerators(state.generators.map(each => up(each) ? { ...each, state: "unknown" } : each));
+      if (state.generators.some(up)) put(testid("card-generators"), "-");
+    }
     condition("reconnecting", "reconnecting",
       `No answer from ${location.host} for ${ago((Date.now() - heard) / 1000)}. The numbers stay; ` +
       `the page goes on by itself when it is back. Of a run that is over: bin/dashboard ${folder}`);

@@ -1,0 +1,161 @@
+"""What a verdict looks at: the newest rows of a run that count, and its generators in them.
+
+Knows metric names and events; knows nothing of what is good or bad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TypeAlias
+
+from peralta_zmq.observe.metrics import number
+
+Known: TypeAlias = Mapping[str, object]
+
+WINDOW = 20  # rows that count
+ENOUGH = 3  # rows before we speak of balance
+BEGINS, ENDS = ("start", "resume"), ("stop", "complete")  # events of a session
+
+
+@dataclass(frozen=True, slots=True)
+class Fare:
+    """How a generator that still reports did in these rows; 0 for what it did not report."""
+
+    name: str
+    tokens_per_s: float
+    blocked: float  # share of its time without a turn, or without room in its queue
+    queue: float  # the latter part of it
+    reload_seconds: float  # of one change of weights
+    step: float  # of its newest weights
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the time in which it may sample."""
+        return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the findings look at."""
+
+    rows: Sequence[Known]  # the newest, oldest first, at least one
+    fares: Sequence[Fare]  # of the generators that report, by name
+    gone: Sequence[str]  # generators heard in these rows, and no more
+    events: Sequence[Known]
+    quiet_seconds: float  # since the newest row; NaN when the caller has no clock
+
+    def total(self, key: str) -> float:
+        """Sum over the rows; a row without the key counts 0."""
+        return sum(number(row, key, 0.0) for row in self.rows)
+
+    def share(self, key: str) -> float:
+        """Part of all step time that `key` (seconds) took."""
+        return self.total(key) / max(1e-9, self.total("step_time"))
+
+    def growth(self, key: str) -> float:
+        """By how much a count that only grows has grown; a restart may set it back."""
+        return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the median step."""
+        return median(number(row, "step_time", 0.0) for row in self.rows)
+
+    @property
+    def waiting(self) -> float:
+        """Share of its time that the trainer waits for groups; the journal's part is no wait."""
+        return max(0.0, self.share("time/wait_for_batch") - self.share("time/journal"))
+
+    @property
+    def num_groups(self) -> float:
+        """Groups that these rows' steps took, after the first row."""
+        return sum(
+            number(row, key, 0.0)
+            for row in self.rows[1:]
+            for key in row
+            if key.startswith("gen/") and key.endswith("/groups")
+        )
+
+
+def observed(
+    rows: Sequence[Known], events: Sequence[Known], *, now: float | None = None
+) -> View | None:
+    """What counts of rows and events, oldest first; None before the first step.
+
+    `now` (unix seconds) is for a run that is under way.
+    """
+    counted = _counted(rows, events)
+    if not counted:
+        return None
+    gone = [] if _is_over(events) else _gone(counted, events)
+    quiet_seconds = _quiet_seconds(counted[-1], events, now)
+    return View(counted, _fares(counted, but=gone), gone, events, quiet_seconds)
+
+
+def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
+    """The newest rows that were trained live; a session's first one has its start in it."""
+    lived = [row for row in rows[-WINDOW - 1 :] if number(row, "step_time", 0.0) > 0.0][-WINDOW:]
+    firsts = {number(each, "step") + 1 for each in events if each.get("event") in BEGINS}
+    later = [row for row in lived if number(row, "step") not in firsts]
+    return later if len(later) >= ENOUGH else lived
+
+
+def _names(row: Known) -> set[str]:
+    """Generators that report in this row."""
+    ends = "/tokens_per_s"
+    return {key[4 : -len(ends)] for key in row if key.startswith("gen/") and key.endswith(ends)}
+
+
+def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
+    """A report covers two seconds only, so shares and speeds are means over the rows."""
+
+    def mean(name: str, kind: str) -> float:
+        told = [number(row, f"gen/{name}/{kind}") for row in rows]
+        return fmean([value for value in told if math.isfinite(value)] or [0.0])
+
+    return [
+        Fare(
+            name,
+            tokens_per_s=mean(name, "tokens_per_s"),
+            blocked=mean(name, "blocked_frac"),
+            queue=mean(name, "queue_frac"),
+            reload_seconds=mean(name, "reload_s"),
+            step=number(rows[-1], f"gen/{name}/step", 0.0),
+        )
+        for name in sorted(_names(rows[-1]) - set(but))
+    ]
+
+
+def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
+    """Generators that were heard in these rows or left since, and are not heard now."""
+    up: dict[str, object] = {}  # name -> the newest start of it that joined
+    gone = {name for row in rows for name in _names(row)} - _names(rows[-1])
+    since = number(rows[0], "time")
+    for each in events:
+        name, boot = str(each.get("generator")), each.get("boot")
+        if each.get("event") == "join":
+            up[name] = boot
+            gone.discard(name)
+        elif each.get("event") == "leave" and up.get(name, boot) == boot:
+            up.pop(name, None)
+            if number(each, "time") >= since:
+                gone.add(name)
+    return sorted(gone)
+
+
+def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
+    """Since the newest step or start; NaN for a run that is not under way."""
+    if now is None or _is_over(events):
+        return math.nan
+    begun = [each for each in events if each.get("event") in BEGINS][-1:]
+    moments = [number(each, "time") for each in [row, *begun]]
+    return now - max((each for each in moments if math.isfinite(each)), default=now)
+
+
+def _is_over(events: Sequence[Known]) -> bool:
+    """Whether the newest session was ended; nobody hears its generators any more."""
+    sessions = [each.get("event") for each in events if each.get("event") in (*BEGINS, *ENDS)]
+    return bool(sessions) and sessions[-1] in ENDS
