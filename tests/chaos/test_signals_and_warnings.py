@@ -109,7 +109,7 @@ def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> No
     lan = field.start("lan", *LONG, log="lan")
     until(lambda: field.step >= 2, lan)
     lan.signal(signal.SIGINT)
-    assert lan.ends(timeout=15) == 0, lan.printed
+    assert lan.ends(timeout=60) == 0, lan.printed
     assert "saved; the same command resumes it" in lan.printed
     assert not processes_that_name(str(field.run.parent))
 
