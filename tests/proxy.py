@@ -68,11 +68,13 @@ class Proxy:
             self._threads.append(self._start(self._forward, far, near, False))
 
     def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
+        comes = select.poll()  # a timeout of the socket would be the other thread's too
+        comes.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # an end is shut
             while not self._ended.is_set():
                 if self.cut.is_set() or (upward and self.half_open.is_set()):
                     self._ended.wait(0.02)
-                elif select.select([source], [], [], 0.05)[0]:
+                elif comes.poll(50):  # ms
                     if not (chunk := source.recv(CHUNK)):
                         break
                     self._ended.wait(self._pause(chunk))
