@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import threading
 from types import TracebackType
@@ -61,34 +62,27 @@ class Proxy:
                 continue
             self.num_connections += 1
             for each in (near, far):
-                each.settimeout(0.05)
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             self._open += [near, far]
             self._threads.append(self._start(self._forward, near, far, True))
             self._threads.append(self._start(self._forward, far, near, False))
 
     def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
-        while not self._ended.is_set():
-            if self.cut.is_set() or (upward and self.half_open.is_set()):
-                self._ended.wait(0.02)
-                continue
-            try:
-                chunk = source.recv(CHUNK)
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if not chunk:
-                break
-            lost = self._chance.random() < self._loss
-            pause = self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)
-            self._ended.wait(pause)
-            try:
-                target.settimeout(None)
-                target.sendall(chunk)
-                target.settimeout(0.05)
-            except OSError:
-                break
+        comes = select.poll()  # a timeout of the socket would be the other thread's too
+        comes.register(source, select.POLLIN)
+        with contextlib.suppress(OSError):  # an end is shut
+            while not self._ended.is_set():
+                if self.cut.is_set() or (upward and self.half_open.is_set()):
+                    self._ended.wait(0.02)
+                elif comes.poll(50):  # ms
+                    if not (chunk := source.recv(CHUNK)):
+                        break
+                    self._ended.wait(self._pause(chunk))
+                    target.sendall(chunk)
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _pause(self, chunk: bytes) -> float:
+        lost = self._chance.random() < self._loss
+        return self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)

@@ -16,7 +16,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
 
 ANYWHERE = "tcp://127.0.0.1:*"
-DEADLINE = 10.0  # seconds
+DEADLINE = 30.0  # seconds, for what takes milliseconds
 GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
 
 

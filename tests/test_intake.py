@@ -1,4 +1,4 @@
-"""What is said of the groups that come, and how often they are written: soon, and not more."""
+"""What becomes of the groups that come, what is said of them, and how often they are written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import pytest
 from fakes import RUN, group_of
+from proxy import Proxy
 from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.curriculum.pools import Pools
 from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.recovery import journal as journals
 from peralta_zmq.recovery.journal import Journal
 from peralta_zmq.rollout import RolloutGroup
@@ -106,6 +108,48 @@ def from_many(stack: ExitStack) -> Callable[[str], None]:
         stack.callback(thread.join)
 
     return push
+
+
+def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stale_beyond_it(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    intake, _, address = opened(stack, tmp_path, Stop(), groups=4)
+    bound = intake.admission.max_off_policy_steps
+    proxy = stack.enter_context(Proxy(int(address.rpartition(":")[2])))
+    late, near = sender_to(proxy.address, stack), sender_to(address, stack)
+
+    def collected(
+        step: int, meanwhile: Callable[[bool], None] = lambda idle: None
+    ) -> set[tuple[str, int]]:
+        groups, _ = intake.collect(step, meanwhile)
+        return {(each.generator_id, each.sequence) for each in groups}
+
+    def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
+        for number in numbers:
+            group = group_of(
+                [1.0, 0.0], generator_id=name, sequence=number, policy_step=policy_step
+            )
+            assert to.send(wire.encode_group(group), timeout=DEADLINE)
+
+    send(late, "late", range(4), 0)
+    assert collected(1) == {("late", number) for number in range(4)}
+    proxy.half_open.set()
+    send(late, "late", range(4, 12), 0)
+    proxy.half_open.clear()
+    assert collected(1 + bound) == {("late", number) for number in range(4, 8)}
+
+    fresh = iter([range(4)])
+
+    def nearby(idle: bool) -> None:
+        if intake.admission.ledger.total == 12:  # all that was late has come
+            for numbers in fresh:
+                send(near, "near", numbers, 1 + bound)
+
+    assert collected(2 + bound, nearby) == {("near", number) for number in range(4)}
+    assert intake.admission.ledger.outcomes == {"trained": 12, "stale": 4}
+    dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
+    assert [row["sequence"] for row in dropped] == [*range(8, 12)]
+    assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
 
 
 def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(

@@ -28,6 +28,22 @@ def problems(split, seed):
 def reward(problem, completion_text):
     return 0.5
 '''
+DEAF = '''"""Swallows every exception, as a callback or a destructor of a library would."""
+
+import time
+from pathlib import Path
+
+def problems(split, seed):
+    Path(__file__).with_suffix(".reached").touch()
+    while True:
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            pass
+
+def reward(problem, completion_text):
+    return 0.0
+'''
 
 
 @chaos
@@ -64,8 +80,20 @@ def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(
     trainer.kill()
     until(lambda: "waiting for the trainer to take a group" in generator.printed, generator)
     generator.signal(number)
-    generator.ends(timeout=3)
+    assert generator.ends(timeout=3) == -number
     assert "Traceback" not in generator.printed
+
+
+@pytest.mark.parametrize("door", ["trainer", "generator"])
+def test_ctrl_c_while_a_program_starts_ends_it_whatever_swallows_exceptions(
+    field: Field, tmp_path: Path, door: str
+) -> None:
+    task = task_in(tmp_path, "deaf", DEAF)
+    program = field.start(door, "--task.name", "lab.deaf", log=door, environment=task)
+    until((tmp_path / "lab" / "deaf.reached").exists, program)
+    program.signal(signal.SIGINT)
+    assert program.ends(timeout=20) == -signal.SIGINT
+    assert "Traceback" not in program.printed
 
 
 @chaos
@@ -81,7 +109,7 @@ def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> No
     lan = field.start("lan", *LONG, log="lan")
     until(lambda: field.step >= 2, lan)
     lan.signal(signal.SIGINT)
-    assert lan.ends(timeout=15) == 0, lan.printed
+    assert lan.ends(timeout=60) == 0, lan.printed
     assert "saved; the same command resumes it" in lan.printed
     assert not processes_that_name(str(field.run.parent))
 
@@ -98,12 +126,17 @@ def test_a_trainer_without_generators_says_so_within_half_a_minute(field: Field)
 
 @chaos
 def test_groups_without_signal_are_named_within_half_a_minute(field: Field, tmp_path: Path) -> None:
-    (tmp_path / "lab").mkdir()
-    (tmp_path / "lab" / "dull.py").write_text(DULL)
-    task, found = ("--task.name", "lab.dull"), {"PYTHONPATH": str(tmp_path)}
+    task, found = ("--task.name", "lab.dull"), task_in(tmp_path, "dull", DULL)
     trainer = field.trainer(*LONG, *task, environment=found)
     generator = field.generator("ann", *LONG, *task, environment=found)
     until(lambda: field.step >= 1, trainer, generator)
     started = time.monotonic()
     until(lambda: "no learning signal" in trainer.printed, trainer, generator)
     assert time.monotonic() - started < 32
+
+
+def task_in(folder: Path, name: str, source: str) -> dict[str, str]:
+    """The environment in which a task `lab.NAME` is found."""
+    (folder / "lab").mkdir()
+    (folder / "lab" / f"{name}.py").write_text(source)
+    return {"PYTHONPATH": str(folder)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -103,6 +104,7 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
         publisher.publish(step, masters(step))
         (report,) = published(publisher)
     assert report.version is not None and report.version.kind == "delta"
+    mended = threading.Event()
     if fails:
         with monkeypatch.context() as full:
             full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
@@ -110,10 +112,11 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
             (report,) = published(publisher)
             assert report.version is None
     else:
-        slow_disk(monkeypatch, 0.05)
+        mended = stopped_disk(monkeypatch)
         publisher.publish(2, masters(2))  # keeps the thread busy
         publisher.publish(3, masters(3), whole=True)
     publisher.publish(4, masters(4))
+    mended.set()
     while report.step != 4 or report.version is None:
         (*_, report) = published(publisher)
     assert report.version.kind == "keyframe"
@@ -165,26 +168,29 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    real = os.fsync
+def stopped_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing reaches the disk before the event is set."""
+    mended, real = threading.Event(), os.fsync
 
     def fsync(descriptor: int) -> None:
-        time.sleep(seconds)
+        mended.wait()
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    return mended
 
 
-def test_trainer_does_not_wait_for_a_slow_disk_and_the_newest_wins(
+def test_trainer_does_not_wait_for_a_disk_that_stands_still_and_the_newest_wins(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    slow_disk(monkeypatch, 0.1)  # half a second for each version
+    mended = stopped_disk(monkeypatch)
     publisher.publish(0, masters(0))
     while publisher._pending:
         time.sleep(0.001)
-    stalls = [publisher.publish(step, masters(step)) for step in range(1, 10)]
-    assert max(stalls) < 0.3
+    for step in range(1, 10):
+        publisher.publish(step, masters(step))  # for ever, if it waited
+    mended.set()
     steps = [report.step for report in published(publisher)]
     assert steps == [0, 9]
 
@@ -233,7 +239,7 @@ def test_pace_holds_on_average(open_publisher: Opener) -> None:
     publisher.wait(30)
     publisher.publish(1, {"w": torch.randn(50_000)})
     assert publisher.wait(30)
-    assert 0.7 < time.monotonic() - started < 10
+    assert 0.7 < time.monotonic() - started < 30
 
 
 def test_closing_waits_for_the_last_version_without_its_pace(

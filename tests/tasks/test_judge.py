@@ -95,8 +95,8 @@ def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(
 
 
 def test_a_reward_that_hangs_is_ended_in_time_and_its_process_replaced(task: ModuleType) -> None:
-    with Judge(task.reward, deadline_seconds=0.3) as asked:
-        with pytest.raises(RewardError, match=r"took longer than 0\.3 s"):
+    with Judge(task.reward, deadline_seconds=2) as asked:
+        with pytest.raises(RewardError, match=r"took longer than 2 s"):
             asked.reward(PROBLEM, "hang")
         assert not is_alive(pid_of(task))
         assert asked.reward(PROBLEM, "anything") == 1.0
