@@ -146,6 +146,8 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     generator = machine.start("generator")
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed
+    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
+    other = machine.start_plain("replay", str(machine.run), "--train.learning-rate", "0.01")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert [lacking(row) for row in machine.rows()] == [set()] * 3
     hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
@@ -170,11 +172,9 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
     assert "3" in policy.text_of(tokenizer, said[0, len(prompt) :].numpy())
 
-    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert replayed.ends() == 0, replayed.printed
     assert "step=3" in replayed.printed and "  as published" in replayed.printed
     assert "step=1" not in replayed.printed
-    other = machine.start_plain("replay", str(machine.run), "--train.learning-rate", "0.01")
     assert other.ends() == 0 and "published" not in other.printed
 
     again = machine.start("trainer", "--train.max-steps", "3")  # complete: nothing to train
@@ -234,30 +234,27 @@ def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_ctrl_c_saves_and_says_how_to_go_on_without_a_generator(machine: Machine) -> None:
+def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
+    machine: Machine, tmp_path: Path
+) -> None:
+    elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
+    generator = machine.start("generator", *elsewhere)  # it waits for five seconds before it speaks
     trainer = machine.start("trainer")
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=3) == 0
-    printed = trainer.printed
-    assert "stopped after step 0, saved; the same command resumes it" in printed
-    assert "Traceback" not in printed
+    assert trainer.ends(timeout=20) == 0
+    assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
-
-@pytest.mark.timeout(60)
-def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigterm(
-    machine: Machine,
-) -> None:
-    generator = machine.start("generator")
     until(lambda: "no TCP answer" in generator.printed, generator)
     assert re.search(
-        r"waiting for trainer tcp://127\.0\.0\.1:\d+ \([56] s\): no TCP answer\. "
+        r"waiting for trainer tcp://127\.0\.0\.1:\d+ \(\d+ s\): no TCP answer\. "
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
-    generator.ends(timeout=3)
-    assert "Traceback" not in generator.printed
+    generator.ends(timeout=20)
+    for each in (trainer, generator):
+        assert "Traceback" not in each.printed
 
 
 @pytest.mark.slow

@@ -90,4 +90,4 @@ def test_the_last_report_of_each_is_waited_for(tmp_path: Path) -> None:
         roster.meet("bob/00", step=2)
         begun = time.monotonic()
         roster.hear_last(step=2)  # nothing comes of bob: not for ever
-        assert 0.5 < time.monotonic() - begun < 5
+        assert 0.5 < time.monotonic() - begun < 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -103,6 +104,7 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
         publisher.publish(step, masters(step))
         (report,) = published(publisher)
     assert report.version is not None and report.version.kind == "delta"
+    moves = threading.Event()
     if fails:
         with monkeypatch.context() as full:
             full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
@@ -110,11 +112,11 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
             (report,) = published(publisher)
             assert report.version is None
     else:
-        slow_disk(monkeypatch, 0.05)
-        publisher.publish(2, masters(2))  # keeps the thread busy
-        publisher.publish(3, masters(3), whole=True)
-    publisher.publish(4, masters(4))
-    while report.step != 4 or report.version is None:
+        moves = stuck_disk(monkeypatch, publisher)
+        publisher.publish(91, masters(91), whole=True)
+    publisher.publish(92, masters(92))
+    moves.set()
+    while report.step != 92 or report.version is None:
         (*_, report) = published(publisher)
     assert report.version.kind == "keyframe"
 
@@ -165,28 +167,31 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    real = os.fsync
+def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: Publisher) -> threading.Event:
+    """A disk that keeps the thread busy with version 90 until this is set."""
+    real, moves = os.fsync, threading.Event()
 
     def fsync(descriptor: int) -> None:
-        time.sleep(seconds)
+        moves.wait(10)
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    publisher.publish(90, masters(90))
+    while publisher._pending:
+        time.sleep(0.001)
+    return moves
 
 
 def test_trainer_does_not_wait_for_a_slow_disk_and_the_newest_wins(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    slow_disk(monkeypatch, 0.1)  # half a second for each version
-    publisher.publish(0, masters(0))
-    while publisher._pending:
-        time.sleep(0.001)
-    stalls = [publisher.publish(step, masters(step)) for step in range(1, 10)]
-    assert max(stalls) < 0.3
+    moves = stuck_disk(monkeypatch, publisher)
+    stalls = [publisher.publish(step, masters(step)) for step in range(91, 100)]
+    assert max(stalls) < 5
+    moves.set()
     steps = [report.step for report in published(publisher)]
-    assert steps == [0, 9]
+    assert steps == [90, 99]
 
 
 def test_failure_is_told_and_tried_again_until_it_works(
