@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, no hub, and no socket left open."""
+"""What every test gets: one torch thread, no hub, the same examples, and no socket left open."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+settings.load_profile("ci")  # the same examples every time, and no clock; tests/fuzz draws others
 
 
 @pytest.fixture(autouse=True)
