@@ -224,10 +224,9 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
 @pytest.mark.timeout(120)
 def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "6")
-    doomed = machine.start("generator", "--generator.name", "doomed")
-    until(lambda: len(machine.rows()) >= 2, trainer, doomed)
+    doomed, other = (machine.start("generator", "--generator.name", name) for name in "ab")
+    until(lambda: len(machine.rows()) >= 2 and "made group" in doomed.printed, trainer, other)
     doomed.process.kill()
-    machine.start("generator", "--generator.name", "next")
     assert trainer.ends() == 0, trainer.printed
     assert machine.rows()[-1]["step"] == 6
     assert all(row["dropped/invalid"] == 0 for row in machine.rows())

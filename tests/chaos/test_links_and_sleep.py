@@ -32,7 +32,7 @@ def end_well(field: Field, trainer: Program, *generators: Program) -> None:
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=chaos)])
 def test_a_link_that_was_down_resumes_by_itself(field: Field, seconds: int) -> None:
     with Link(field.port) as link:
-        trainer = field.trainer("--train.max-steps", "15")
+        trainer = field.trainer("--train.max-steps", "10")
         generator = field.generator("ann", "--wire.port", str(link.port))
         until(lambda: field.step >= 3, trainer, generator)
         link.cut()
