@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, no hub, and no socket left open."""
+"""What every test gets: one torch thread, no hub, the same examples, and no socket left open."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-# The same examples on every machine, however slow it is; `make fuzz` looks for others.
-settings.register_profile(
-    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("steady")
+settings.load_profile("ci")  # the same examples every time, and no clock; tests/fuzz draws others
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,10 +34,21 @@ TINY = {
 
 
 def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
-    """A random Qwen3 of some thousand parameters, fp32; `settings` override TINY."""
+    """A random Qwen3 of some thousand parameters, fp32; `settings` override TINY.
+
+    It is a copy of the first one of these settings: to build it takes much longer.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    return copy.deepcopy(_built(json.dumps({**TINY, **settings}, sort_keys=True), seed))
+
+
+@functools.cache
+def _built(settings: str, seed: int) -> Any:
     from peralta_zmq import policy
 
-    return policy.new_model({**TINY, **settings}, seed=seed).eval()
+    return policy.new_model(json.loads(settings), seed=seed).eval()
 
 
 def rollout_with(

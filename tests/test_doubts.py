@@ -26,7 +26,7 @@ STEPS = 4
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
     *("--train.learning-rate=1e-9", "--train.dtype=float32", "--eval.num-examples=1"),
-    *("--no-eval.eval-base-model", "--train.num-workers=2"),
+    *("--no-eval.eval-base-model", "--train.num-workers=2", "--no-dashboard.enabled"),
 )
 
 

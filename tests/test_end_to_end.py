@@ -18,16 +18,20 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import test_resume
 import torch
 from throttle import Link
 
-from peralta_zmq import policy
+from peralta_zmq import policy, replay
+from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.observe.names import meaning_of
 from peralta_zmq.recovery.journal import read_records
 from peralta_zmq.rollout import Message
+from peralta_zmq.trainer import Trainer
 
 REPO = Path(__file__).parent.parent
+signals = test_resume.signals  # a trainer works in this process too
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
@@ -93,6 +97,10 @@ class Machine:
                           "--wire.port", str(free_ports()), *SMALL)  # fmt: skip
         self._started: list[Door] = []
 
+    def config(self, *settings: str) -> Config:
+        """The trainer's with these settings."""
+        return load_config("bin/trainer", [*self._settings, *settings])
+
     def start(self, door: str, *settings: str) -> Door:
         """bin/DOOR with this run's settings; later settings win."""
         return self.start_plain(door, *self._settings, *settings)
@@ -141,11 +149,14 @@ def digest_of_weights(version: Path) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Machine) -> None:
+def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
     generator = machine.start("generator")
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed
+    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert [lacking(row) for row in machine.rows()] == [set()] * 3
     hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
@@ -170,15 +181,19 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(machine: Mach
     said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
     assert "3" in policy.text_of(tokenizer, said[0, len(prompt) :].numpy())
 
-    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert replayed.ends() == 0, replayed.printed
     assert "step=3" in replayed.printed and "  as published" in replayed.printed
     assert "step=1" not in replayed.printed
-    other = machine.start_plain("replay", str(machine.run), "--train.learning-rate", "0.01")
-    assert other.ends() == 0 and "published" not in other.printed
+    others = ["--train.learning-rate", "0.01", "--train.num-workers", "1"]
+    assert replay.main([str(machine.run), *others]) == 0
+    printed = capsys.readouterr().out
+    assert "step=3" in printed and "published" not in printed
 
-    again = machine.start("trainer", "--train.max-steps", "3")  # complete: nothing to train
-    assert again.ends() == 0
+    with ExitStack() as stack:  # complete: nothing to train
+        again = Trainer(machine.config("--train.max-steps", "3"), stack)
+        again.recover()
+        assert not again.unfinished
+        again.finish()
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
 
 
@@ -221,6 +236,7 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     assert 0 <= summary["accounting"]["lost"] <= thrown_away
 
 
+@pytest.mark.slow  # test_every_worker_is_killed_and_nothing_is_lost kills generators too
 @pytest.mark.timeout(120)
 def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "6")
@@ -233,31 +249,28 @@ def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
     assert all(row["dropped/invalid"] == 0 for row in machine.rows())
 
 
-@pytest.mark.timeout(60)
-def test_ctrl_c_saves_and_says_how_to_go_on_without_a_generator(machine: Machine) -> None:
+@pytest.mark.timeout(120)
+def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
+    machine: Machine, tmp_path: Path
+) -> None:
+    elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
+    generator = machine.start("generator", *elsewhere)  # it waits for five seconds before it speaks
     trainer = machine.start("trainer")
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=30) == 0  # tests/chaos wants it in 3 s
-    printed = trainer.printed
-    assert "stopped after step 0, saved; the same command resumes it" in printed
-    assert "Traceback" not in printed
+    assert trainer.ends(timeout=20) == 0
+    assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
-
-@pytest.mark.timeout(60)
-def test_a_generator_without_a_trainer_says_what_it_waits_for_and_leaves_on_sigterm(
-    machine: Machine,
-) -> None:
-    generator = machine.start("generator")
     until(lambda: "no TCP answer" in generator.printed, generator)
     assert re.search(
-        r"waiting for trainer tcp://127\.0\.0\.1:\d+ \([56] s\): no TCP answer\. "
+        r"waiting for trainer tcp://127\.0\.0\.1:\d+ \(\d+ s\): no TCP answer\. "
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
-    generator.ends(timeout=30)
-    assert "Traceback" not in generator.printed
+    generator.ends(timeout=20)
+    for each in (trainer, generator):
+        assert "Traceback" not in each.printed
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,9 +63,12 @@ class Import(NamedTuple):
     lazy: bool
 
 
+parsed = functools.cache(ast.parse)  # by all who look at a module
+
+
 def imports_of(source: str) -> Iterator[Import]:
     """Every import but those for the type checker only."""
-    todo: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    todo: list[tuple[ast.AST, bool]] = [(parsed(source), False)]
     while todo:
         node, lazy = todo.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -119,7 +123,7 @@ def test_module_imports_only_what_its_layer_may(module: str) -> None:
 
 @every_module
 def test_module_says_what_it_does(module: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[module])), f"{module} has no docstring"
+    assert ast.get_docstring(parsed(MODULES[module])), f"{module} has no docstring"
 
 
 @pytest.mark.parametrize("module", [each for each in MODULES if is_in(each, WITHOUT_TORCH)])

@@ -38,7 +38,7 @@ SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", "--train.max-steps=9"),
     *("--checkpoint.interval=2", "--no-eval.eval-base-model", "--eval.num-examples=1"),
     *("--sampling.max-completion-length=4", "--engine.max-model-len=128"),
-    *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32"),
+    *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32", "--no-dashboard.enabled"),
 )
 GROUPS = [
     siblings(
@@ -175,16 +175,13 @@ def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> No
     assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
 
 
-@pytest.mark.parametrize(
-    ("counts", "shards"), [((2, 1), True), ((1, 2), False), ((1, 2), True)],
-    ids=["sharded to one", "one to whole", "one to sharded"],
-)  # fmt: skip
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)], ids=["sharded to one", "one to sharded"])
 def test_a_run_goes_on_at_another_number_of_ranks(
-    tmp_path: Path, alone: Tensors, counts: tuple[int, int], shards: bool
+    tmp_path: Path, alone: Tensors, counts: tuple[int, int]
 ) -> None:
     run = Run(tmp_path)
     for to, num_ranks in zip((3, STEPS), counts, strict=True):
-        saved = run.train(to=to, num_ranks=num_ranks, shards=shards)
+        saved = run.train(to=to, num_ranks=num_ranks, shards=True)
     assert_same(saved, alone)
 
 

@@ -30,6 +30,7 @@ SETTINGS = (
     *("--curriculum.easy-threshold=0.75", "--curriculum.hard-threshold=0.25"),
     *("--curriculum.online-difficulty-filtering", "--no-eval.eval-base-model"),
     *("--eval.num-examples=2", "--checkpoint.interval=2", "--train.num-workers=2"),
+    "--no-dashboard.enabled",
 )
 
 

@@ -95,4 +95,4 @@ def test_the_last_report_of_each_is_waited_for(
         monkeypatch.setattr(rosters, "LAST_SECONDS", 0.6)
         begun = time.monotonic()
         roster.hear_last(step=2)  # nothing comes of bob: not for ever
-        assert 0.5 < time.monotonic() - begun < 10
+        assert 0.5 < time.monotonic() - begun < 30

@@ -55,7 +55,7 @@ def port() -> int:
 
 @pytest.fixture
 def settings(tmp_path: Path, port: int) -> list[str]:
-    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port)]
+    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port), "--no-dashboard.enabled"]
 
 
 def config_of(*arguments: str) -> Config:

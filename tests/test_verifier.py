@@ -50,8 +50,9 @@ def serving(config: Config, *, port: int = 0, token: str | None = None) -> Itera
         judge.join()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
+    """It judges for all tests that only ask."""
     with serving(load_config("bin/verifier", [])) as opened:
         yield opened
 

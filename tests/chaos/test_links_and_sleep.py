@@ -32,7 +32,7 @@ def end_well(field: Field, trainer: Program, *generators: Program) -> None:
 @pytest.mark.parametrize(("seconds", "back"), [(3, 60), pytest.param(60, 10, marks=chaos)])
 def test_a_link_that_was_down_resumes_by_itself(field: Field, seconds: int, back: int) -> None:
     with Link(field.port) as link:
-        trainer = field.trainer("--train.max-steps", "15")
+        trainer = field.trainer("--train.max-steps", "10")
         generator = field.generator("ann", "--wire.port", str(link.port))
         until(lambda: field.step >= 3, trainer, generator)
         link.cut()

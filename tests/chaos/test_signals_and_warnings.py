@@ -106,7 +106,7 @@ def test_a_supervisor_killed_leaves_no_orphan(field: Field) -> None:
 
 
 def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> None:
-    lan = field.start("lan", *LONG, log="lan")
+    lan = field.start("lan", *LONG, "--run.num-local-generators", "1", log="lan")
     until(lambda: field.step >= 2, lan)
     lan.signal(signal.SIGINT)
     assert lan.ends(timeout=60) == 0, lan.printed

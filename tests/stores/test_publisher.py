@@ -104,7 +104,7 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
         publisher.publish(step, masters(step))
         (report,) = published(publisher)
     assert report.version is not None and report.version.kind == "delta"
-    mended = threading.Event()
+    moves = threading.Event()
     if fails:
         with monkeypatch.context() as full:
             full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
@@ -112,12 +112,11 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
             (report,) = published(publisher)
             assert report.version is None
     else:
-        mended = stopped_disk(monkeypatch)
-        publisher.publish(2, masters(2))  # keeps the thread busy
-        publisher.publish(3, masters(3), whole=True)
-    publisher.publish(4, masters(4))
-    mended.set()
-    while report.step != 4 or report.version is None:
+        moves = stuck_disk(monkeypatch, publisher)
+        publisher.publish(91, masters(91), whole=True)
+    publisher.publish(92, masters(92))
+    moves.set()
+    while report.step != 92 or report.version is None:
         (*_, report) = published(publisher)
     assert report.version.kind == "keyframe"
 
@@ -168,31 +167,31 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def stopped_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing reaches the disk before the event is set."""
-    mended, real = threading.Event(), os.fsync
+def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: Publisher) -> threading.Event:
+    """A disk that keeps the thread busy with version 90 until this is set."""
+    real, moves = os.fsync, threading.Event()
 
     def fsync(descriptor: int) -> None:
-        mended.wait()
+        moves.wait(10)
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return mended
+    publisher.publish(90, masters(90))
+    while publisher._pending:
+        time.sleep(0.001)
+    return moves
 
 
 def test_trainer_does_not_wait_for_a_disk_that_stands_still_and_the_newest_wins(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    mended = stopped_disk(monkeypatch)
-    publisher.publish(0, masters(0))
-    while publisher._pending:
-        time.sleep(0.001)
-    for step in range(1, 10):
-        publisher.publish(step, masters(step))  # for ever, if it waited
-    mended.set()
+    moves = stuck_disk(monkeypatch, publisher)
+    stalls = [publisher.publish(step, masters(step)) for step in range(91, 100)]
+    assert max(stalls) < 5
+    moves.set()
     steps = [report.step for report in published(publisher)]
-    assert steps == [0, 9]
+    assert steps == [90, 99]
 
 
 def test_failure_is_told_and_tried_again_until_it_works(

@@ -221,13 +221,13 @@ def test_jumbles_raise_nothing_but_value_error_within_ten_milliseconds(count: in
     assert seconds_of(slowest) < WORST_SECONDS, slowest
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.text(max_size=300))
 def test_no_text_raises_anything_but_value_error(text: str) -> None:
     outcome(text)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_no_jumble_of_signs_raises_anything_but_value_error(text: str) -> None:
     outcome(text)
@@ -255,14 +255,14 @@ def by_python(text: str) -> Fraction | None:
         return None
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(expressions())
 def test_every_value_is_the_one_python_gives(text: str) -> None:
     value = outcome(text)
     assert value is None or value == by_python(text)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(1, 9)), max_size=10))
 def test_small_expressions_are_never_refused(terms: list[tuple[str, int]]) -> None:
     text = "5" + "".join(f" {sign} {number}" for sign, number in terms)

@@ -138,7 +138,7 @@ ANNOUNCED = [each.name for each in dataclasses.fields(wire.Announcement)]
 
 
 @given(fields=st.dictionaries(st.sampled_from(NAMES), STRANGE, min_size=1))
-@settings(max_examples=500, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 def test_no_strange_report_raises_anything_but_wire_error(fields: dict[str, Any]) -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), **fields})
     try:
@@ -149,7 +149,7 @@ def test_no_strange_report_raises_anything_but_wire_error(fields: dict[str, Any]
 
 
 @given(fields=st.dictionaries(st.sampled_from(ANNOUNCED), STRANGE, min_size=1))
-@settings(max_examples=500, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 def test_no_strange_announcement_raises_anything_but_wire_error(fields: dict[str, Any]) -> None:
     try:
         heard = wire.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
@@ -159,7 +159,7 @@ def test_no_strange_announcement_raises_anything_but_wire_error(fields: dict[str
 
 
 @given(st.binary(max_size=80))
-@settings(max_examples=500, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 def test_no_random_bytes_raise_anything_but_wire_error(frame: bytes) -> None:
     for decode in (wire.decode_counters, wire.decode_announcement):
         with pytest.raises(WireError):

@@ -427,7 +427,7 @@ STRANGE = st.recursive(
 
 
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), STRANGE, min_size=1))
-@settings(max_examples=500, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 def test_no_strange_field_raises_anything_else(fields: dict[str, Any]) -> None:
     only_wire_error(changed(**fields))
 

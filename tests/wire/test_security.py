@@ -106,22 +106,13 @@ def test_stranger_delivers_nothing_and_is_told_why(
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("ours", "reason"),
-    [
-        ("trainer.public", "does not know the key of ann; put ann.public into"),
-        ("ann.*", "trainer.public is not its key"),
-    ],
-    ids=["unknown key", "wrong server key"],
-)
 def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
-    folder: Path, gate: wire.Gate, stack: ExitStack, tmp_path: Path, ours: str, reason: str
+    folder: Path, gate: wire.Gate, stack: ExitStack, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
     for name in ("trainer", "ann"):
         make_keys(theirs, name)
-    for file in folder.glob(ours):
-        shutil.copy(file, theirs)
+    shutil.copy(folder / "trainer.public", theirs)
     announcer = stack.enter_context(open_socket(zmq.PUB, hwm=1))
     gate.guard(announcer)
     port = announcer.bind_to_random_port("tcp://127.0.0.1")
@@ -137,7 +128,7 @@ def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
         finally:
             generator.kill()
     assert generator.returncode == 2
-    assert reason in said.splitlines()[-1]
+    assert "does not know the key of ann; put ann.public into" in said.splitlines()[-1]
 
 
 def test_nobody_gets_in_when_the_gate_is_closed(
