@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -310,7 +310,7 @@ def _seen_plainly(
 
 
 @contextlib.contextmanager
-def _rows_apart(model: Any) -> Iterator[None]:
+def _rows_apart(model: Any) -> Generator[None, None, None]:
     """Add the gradient of an input embedding that is the head's too to the head's, row by row.
 
     autograd would make a second one of the whole vocabulary and add the two up, which at 152,000
