@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from throttle import Link
 
+from benchmarks.throttle import Link
 from peralta_zmq import policy
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.observe.names import meaning_of
