@@ -84,19 +84,20 @@ def main() -> int:
     parser.add_argument("name", choices=[*available(), "all"])
     parser.add_argument(
         "--json", action="store_true",
-        help="one JSON object as the last line; with all, one line for each claim at the end",
+        help="one JSON object as the last line; with all, one line for each claim",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
     parser.add_argument(
-        "--document", type=Path, nargs="+", help="Markdown pages whose tables are replaced"
-    )
+        "--document", type=Path, nargs="+",
+        help="Markdown pages whose tables are replaced; so is what README.md and docs/ quote",
+    )  # fmt: skip
     arguments = parser.parse_args()
     if arguments.name == "all":
         return run_all(available(), arguments)
     report, claims = measured(arguments.name, quick=arguments.quick)
+    sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
     if arguments.document:
         document(arguments.document, report)
-    sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
     return 0
 
 
@@ -116,19 +117,26 @@ def measured(name: str, *, quick: bool) -> tuple[dict[str, Any], list[Claim]]:
 def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     """Each bench in a process of its own, one after another; a failed one does not stop the rest.
 
-    What they measured comes at the end: as JSON one line for each claim.
+    What one measured is printed, and put into the pages, before the next begins.
     """
-    reports = [(name, _alone(name, arguments)) for name in names]
-    for name, report in reports:
-        if report is None:
-            progress(f"{name} failed")
-            continue
-        if arguments.document:
-            document(arguments.document, report)
-        claims = [Claim(**each) for each in report["claims"]]
-        lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
-        sys.stdout.writelines(lines)
-    return int(any(report is None for _, report in reports))
+    failed = [name for name in names if not _told(name, arguments)]
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _told(name: str, arguments: argparse.Namespace) -> bool:
+    """Run one bench and tell what it measured: as JSON one line for each claim."""
+    report = _alone(name, arguments)
+    if report is None:
+        return False
+    claims = [Claim(**each) for each in report["claims"]]
+    lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
+    sys.stdout.writelines(lines)
+    sys.stdout.flush()
+    if arguments.document:
+        document(arguments.document, report)
+    return True
 
 
 def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -146,5 +154,6 @@ def _alone(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         [*command, *(["--quick"] if arguments.quick else [])], stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
+        progress(f"{name} failed, exit status {done.returncode}")
         return None
     return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))

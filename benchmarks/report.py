@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -81,10 +82,30 @@ def write_between(document: Path, begin: str, end: str, text: str) -> None:
 
 
 def document(files: Sequence[Path], report: Mapping[str, Any]) -> None:
-    """Put the table of one bench into the page that has `<!-- bench NAME -->` for it."""
+    """Put the table of one bench into the page that has `<!-- bench NAME -->` for it, and its
+    figures where the README and other pages quote them; a rough measurement is not quoted.
+    """
     mark = f"<!-- bench {report['bench']} -->"
     with_place = [file for file in files if mark in file.read_text("utf-8")]
     write_between((with_place or files)[0], mark, END, page(report))
+    if not report["quick"]:
+        for file in (REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))):
+            text = file.read_text("utf-8")
+            if (quoted := quoting(text, report)) != text:
+                file.write_text(quoted, "utf-8")
+
+
+def quoting(text: str, report: Mapping[str, Any]) -> str:
+    """The text with `<!-- BENCH CLAIM FIELD -->...<!-- / -->` filled where the bench is this one,
+    with ? where it has no such claim.
+    """
+    claims = {each["name"]: each for each in report["claims"]}
+
+    def filled(found: re.Match[str]) -> str:
+        begin, name, figure, end = found.groups()
+        return begin + (_cell(claims[name][figure]) if name in claims else "?") + end
+
+    return re.sub(rf"(<!-- {report['bench']} (\w\S*) (\w+) -->).*?(<!-- / -->)", filled, text)
 
 
 def machine() -> dict[str, object]:
@@ -113,13 +134,18 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this checkout, with a + when files of it have changed since; empty outside of git."""
-    command = ["git", "-C", str(REPO), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """Of this checkout, with a + when files of it other than pages, which benches write, have
+    changed since; empty outside of git.
+    """
+    git = ["git", "-C", str(REPO)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!*.md"])
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip()
+    return done.stdout.strip() + "+" * bool(changed.returncode)
 
 
 def _where(report: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 
+from benchmarks import slow_link
 from benchmarks.harness import Claim, progress, progress_of, seconds, spread
 from peralta_zmq import durable, policy
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
@@ -44,6 +45,8 @@ Measured = dict[str, list[float]]
 def run(*, quick: bool) -> Iterable[Claim]:
     """Publish, fetch and apply real updates at each learning rate."""
     policy.use_threads()
+    with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
+        yield from slow_link.claims(Path(folder), _stepper, repeats=5)
     model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
     size = sum(each.numel() for each in policy.weights_of(model).values())
     progress(f"model: {size / 1e6:.0f}M parameters")

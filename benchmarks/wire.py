@@ -172,6 +172,7 @@ def _raw(size: int, senders: int, count: int) -> float:
     """Messages per second over bare sockets with the same options."""
     puller = open_socket(zmq.PULL, hwm=1)
     port = puller.bind_to_random_port("tcp://127.0.0.1")
+    puller.setsockopt(zmq.RCVTIMEO, 30_000)  # then the senders are gone
     with puller:
         crowd = ["raw", f"tcp://127.0.0.1:{port}", str(senders), bytes(size).hex(), ""]
         return _rate(crowd, lambda: bool(puller.recv()), senders, count)
@@ -181,15 +182,16 @@ def _rate(crowd: list[str], receive: Callable[[], bool], senders: int, count: in
     """Messages per second from a process of senders, once all of them are connected."""
     command = [sys.executable, "-c", CROWD, str(REPO), *crowd]
     with subprocess.Popen(command) as process:
-        left = count
+
+        def arrive() -> None:
+            while not receive():
+                if process.poll() is not None:
+                    raise RuntimeError("the senders are gone")
+
         try:
             for _ in range(10 * senders):
-                while not receive():
-                    pass
-            started = time.perf_counter()
-            while left:
-                left -= receive()
-            return count / (time.perf_counter() - started)
+                arrive()
+            return count / seconds(lambda: [arrive() for _ in range(count)])
         finally:
             process.kill()
 

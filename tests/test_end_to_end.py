@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import test_resume
 import torch
-from throttle import Link
 
+from benchmarks.throttle import Link
 from peralta_zmq import policy, replay
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.metrics import Row, read_rows

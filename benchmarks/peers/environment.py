@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,28 +11,31 @@ from pathlib import Path
 
 from benchmarks.harness import REPO, progress
 
-FOLDER = REPO / "runs" / "peers"
+CACHE = Path.home() / ".cache" / "peralta-peers"
 PACKAGES = ("trl", "ray", "accelerate", "datasets")
 
 
 def python() -> Path:
-    """The interpreter of the peers; makes their environment when it is not there yet.
+    """The interpreter of the peers; makes their environment when there is no whole one yet.
 
     Our packages are seen through a .pth file, so that both sides compute with the same torch and
-    transformers. Raises CalledProcessError when pip fails.
+    transformers. All checkouts that share our packages share it; after a change of the
+    constraints it is made anew. Raises CalledProcessError when pip fails.
     """
-    interpreter, done = FOLDER / "bin" / "python", FOLDER / "installed"
-    if done.exists():
+    ours, constraints = Path(sysconfig.get_path("purelib")).resolve(), REPO / ".ci/constraints.txt"
+    made_of = f"{sys.version} {ours} {PACKAGES} {constraints.read_text('utf-8')}"
+    folder = CACHE / hashlib.sha256(made_of.encode()).hexdigest()[:12]
+    interpreter, whole = folder / "bin" / "python", folder / "whole"
+    if whole.exists():
         return interpreter
-    progress(f"installing {', '.join(PACKAGES)} into {FOLDER} (once; a few minutes)")
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
-    (FOLDER / _site() / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
-    constraints = REPO / ".ci" / "constraints.txt"
+    progress(f"installing {', '.join(PACKAGES)} into {folder} (once; a few minutes)")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    (folder / _site() / "shared.pth").write_text(f"{ours}\n", "utf-8")
     pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "--constraint", str(constraints), *PACKAGES], check=True, stdout=sys.stderr
     )
-    done.touch()
+    whole.touch()
     return interpreter
 
 

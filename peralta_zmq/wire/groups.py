@@ -272,7 +272,9 @@ def _siblings_of(
         raise ValueError("unknown finish reason, or one too many")
     named = _named(parts, values, len(rewards)) if parts or values else []
     runs = _runs_of(versions, step, len(logprobs))
-    return Siblings(_Sound(turns, spans, prompt, tokens, logprobs, runs, rewards, named, finish))
+    return Siblings(
+        _Sound(turns, spans, prompt, tokens, logprobs, step, runs, rewards, named, finish)
+    )
 
 
 class _Sound(NamedTuple):
@@ -283,7 +285,8 @@ class _Sound(NamedTuple):
     prompt: bytes
     tokens: bytes
     logprobs: bytes
-    runs: tuple[tuple[int, int], ...]  # policy step and number of tokens
+    step: int
+    runs: tuple[int, ...]  # policy step above that, then how many tokens have it
     rewards: tuple[float, ...]
     named: list[dict[str, float]]  # empty when rewards have no parts
     finish: bytes
@@ -329,7 +332,8 @@ def _joined(
     sound: _Sound,
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32], list[int]]:
     """The arrays of all rollouts one after the other, and where one ends and the next begins."""
-    versions = b"".join([pack("<i", step) * count for step, count in sound.runs])
+    runs = zip(sound.runs[::2], sound.runs[1::2], strict=True)
+    versions = b"".join([pack("<i", sound.step + above) * count for above, count in runs])
     tokens: list[bytes] = []
     masks: list[bytes] = []
     logprobs: list[bytes] = []
@@ -371,6 +375,8 @@ def _check_lengths(
         raise ValueError("tokens and spans of unequal length")
     if len(logprobs) != 4 * sum(spans[1::2]):
         raise ValueError("logprobs and spans of unequal length")
+    if all(spans[1::2]) and 4 * min(spans[::2]) >= len(prompt):
+        return  # so it is for every rollout: 3 of 22 us are not spent on most groups
     at = 0
     for count in turns:
         end = at + 2 * count
@@ -381,17 +387,16 @@ def _check_lengths(
         at = end
 
 
-def _runs_of(versions: bytes, step: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Policy steps and the number of generated tokens that each has."""
+def _runs_of(versions: bytes, step: int, size: int) -> tuple[int, ...]:
+    """Policy steps above `step`, each before the number of generated tokens that has it."""
     if len(versions) > 8 * MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} changes of the policy step")
     runs = unpack(f"<{len(versions) >> 2}I", versions)
-    if 4 * sum(runs[1::2]) != size:
+    if len(runs) % 2 or 4 * sum(runs[1::2]) != size:
         raise ValueError("policy steps and spans of unequal length")
-    steps = [step + above for above in runs[::2]]
-    if max(steps) > MAX_STEP:
+    if step + max(runs[::2]) > MAX_STEP:
         raise ValueError("policy step out of bounds")
-    return tuple(zip(steps, runs[1::2], strict=True))
+    return runs
 
 
 def _check_tokens(content: bytes, vocab_size: int) -> None:

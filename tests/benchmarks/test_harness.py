@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,47 @@ def test_a_page_without_the_mark_is_refused_with_a_remedy(tmp_path: Path) -> Non
     file.write_text("nothing\n", "utf-8")
     with pytest.raises(SystemExit, match="lacks the lines <!-- bench wire -->"):
         report.document([file], REPORT)
+
+
+def test_a_quoted_figure_is_that_of_its_bench_alone() -> None:
+    text = (
+        "<!-- wire fast ratio -->1<!-- / --> times, <!-- weights fast ratio -->9<!-- / -->,\n"
+        "<!-- wire small ours --><!-- / -->, <!-- wire gone ours -->5<!-- / -->"
+    )
+    assert report.quoting(text, REPORT) == (
+        "<!-- wire fast ratio -->3<!-- / --> times, <!-- weights fast ratio -->9<!-- / -->,\n"
+        "<!-- wire small ours -->123,456<!-- / -->, <!-- wire gone ours -->?<!-- / -->"
+    )
+
+
+def test_what_the_shipped_pages_quote_is_of_a_bench_and_a_field() -> None:
+    pages = [REPO / "README.md", *(REPO / "docs").glob("*.md")]
+    quotes = re.findall(r"<!-- (\w+) \S+ (\w+) -->.*?<!-- / -->", "".join(
+        page.read_text("utf-8") for page in pages
+    ))  # fmt: skip
+    assert quotes
+    assert {bench for bench, _ in quotes} <= set(harness.available())
+    assert {figure for _, figure in quotes} <= {"ours", "peer", "ratio", "bound", "share"}
+
+
+def test_a_failed_bench_is_named_and_the_others_are_on_their_pages_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("<!-- bench wire -->\nold\n<!-- end -->\n", "utf-8")
+
+    def alone(name: str, _: argparse.Namespace) -> dict[str, object] | None:
+        if name == "wire":
+            return REPORT
+        assert "| fast | 2 |" in file.read_text("utf-8")
+        return None
+
+    monkeypatch.setattr(harness, "_alone", alone)
+    arguments = argparse.Namespace(json=True, quick=True, document=[file])
+    assert harness.run_all(["wire", "weights"], arguments) == 1
+    said = capsys.readouterr()
+    assert [json.loads(line)["name"] for line in said.out.splitlines()] == ["fast", "small"]
+    assert said.err.splitlines()[-1].endswith("failed: weights")
 
 
 def test_the_shipped_pages_have_a_place_for_every_bench() -> None:

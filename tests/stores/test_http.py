@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from throttle import Link
 from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_at
 
+from benchmarks.throttle import Link
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.password import read_token
 from peralta_zmq.stores.copy import Copy

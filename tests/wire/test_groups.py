@@ -285,6 +285,7 @@ def doubles(*numbers: float) -> bytes:
         ({"spans": longs(3, 4, 3, 1, 3)}, "unequal"),
         ({"spans": longs(0, 7, 3, 1, 3, 7)}, "without prompt"),
         ({"spans": longs(7, 0, 3, 1, 3, 11)}, "without prompt|unequal"),
+        ({"spans": longs(3, 0, 3, 5, 3, 7)}, "without prompt"),
         ({"spans": longs(3, 2**32 - 1, 3, 1, 3, 7)}, "tokens"),
         ({"prompt": longs(*range(5)), "tokens": longs(*range(6))}, "longer than a rollout"),
         ({"prompt": b"\0" * 4}, "unequal"),

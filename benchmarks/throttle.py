@@ -7,6 +7,7 @@ import socket
 import socketserver
 import threading
 import time
+from typing import cast
 
 
 class Link(socketserver.ThreadingTCPServer):
@@ -29,11 +30,9 @@ class Link(socketserver.ThreadingTCPServer):
 
 
 class _Forward(socketserver.BaseRequestHandler):
-    server: Link
-
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # nobody listens yet, or any more
-            self._forward(self.server)
+            self._forward(cast(Link, self.server))
 
     def _forward(self, link: Link) -> None:
         sent = 0
