@@ -128,6 +128,7 @@ def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stal
         step: int, meanwhile: Callable[[bool], None] = lambda idle: None
     ) -> set[tuple[str, int]]:
         groups, _ = intake.collect(step, meanwhile)
+        intake.commit()
         return {(each.generator_id, each.sequence) for each in groups}
 
     def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
@@ -212,11 +213,14 @@ def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_ste
     waited: list[float] = []
     begun = trickle.now
     groups, _ = intake.collect(1, lambda idle: waited.append(intake.journal.waited))
+    intake.commit()
     lasted = trickle.now - begun
     assert len(groups) == num and lasted > 3 * COMMIT_SECONDS
     assert 3 <= cast(CountingJournal, intake.journal).num_commits <= lasted / COMMIT_SECONDS + 1
     assert max(waited) < COMMIT_SECONDS + 2 * Trickle.GAP
     assert intake.journal.num_waiting == 0 and len(intake.journal.read(1)) == num
+    assert list(heard.said[-1].durable.values()) < [num - 1]  # the step begins meanwhile
+    intake.announce(1, begun=1)
     assert list(heard.said[-1].durable.values()) == [num - 1]
 
 
