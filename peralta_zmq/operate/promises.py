@@ -69,8 +69,9 @@ def torn_loads(history: History) -> Check:
         if (load.number, load.wid) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
-    text = f"torn 0: {len(loads)} loads of {len(hashes)} versions are bit for bit as published"
-    return Check("P1", text, (*broken, *(f"{each} refused" for each in history.logs.refused)))
+    broken += [f"{each} refused" for each in history.logs.refused]
+    text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
+    return Check("P1", text, tuple(broken))
 
 
 def trained_twice(history: History) -> Check:
@@ -83,7 +84,7 @@ def trained_twice(history: History) -> Check:
     ]
     broken += [f"{_shown(key)} was made twice" for key in history.logs.made_twice]
     broken += [f"step {step} was taken twice without a resume" for step in repeated_steps(history)]
-    return Check("P2", f"twice 0: {len(times)} groups in the journal", tuple(broken))
+    return Check("P2", f"twice {len(broken)}: {len(times)} groups in the journal", tuple(broken))
 
 
 def lost_groups(history: History) -> Check:
@@ -104,7 +105,8 @@ def lost_groups(history: History) -> Check:
         if key not in fates and key not in logs.lost | history.rolled_back
         and lived.get(key[0], -1) > step + history.max_off_policy_steps
     ]  # fmt: skip
-    text = f"lost 0: {len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
+    what = f"{len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
+    text = f"lost {len(broken)}: {what}"
     return Check("P3", text, tuple(broken))
 
 
@@ -128,7 +130,8 @@ def steps_missing(history: History) -> Check:
     if not history.summary:
         broken.append("there is no summary: the run has not ended")
     resumes = len(list(_named(history, "resume")))
-    return Check("P5", f"{len(set(steps))} steps, {resumes} resumes, no hand needed", tuple(broken))
+    text = f"{len(set(steps))} steps of {history.max_steps}, {resumes} resumes"
+    return Check("P5", text, tuple(broken))
 
 
 def accounts(history: History) -> Check:

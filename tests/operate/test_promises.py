@@ -322,5 +322,22 @@ def test_the_table_names_the_broken_promise_and_the_exit_code_says_it(
     log.write_text("\n".join([*run.log, "refused version=2 reason=shape"]))
     assert promises.main([str(tmp_path), str(log)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 ")
+    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 torn 1: ")
     assert failed[0].endswith("version=2 refused")
+
+
+def test_the_table_counts_what_it_found(tmp_path: Path) -> None:
+    Run().check(tmp_path)
+    run = Run()
+    run.log += ["refused version=2 reason=shape"] * 3 + [f"lost group={A}/3 reason=outbox", LOG[1]]
+    run.journal[2][0] = ("aa", 1, 0)
+    run.steps.remove(2)
+    (tmp_path / "again").mkdir()
+    run.check(tmp_path / "again")
+    sound, broken = (
+        [each.line[6:].split(":")[0] for each in promises.check(read_history(folder))]
+        for folder in (tmp_path, tmp_path / "again")
+    )
+    assert sound[:3] == ["P1 torn 0", "P2 twice 0", "P3 lost 0"]
+    assert broken[:3] == ["P1 torn 3", "P2 twice 2", "P3 lost 1"]
+    assert (sound[4], broken[4]) == ("P5 3 steps of 3, 1 resumes", "P5 2 steps of 3, 1 resumes")
