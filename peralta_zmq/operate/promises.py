@@ -176,6 +176,15 @@ def accounts(history: History) -> Check:
     return Check("P6", text, tuple(broken))
 
 
+def own_ends(history: History) -> Check:
+    """No promise: a program that was restarted, and had not been killed by us, has a fault."""
+    restarts = list(_named(history, "restart"))
+    broken = [f"{row.get('worker')} ({row.get('reason')})"
+              for row in restarts if not row.get("struck")]  # fmt: skip
+    text = f"by themselves {len(broken)}, after a kill {len(restarts) - len(broken)}"
+    return Check("ended", text, tuple(broken))
+
+
 def _last_reports(history: History) -> dict[str, int]:
     """How many groups each sender has made, of those that told the trainer so at their end."""
     said = history.summary.get("last_reports")

@@ -341,3 +341,25 @@ def test_the_table_counts_what_it_found(tmp_path: Path) -> None:
     assert sound[:3] == ["P1 torn 0", "P2 twice 0", "P3 lost 0"]
     assert broken[:3] == ["P1 torn 3", "P2 twice 2", "P3 lost 1"]
     assert (sound[4], broken[4]) == ("P5 3 steps of 3, 1 resumes", "P5 2 steps of 3, 1 resumes")
+
+
+def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    run.events += [
+        {"event": "restart", "worker": "trainer", "reason": "killed by SIGKILL", "struck": True},
+        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "struck": False},
+        {"event": "restart", "worker": "generator-1", "reason": "killed by SIGKILL",
+         "struck": False},  # for want of memory, say
+    ]  # fmt: skip
+    assert run.check(tmp_path) == {}
+    assert promises.own_ends(read_history(tmp_path)).line == (
+        "FAIL  ended by themselves 2, after a kill 1: "
+        "generator-0 (exit code 1); generator-1 (killed by SIGKILL)"
+    )
+    run.events = run.events[:-2]
+    (tmp_path / "again").mkdir()
+    run.check(tmp_path / "again")
+    line = promises.own_ends(read_history(tmp_path / "again")).line
+    assert line == "ok    ended by themselves 0, after a kill 1"
