@@ -53,7 +53,9 @@ def check(history: History) -> list[Check]:
 
 
 def torn_loads(history: History) -> Check:
-    """P1: every loaded version is one that was published, and nothing had to be refused."""
+    """P1: every version loaded is one that was published, and every one served was loaded; nothing
+    had to be refused.
+    """
     published = {(int(number(row, "number")), row.get("wid")) for row in _named(history, "publish")}
     numbers = {each for each, _ in published}
     loads = history.logs.loads
@@ -69,6 +71,8 @@ def torn_loads(history: History) -> Check:
         if (load.number, load.wid) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
+    served = sorted(history.logs.made_with - {load.wid for load in loads})
+    broken += [f"wid={wid} was served and never loaded" for wid in served]
     broken += [f"{each} refused" for each in history.logs.refused]
     text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
     return Check("P1", text, tuple(broken))

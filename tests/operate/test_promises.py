@@ -32,6 +32,7 @@ LOG = [
     *(f"10:00:01 bin/generator made group={A}/{n} step=0 wid=w0" for n in range(4)),
     "10:00:03 bin/generator generator=ann threads=1 version=1",
     "10:00:03 bin/generator loaded version=1 step=1 wid=w1 seconds=0.1",
+    "10:00:05 bin/generator loaded version=2 step=2 wid=w2 seconds=0.1",
     f"10:00:04 bin/generator made group={B}/0 step=0 wid=w0",
     *(f"10:00:04 bin/generator made group={B}/{n} step=1 wid=w1" for n in (1, 2, 3)),
     f"10:00:05 bin/generator made group={B}/4 step=2 wid=w2",
@@ -54,6 +55,7 @@ class Run:
         {"event": "publish", "step": 0, "number": 0, "wid": "w0"},
         {"event": "publish", "step": 1, "number": 1, "wid": "w1"},
         {"event": "resume", "step": 1, "time": 15.0},
+        {"event": "publish", "step": 2, "number": 2, "wid": "w2"},
     ])  # fmt: skip
     steps: list[int] = field(default_factory=lambda: [1, 2, 3])
     log: list[str] = field(default_factory=lambda: list(LOG))
@@ -119,8 +121,14 @@ def test_a_torn_tail_of_the_journal_is_no_group(tmp_path: Path) -> None:
 
 def test_p1_a_version_that_nobody_published(tmp_path: Path) -> None:
     run = Run()
-    run.log[0] = run.log[0].replace("wid=w0", "wid=ff")
+    run.log.append("loaded version=0 step=0 wid=ff seconds=0.1")
     assert run.check(tmp_path) == {"P1": ("version=0 wid=ff was not published",)}
+
+
+def test_p1_a_version_that_was_served_and_never_loaded(tmp_path: Path) -> None:
+    run = Run()
+    run.log[-2] = run.log[-2].replace("wid=w2", "wid=ee")
+    assert run.check(tmp_path) == {"P1": ("wid=ee was served and never loaded",)}
 
 
 @pytest.mark.parametrize(
