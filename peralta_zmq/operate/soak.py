@@ -25,7 +25,7 @@ from peralta_zmq.operate.crew import Crew, Record, Worker, supervise
 from peralta_zmq.operate.history import read_history
 from peralta_zmq.operate.link import Link, free_ports
 from peralta_zmq.operate.promises import check, own_ends
-from peralta_zmq.operate.soak_report import figures_of, section, write_section
+from peralta_zmq.operate.soak_report import figures_of, section, struck_enough, write_section
 from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
 
 NUM_GENERATORS = 3
@@ -147,8 +147,9 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
             if code := supervise(workers, record=record, look=monkey.look):
                 return code
     history = read_history(folder, max_steps=target)
-    checks = [*check(history), own_ends(history)]
-    text = section(figures_of(history), checks, minutes=minutes, seed=seed)
+    figures = figures_of(history)
+    checks = [*check(history), own_ends(history), struck_enough(figures, minutes=minutes)]
+    text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")
     if document:
         write_section(text, document)
