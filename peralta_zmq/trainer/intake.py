@@ -191,7 +191,7 @@ class Intake:
                 if self._stop.asked:
                     raise
                 self._books.event("journal_failed", reason=str(error))
-                self._books.note(f"{error}; free some space. Training waits, nothing is lost")
+                self._books.note(f"{error}; make room for it. Training waits, nothing is lost")
             self._stop.pause(patience)
             patience = min(LONGEST_PATIENCE, 2 * patience)
         self._durable = self._settled()
