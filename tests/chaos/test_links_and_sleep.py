@@ -159,7 +159,7 @@ def test_a_trainer_without_a_free_descriptor_says_so_and_goes_on_once_there_is_o
         until(lambda: WITHOUT.search(trainer.printed), trainer, generator)
         step = field.step
         assert not ended_within(trainer, 3)
-        assert field.step == step  # what is not in the journal is not trained
+        assert field.step == step  # none is taken whose groups are not in the journal
     end_well(field, trainer, generator)
 
 
