@@ -270,13 +270,13 @@ def saved_by(trainer: Trainer, *, ledger: Ledger, **tensors: torch.Tensor) -> No
     checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
 
 
-def journaled_by(trainer: Trainer, *sequences: int) -> Path:
-    """Groups taken in for step 1."""
+def journaled_by(trainer: Trainer, *sequences: int, step: int = 1) -> Path:
+    """Groups taken in for a step."""
     for sequence in sequences:
         group = group_of([1, 0], sequence=sequence, run_id=run_id_of(trainer._folder, "demo"))
-        trainer._intake.journal.append(1, wire.encode_group(group))
+        trainer._intake.journal.append(step, wire.encode_group(group))
     trainer._intake.journal.commit()
-    return trainer._folder / "journal" / "step_000001.msgpack"
+    return trainer._intake.journal.file_of(step)
 
 
 def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
@@ -298,6 +298,20 @@ def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) ->
     saved_by(opened, ledger=ledger)
     journaled_by(opened, 0)
     with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
+        opened.recover()
+
+
+@pytest.mark.parametrize("left", [(), (0,)], ids=["no file", "cut behind its first group"])
+def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
+    opened: Trainer, left: tuple[int, ...]
+) -> None:
+    journaled_by(opened, *left)
+    journaled_by(opened, 1, step=2)
+    journaled_by(opened, 2, step=3)
+    with pytest.raises(
+        JournalError,
+        match=r"step_000001\.msgpack is missing or .* steps 1 to 3 away to go on from step 0$",
+    ):
         opened.recover()
 
 

@@ -19,7 +19,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
 from peralta_zmq.operate.crew import Crew
 from peralta_zmq.operate.history import History, read_history
-from peralta_zmq.operate.promises import Check, check
+from peralta_zmq.operate.promises import Check, check, own_ends
 
 SEED = "PERALTA_CHAOS_SEED"  # in the environment: the same kills again
 NUM_KILLS = 5  # or one for each worker, if that is more
@@ -60,7 +60,7 @@ class Chaos:
     def report(self) -> int:
         """Print the kills and the checks; 1 if a check fails, else 0."""
         history = read_history(self._folder)
-        checks = [self._kills(), *check(history), _reward(history)]
+        checks = [self._kills(), *check(history), own_ends(history), _reward(history)]
         lines = [
             "",
             "killed         at step   back",

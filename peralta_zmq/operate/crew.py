@@ -209,7 +209,7 @@ class Crew:
             return True
         if member.process is not None:
             return False
-        member.dismissed, member.due = False, time.monotonic()
+        member.dismissed, member.due, member.reason = False, time.monotonic(), ""
         return True
 
     def _member(self, name: str) -> Member:
@@ -218,8 +218,9 @@ class Crew:
     def _start(self, member: Member) -> None:
         if member.reason:
             name, delay = member.worker.name, member.delay
-            self._say(f"restarted {name} ({member.reason}) after {delay:g} s")
-            self._record("restart", worker=name, reason=member.reason, delay=delay)
+            reason, struck = member.reason, member.struck
+            self._say(f"restarted {name} ({reason}) after {delay:g} s")
+            self._record("restart", worker=name, reason=reason, delay=delay, struck=struck)
         member.start(self._leash)
 
     def _judge(self, member: Member, code: int) -> int | None:

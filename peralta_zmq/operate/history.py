@@ -54,6 +54,7 @@ class Logs:
     """What the generators say of themselves."""
 
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # the step of its weights
+    made_with: set[str] = field(default_factory=set[str])  # ids of the weights of these
     made_twice: list[Key] = field(default_factory=list[Key])
     lost: set[Key] = field(default_factory=set[Key])  # given up by the sender, and said so
     loads: list[Load] = field(default_factory=list[Load])
@@ -128,6 +129,7 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
         if key in logs.made:
             logs.made_twice.append(key)
         logs.made[key] = int(found[3])
+        logs.made_with.add(found[4])
     elif found := LOST.search(line):
         logs.lost.add((found[1], int(found[2])))
     elif found := LOADED.search(line):

@@ -53,7 +53,9 @@ def check(history: History) -> list[Check]:
 
 
 def torn_loads(history: History) -> Check:
-    """P1: every loaded version is one that was published, and nothing had to be refused."""
+    """P1: every version loaded is one that was published, and every one served was loaded; nothing
+    had to be refused.
+    """
     published = {(int(number(row, "number")), row.get("wid")) for row in _named(history, "publish")}
     numbers = {each for each, _ in published}
     loads = history.logs.loads
@@ -69,8 +71,11 @@ def torn_loads(history: History) -> Check:
         if (load.number, load.wid) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
-    text = f"torn 0: {len(loads)} loads of {len(hashes)} versions are bit for bit as published"
-    return Check("P1", text, (*broken, *(f"{each} refused" for each in history.logs.refused)))
+    served = sorted(history.logs.made_with - {load.wid for load in loads})
+    broken += [f"wid={wid} was served and never loaded" for wid in served]
+    broken += [f"{each} refused" for each in history.logs.refused]
+    text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
+    return Check("P1", text, tuple(broken))
 
 
 def trained_twice(history: History) -> Check:
@@ -83,7 +88,7 @@ def trained_twice(history: History) -> Check:
     ]
     broken += [f"{_shown(key)} was made twice" for key in history.logs.made_twice]
     broken += [f"step {step} was taken twice without a resume" for step in repeated_steps(history)]
-    return Check("P2", f"twice 0: {len(times)} groups in the journal", tuple(broken))
+    return Check("P2", f"twice {len(broken)}: {len(times)} groups in the journal", tuple(broken))
 
 
 def lost_groups(history: History) -> Check:
@@ -104,7 +109,8 @@ def lost_groups(history: History) -> Check:
         if key not in fates and key not in logs.lost | history.rolled_back
         and lived.get(key[0], -1) > step + history.max_off_policy_steps
     ]  # fmt: skip
-    text = f"lost 0: {len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
+    what = f"{len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
+    text = f"lost {len(broken)}: {what}"
     return Check("P3", text, tuple(broken))
 
 
@@ -128,7 +134,8 @@ def steps_missing(history: History) -> Check:
     if not history.summary:
         broken.append("there is no summary: the run has not ended")
     resumes = len(list(_named(history, "resume")))
-    return Check("P5", f"{len(set(steps))} steps, {resumes} resumes, no hand needed", tuple(broken))
+    text = f"{len(set(steps))} steps of {history.max_steps}, {resumes} resumes"
+    return Check("P5", text, tuple(broken))
 
 
 def accounts(history: History) -> Check:
@@ -171,6 +178,15 @@ def accounts(history: History) -> Check:
     unheard = len(made) - len(known)
     text = f"made {len(known)} + {unheard} of senders whose last report is missing"
     return Check("P6", text, tuple(broken))
+
+
+def own_ends(history: History) -> Check:
+    """No promise: a program that was restarted, and had not been killed by us, has a fault."""
+    restarts = list(_named(history, "restart"))
+    broken = [f"{row.get('worker')} ({row.get('reason')})"
+              for row in restarts if not row.get("struck")]  # fmt: skip
+    text = f"by themselves {len(broken)}, after a kill {len(restarts) - len(broken)}"
+    return Check("ended", text, tuple(broken))
 
 
 def _last_reports(history: History) -> dict[str, int]:

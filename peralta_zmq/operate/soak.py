@@ -24,8 +24,8 @@ from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.crew import Crew, Record, Worker, supervise
 from peralta_zmq.operate.history import read_history
 from peralta_zmq.operate.link import Link, free_ports
-from peralta_zmq.operate.promises import check
-from peralta_zmq.operate.soak_report import figures_of, section, write_section
+from peralta_zmq.operate.promises import check, own_ends
+from peralta_zmq.operate.soak_report import figures_of, section, struck_enough, write_section
 from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
 
 NUM_GENERATORS = 3
@@ -37,7 +37,8 @@ Undo: TypeAlias = Callable[[Crew], "bool | None"]  # False when it has to be tri
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--train.max-off-policy-steps", "4"),
-    *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-5"),
+    # At 1e-5 the task was learned after 1,000 of 5,400 steps, and 19 of 20 groups lacked signal.
+    *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-6"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "10", "--weights.poll-seconds", "1"),
 )
@@ -147,8 +148,9 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
             if code := supervise(workers, record=record, look=monkey.look):
                 return code
     history = read_history(folder, max_steps=target)
-    checks = check(history)
-    text = section(figures_of(history), checks, minutes=minutes, seed=seed)
+    figures = figures_of(history)
+    checks = [*check(history), own_ends(history), struck_enough(figures, minutes=minutes)]
+    text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")
     if document:
         write_section(text, document)

@@ -20,6 +20,7 @@ from peralta_zmq.observe.metrics import number
 from peralta_zmq.operate.history import History
 from peralta_zmq.operate.promises import Check, fates_of
 
+HALF_AN_HOUR, ENOUGH = 30.0, 200  # minutes, and the SIGKILLs that so long a soak has at least
 BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
 
 
@@ -59,6 +60,13 @@ def figures_of(history: History) -> Figures:
         loads=len(history.logs.loads),
         unpublished=events["publish_failed"],
     )
+
+
+def struck_enough(figures: Figures, *, minutes: float) -> Check:
+    """Whether a soak of half an hour or more has done what it is for."""
+    count = figures.kills.total()
+    lacks = minutes >= HALF_AN_HOUR and count < ENOUGH
+    return Check("kills", f"{count} SIGKILLs", (f"fewer than {ENOUGH}",) if lacks else ())
 
 
 def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:

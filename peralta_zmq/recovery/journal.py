@@ -97,15 +97,19 @@ class Journal:
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
-        if torn and (later := [each for each in self.steps() if each > step]):
-            raise JournalError(
-                f"{file} is damaged, and there are later steps; put a copy back, or move it and "
-                f"those up to step {later[-1]} away to go on from step {step - 1}"
-            )
         if torn:
+            self.check_last(step, "is damaged")
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
             os.truncate(file, file.stat().st_size - torn)
         return records
+
+    def check_last(self, step: int, fault: str) -> None:
+        """Raise JournalError with the fault of this step's file when there are later steps."""
+        if later := [each for each in self.steps() if each > step]:
+            raise JournalError(
+                f"{self.file_of(step)} {fault}, and there are later steps; put a copy back, or "
+                f"move those of steps {step} to {later[-1]} away to go on from step {step - 1}"
+            )
 
     @property
     def num_waiting(self) -> int:

@@ -191,7 +191,7 @@ class Intake:
                 if self._stop.asked:
                     raise
                 self._books.event("journal_failed", reason=str(error))
-                self._books.note(f"{error}; free some space. Training waits, nothing is lost")
+                self._books.note(f"{error}; make room for it. Training waits, nothing is lost")
             self._stop.pause(patience)
             patience = min(LONGEST_PATIENCE, 2 * patience)
         self._durable = self._settled()
@@ -202,10 +202,13 @@ class Intake:
     def replay(self, step: int) -> bool:
         """Let what the journal holds for this step be pending; whether it is a batch.
 
-        Raises JournalError when a group of it is in the checkpoint too.
+        Raises JournalError when a group of it is in the checkpoint too, or when it is no batch and
+        there are later steps: then groups of it are gone.
         """
         self.pending = self._taken_in_before(step)
         self._durable = self._settled()
+        if not self.has_batch:
+            self.journal.check_last(step, "is missing or lacks groups")
         return self.has_batch
 
     def _taken_in_before(self, step: int) -> list[RolloutGroup]:

@@ -6,8 +6,11 @@ Rows 8, 9, 11, 28 and 29 of the fault table.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,10 @@ def end_well(field: Field, trainer: Program, *generators: Program) -> None:
     assert field.broken() == {}
 
 
-@pytest.mark.parametrize(("seconds", "back"), [(3, 60), pytest.param(60, 10, marks=chaos)])
+@pytest.mark.parametrize(
+    ("seconds", "back"),
+    [(3, 60), pytest.param(8, 60, marks=chaos), pytest.param(60, 10, marks=chaos)],
+)
 def test_a_link_that_was_down_resumes_by_itself(field: Field, seconds: int, back: int) -> None:
     with Link(field.port) as link:
         trainer = field.trainer("--train.max-steps", "10")
@@ -129,9 +135,36 @@ def test_a_full_disk_for_logs_stops_nobody(field: Field) -> None:
     assert field.step == 4
 
 
+FEW = 'ulimit -n 64; exec "$@"'
+
+
 @chaos
 def test_with_64_descriptors_a_run_ends_well(field: Field) -> None:
-    few = 'ulimit -n 64; exec "$@"'
-    trainer = field.trainer("--train.max-steps", "4", shell=few)
-    generator = field.generator("ann", shell=few)
+    trainer = field.trainer("--train.max-steps", "4", shell=FEW)
+    generator = field.generator("ann", shell=FEW)
     end_well(field, trainer, generator)
+
+
+@chaos
+def test_a_trainer_without_a_free_descriptor_says_so_and_goes_on_once_there_is_one(
+    field: Field,
+) -> None:
+    trainer = field.trainer("--train.max-steps", "12", shell=FEW)
+    generator = field.generator("ann")
+    until(lambda: field.step >= 3, trainer, generator)
+    with ExitStack() as stack:
+        for _ in range(90):  # more than it can accept, fewer than the kernel keeps for it
+            stack.enter_context(socket.create_connection(("127.0.0.1", field.port), timeout=30))
+        until(lambda: num_descriptors(trainer) == 64, trainer, generator)
+        until(lambda: WITHOUT.search(trainer.printed), trainer, generator)
+        step = field.step
+        assert not ended_within(trainer, 3)
+        assert field.step == step  # none is taken whose groups are not in the journal
+    end_well(field, trainer, generator)
+
+
+WITHOUT = re.compile(r"cannot write .*: Too many open files; make room for it\. Training waits")
+
+
+def num_descriptors(program: Program) -> int:
+    return len(os.listdir(f"/proc/{program.process.pid}/fd"))

@@ -27,4 +27,5 @@ def test_a_minute_of_random_faults_keeps_all_promises_and_writes_its_report(
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
     assert "| SIGKILLs |" in text and "old" not in text
     assert text.count("\nok    P") == 6
+    assert "\nok    ended by themselves 0, after a kill " in text
     assert processes_that_name(str(tmp_path)) == []

@@ -32,6 +32,7 @@ LOG = [
     *(f"10:00:01 bin/generator made group={A}/{n} step=0 wid=w0" for n in range(4)),
     "10:00:03 bin/generator generator=ann threads=1 version=1",
     "10:00:03 bin/generator loaded version=1 step=1 wid=w1 seconds=0.1",
+    "10:00:05 bin/generator loaded version=2 step=2 wid=w2 seconds=0.1",
     f"10:00:04 bin/generator made group={B}/0 step=0 wid=w0",
     *(f"10:00:04 bin/generator made group={B}/{n} step=1 wid=w1" for n in (1, 2, 3)),
     f"10:00:05 bin/generator made group={B}/4 step=2 wid=w2",
@@ -54,6 +55,7 @@ class Run:
         {"event": "publish", "step": 0, "number": 0, "wid": "w0"},
         {"event": "publish", "step": 1, "number": 1, "wid": "w1"},
         {"event": "resume", "step": 1, "time": 15.0},
+        {"event": "publish", "step": 2, "number": 2, "wid": "w2"},
     ])  # fmt: skip
     steps: list[int] = field(default_factory=lambda: [1, 2, 3])
     log: list[str] = field(default_factory=lambda: list(LOG))
@@ -119,8 +121,14 @@ def test_a_torn_tail_of_the_journal_is_no_group(tmp_path: Path) -> None:
 
 def test_p1_a_version_that_nobody_published(tmp_path: Path) -> None:
     run = Run()
-    run.log[0] = run.log[0].replace("wid=w0", "wid=ff")
+    run.log.append("loaded version=0 step=0 wid=ff seconds=0.1")
     assert run.check(tmp_path) == {"P1": ("version=0 wid=ff was not published",)}
+
+
+def test_p1_a_version_that_was_served_and_never_loaded(tmp_path: Path) -> None:
+    run = Run()
+    run.log[-2] = run.log[-2].replace("wid=w2", "wid=ee")
+    assert run.check(tmp_path) == {"P1": ("wid=ee was served and never loaded",)}
 
 
 @pytest.mark.parametrize(
@@ -322,5 +330,44 @@ def test_the_table_names_the_broken_promise_and_the_exit_code_says_it(
     log.write_text("\n".join([*run.log, "refused version=2 reason=shape"]))
     assert promises.main([str(tmp_path), str(log)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 ")
+    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 torn 1: ")
     assert failed[0].endswith("version=2 refused")
+
+
+def test_the_table_counts_what_it_found(tmp_path: Path) -> None:
+    Run().check(tmp_path)
+    run = Run()
+    run.log += ["refused version=2 reason=shape"] * 3 + [f"lost group={A}/3 reason=outbox", LOG[1]]
+    run.journal[2][0] = ("aa", 1, 0)
+    run.steps.remove(2)
+    (tmp_path / "again").mkdir()
+    run.check(tmp_path / "again")
+    sound, broken = (
+        [each.line[6:].split(":")[0] for each in promises.check(read_history(folder))]
+        for folder in (tmp_path, tmp_path / "again")
+    )
+    assert sound[:3] == ["P1 torn 0", "P2 twice 0", "P3 lost 0"]
+    assert broken[:3] == ["P1 torn 3", "P2 twice 2", "P3 lost 1"]
+    assert (sound[4], broken[4]) == ("P5 3 steps of 3, 1 resumes", "P5 2 steps of 3, 1 resumes")
+
+
+def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    run.events += [
+        {"event": "restart", "worker": "trainer", "reason": "killed by SIGKILL", "struck": True},
+        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "struck": False},
+        {"event": "restart", "worker": "generator-1", "reason": "killed by SIGKILL",
+         "struck": False},  # for want of memory, say
+    ]  # fmt: skip
+    assert run.check(tmp_path) == {}
+    assert promises.own_ends(read_history(tmp_path)).line == (
+        "FAIL  ended by themselves 2, after a kill 1: "
+        "generator-0 (exit code 1); generator-1 (killed by SIGKILL)"
+    )
+    run.events = run.events[:-2]
+    (tmp_path / "again").mkdir()
+    run.check(tmp_path / "again")
+    line = promises.own_ends(read_history(tmp_path / "again")).line
+    assert line == "ok    ended by themselves 0, after a kill 1"

@@ -119,6 +119,7 @@ def test_chaos_kills_every_worker_and_finds_nothing_lost(
     out = capfd.readouterr().out
     assert "ok    kills made: 5 of 5" in out
     assert "ok    P1 torn 0" in out
+    assert "ok    ended by themselves 0, after a kill 5\n" in out
     assert "the same kills again: make run-chaos SEED=7" in out
     assert "FAIL" not in out
 

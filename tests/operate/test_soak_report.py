@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.operate.history import History, Load, Logs, Record
 from peralta_zmq.operate.promises import Check
-from peralta_zmq.operate.soak_report import BEGIN, END, figures_of, section, write_section
+from peralta_zmq.operate.soak_report import (
+    BEGIN,
+    END,
+    figures_of,
+    section,
+    struck_enough,
+    write_section,
+)
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -50,6 +59,17 @@ def test_everything_is_counted_once() -> None:
     assert figures.recoveries == [2.0, 5.5]  # the third kill came after the last step
     assert figures.fates == {"trained": 2, "stale": 1}
     assert (figures.steps, figures.resumes, figures.loads, figures.unpublished) == (3, 2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kills", "minutes", "broken"),
+    [(199, 30, ("fewer than 200",)), (200, 30, ()), (4, 60, ("fewer than 200",)), (4, 29, ())],
+)
+def test_half_an_hour_has_200_kills_or_the_soak_fails(
+    kills: int, minutes: float, broken: tuple[str, ...]
+) -> None:
+    figures = replace(figures_of(history()), kills=Counter({"trainer": 3, "ann": kills - 3}))
+    assert struck_enough(figures, minutes=minutes).broken == broken
 
 
 def test_the_section_says_figures_and_checks_in_its_place(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_killed_worker_is_restarted_and_the_restart_is_said_and_recorded(
     assert lives.until_all_are_dead() == ["life", "life"]
     reason = "killed by SIGKILL"
     restart = {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02}
-    assert record.rows == [restart]
+    assert record.rows == [{**restart, "struck": False}]  # by itself, for all we know
     assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s\n"
 
 
@@ -176,7 +176,7 @@ def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) ->
     assert supervise(workers, record=record, look=look) == 0
     restarts = [row for row in record.rows if row["event"] == "restart"]
     assert [row["worker"] for row in restarts] == ["generator-0"] * 6 + ["trainer"]
-    assert {row["delay"] for row in restarts} == {0.02}
+    assert {(row["delay"], row["struck"]) for row in restarts} == {(0.02, True)}
 
 
 def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> None:
@@ -185,19 +185,25 @@ def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> Non
     def look(crew: crew.Crew) -> None:
         lives.read()
         if lives.said.count("up") == 1 and not recalled:
+            assert crew.strike("generator-0")
+            recalled.append("struck")
+        if lives.said.count("up") == 2 and recalled == ["struck"]:
             crew.dismiss("generator-0")
             assert not crew.recall("generator-0"), "it has not left yet"
             recalled.append("soon")
-        elif recalled == ["soon"] and crew.recall("generator-0"):
+        elif recalled[1:] == ["soon"] and crew.recall("generator-0"):
             recalled.append("now")
 
-    leaves = "on(signal.SIGTERM, 'left', 0)\nif os.path.exists('mark'): tell('go')\n"
-    again = f"{leaves}say('up'); open('mark', 'w'); stay()"
+    third = (
+        "lives = open('lives', 'a+'); lives.write('x'); lives.seek(0)\n"
+        "if len(lives.read()) == 3: tell('go')\n"
+    )
+    again = f"on(signal.SIGTERM, 'left', 0)\n{third}say('up'); stay()"
     workers = [worker("trainer", "wait('go')"), worker("generator-0", again)]
     assert supervise(workers, record=record, look=look) == 0
-    assert recalled == ["soon", "now"]
-    assert record.rows == []
-    assert lives.until_all_are_dead()[:3] == ["up", "left", "up"]
+    assert recalled == ["struck", "soon", "now"]
+    assert [row["event"] for row in record.rows] == ["killed", "restart"]  # the recall is none
+    assert lives.until_all_are_dead()[:4] == ["up", "up", "left", "up"]
 
 
 def test_a_long_life_resets_the_delay_and_the_count(

@@ -129,6 +129,17 @@ def test_length_beyond_the_file_is_a_torn_record(tmp_path: Path) -> None:
     assert read(tmp_path) == FRAMES
 
 
+def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    os.truncate(written(tmp_path), ENDS[1] + 3)
+    with closing(Journal(tmp_path)) as journal:
+        for step in (5, 7):
+            journal.append(step, b"frame")
+            journal.commit()
+        with pytest.raises(JournalError, match=r"step_000004\.msgpack is damaged.* 4 to 7 away"):
+            journal.read(4)
+    assert (tmp_path / "step_000004.msgpack").stat().st_size == ENDS[1] + 3
+
+
 def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
     for step in (1, 2, 3, 1000):
         journal.append(step, b"frame")

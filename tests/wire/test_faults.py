@@ -121,7 +121,7 @@ def test_stalled_trainer_disconnects_nobody_and_loses_nothing(
     assert [each.sequence for each in drained(receiver)] == list(range(sent))
 
 
-def test_trainer_restarted_twenty_times_is_reached_again_within_a_second(
+def test_trainer_restarted_twenty_times_is_usually_reached_again_within_a_second(
     stack: ExitStack,
 ) -> None:
     receiver = receiver_at()

@@ -25,6 +25,7 @@ from peralta_zmq.wire import strict
 
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
+BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
 LATER = ("draw", "evaluates")  # fields that older generators do not send
 
 
@@ -289,6 +290,7 @@ def doubles(*numbers: float) -> bytes:
         ({"spans": longs(3, 2**32 - 1, 3, 1, 3, 7)}, "tokens"),
         ({"prompt": longs(*range(5)), "tokens": longs(*range(6))}, "longer than a rollout"),
         ({"prompt": b"\0" * 4}, "unequal"),
+        ({"prompt": b"\0" * 2, "tokens": bytes(4 * 21 - 3 * 2)}, "not whole tokens"),
         ({"versions": longs(0, 11)}, "unequal"),
         ({"versions": longs(0, 12, 1)}, "unequal|malformed"),
         ({"versions": longs(2**31, 12)}, "malformed"),
@@ -309,6 +311,19 @@ def doubles(*numbers: float) -> bytes:
 def test_broken_rule_is_named(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         decoded(changed(**fields))
+
+
+@pytest.mark.parametrize(("prompt", "num"), [(1, 5), (2, 3), (3, 5)])
+def test_no_token_outside_the_vocabulary_hides_behind_half_a_token(prompt: int, num: int) -> None:
+    """As prompt + tokens lie all are 5 at most, as the siblings are cut some are 5 << 8."""
+    tokens = bytearray(8 * num - prompt * num)  # a context token and a generated one in each
+    tokens[4 - prompt :: 4] = b"\5" * len(tokens[4 - prompt :: 4])
+    with pytest.raises(WireError, match="not whole tokens"):
+        decoded(changed(
+            turns=shorts(*[1] * num), spans=longs(*[1, 1] * num), prompt=bytes(prompt),
+            tokens=bytes(tokens), logprobs=bytes(4 * num), versions=longs(0, num),
+            rewards=bytes(8 * num), finish=bytes(num),
+        ))  # fmt: skip
 
 
 def with_arrays(**arrays: Any) -> bytes:
@@ -391,10 +406,10 @@ def only_wire_error(frame: bytes) -> None:
 
 
 def mutant_of(fields: dict[str, Any], chance: random.Random) -> bytes:
-    """A frame with some bytes replaced, most often in one field and with a checksum that agrees."""
-    name = chance.choice(FIELDS)
-    if chance.random() < 0.8 and isinstance(fields[name], bytes):
-        return sealed({**fields, name: mutated(fields[name], chance)})
+    """A frame with some bytes replaced, half of them in one or two buffers; the checksum agrees."""
+    if chance.random() < 0.5:
+        names = chance.sample(BUFFERS, chance.randint(1, 2))
+        return sealed({**fields, **{name: mutated(fields[name], chance) for name in names}})
     mutant = mutated(msgpack.packb(fields), chance)
     return mutant[:-4] + zlib.crc32(mutant[:-4]).to_bytes(4, "little")
 
