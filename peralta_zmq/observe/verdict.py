@@ -153,6 +153,7 @@ def _late(view: View) -> Verdict | None:
         str(each.get("sender")).rpartition("/")[0]
         for each in view.events
         if each.get("event") == "drop" and each.get("outcome") == "stale"
+        and number(each, "time") >= number(view.rows[0], "time")
     ]
     most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
     whose = f", most of them from {most}" if most else ""

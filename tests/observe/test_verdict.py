@@ -53,8 +53,9 @@ def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
 
 
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
-STALE_DROPS: list[Row] = [
-    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff"} for name in ("a", "b", "b")
+STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
+    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment}
+    for name, moment in (("a", 900.0), ("a", 901.0), ("a", 1001.9), ("b", 1002.0), ("b", 1004.0))
 ]
 RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     # who waits: (0.2 - 0.04) of 2 s are 8%
