@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Known, View, observed
+from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Fare, Known, View, observed
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 WAITS = 0.25  # share of the time from which waiting is worth a word
+BLOCKED_ALONE = 0.5  # share of its time from which one blocked generator is its own case
 STALLS = 0.15  # the same for publishing and for the journal
 LATE = 0.10  # share of groups that come to nothing
 SILENCE_SECONDS, SILENCE_STEPS = 30.0, 10.0  # without a step, whichever is longer
@@ -233,6 +234,8 @@ def _balance(view: View) -> Verdict:
     """Who waits for whom."""
     if len(view.rows) < ENOUGH:
         return Verdict("too early to say who waits for whom", "", "ok")
+    if (found := _one_blocked(view)) is not None:
+        return found
     waiting = view.waiting
     blocked = fmean(fare.blocked for fare in view.fares) if view.fares else 0.0
     queue = fmean(fare.queue for fare in view.fares) if view.fares else 0.0
@@ -259,6 +262,24 @@ def _balance(view: View) -> Verdict:
     )  # fmt: skip
 
 
+def _one_blocked(view: View) -> Verdict | None:
+    """One generator alone is held up, which a mean of all would hide."""
+    worst = max(view.fares, key=lambda fare: fare.blocked, default=None)
+    if worst is None or len(view.fares) < 2 or worst.blocked < BLOCKED_ALONE:
+        return None
+    others = fmean(fare.blocked for fare in view.fares if fare is not worst)
+    if others >= WAITS:
+        return None
+    return Verdict(
+        f"{worst.name} alone is blocked {_percent(worst.blocked)} of its time {_why(worst)}, the "
+        f"others {_percent(others)}; the trainer waits {_percent(view.waiting)} for rollouts",
+        "check its link to the trainer: bin/doctor there"
+        if _is_full(worst)
+        else "raise train.max_async_level: it can do more than its share",
+        "warn",
+    )
+
+
 def _too_few_rollouts(view: View) -> Verdict:
     sentence = f"the trainer waits {_percent(view.waiting)} of its time for rollouts"
     slowest = min(view.fares, key=lambda fare: fare.speed, default=None)
@@ -274,13 +295,21 @@ def _too_few_rollouts(view: View) -> Verdict:
 
 def _too_many_rollouts(view: View) -> Verdict:
     worst = max(view.fares, key=lambda fare: fare.blocked)
-    why = "on a full queue" if worst.queue > worst.blocked / 2 else "until the trainer needs more"
     return Verdict(
         f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of its "
-        f"time {why}",
+        f"time {_why(worst)}",
         "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
         "warn",
     )
+
+
+def _is_full(fare: Fare) -> bool:
+    """Whether it is blocked by its queue rather than by the trainer's pace."""
+    return fare.queue > fare.blocked / 2
+
+
+def _why(fare: Fare) -> str:
+    return "on a full queue" if _is_full(fare) else "until the trainer needs more"
 
 
 def _percent(share: float) -> str:

@@ -84,7 +84,25 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "a generator that is held back is not slow": (
         run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0, blocked_frac=0.9)), [], None,
         Verdict(
-            "the trainer is the bottleneck: c is blocked 90% of its time until the trainer needs "
+            "c alone is blocked 90% of its time until the trainer needs more, the others 5%; the "
+            "trainer waits 8% for rollouts",
+            "raise train.max_async_level: it can do more than its share", "warn",
+        ),
+    ),
+    # 90% of one are 22% of all four
+    "a full queue among four": (
+        run(10, gen("a", blocked_frac=0.0), gen("b", blocked_frac=0.0), gen("c", blocked_frac=0.0),
+            gen("nas", blocked_frac=0.9, queue_frac=0.9)), [], None,
+        Verdict(
+            "nas alone is blocked 90% of its time on a full queue, the others 0%; the trainer "
+            "waits 8% for rollouts",
+            "check its link to the trainer: bin/doctor there", "warn",
+        ),
+    ),
+    "all are held back": (
+        run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None,
+        Verdict(
+            "the trainer is the bottleneck: a is blocked 60% of its time until the trainer needs "
             "more",
             "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
             "warn",
