@@ -49,7 +49,7 @@ class View:
 
     def total(self, key: str) -> float:
         """Sum over the rows; a row without the key counts 0."""
-        return sum(number(row, key, 0.0) for row in self.rows)
+        return sum(figure(row, key, 0.0) for row in self.rows)
 
     def share(self, key: str) -> float:
         """Part of all step time that `key` (seconds) took."""
@@ -57,12 +57,12 @@ class View:
 
     def growth(self, key: str) -> float:
         """By how much a count that only grows has grown; a restart may set it back."""
-        return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
+        return max(0.0, figure(self.rows[-1], key, 0.0) - figure(self.rows[0], key, 0.0))
 
     @property
     def step_seconds(self) -> float:
         """Of the median step."""
-        return median(number(row, "step_time", 0.0) for row in self.rows)
+        return median(figure(row, "step_time", 0.0) for row in self.rows)
 
     @property
     def waiting(self) -> float:
@@ -73,7 +73,7 @@ class View:
     def num_groups(self) -> float:
         """Groups that these rows' steps took, after the first row."""
         return sum(
-            number(row, key, 0.0)
+            figure(row, key, 0.0)
             for row in self.rows[1:]
             for key in row
             if key.startswith("gen/") and key.endswith("/groups")
@@ -95,11 +95,17 @@ def observed(
     return View(counted, _fares(counted, but=gone), gone, events, quiet_seconds)
 
 
+def figure(row: Known, key: str, default: float = math.nan) -> float:
+    """A field as a finite number; `default` for all else."""
+    value = number(row, key, default)
+    return value if math.isfinite(value) else default
+
+
 def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
     """The newest rows that were trained live; a session's first one has its start in it."""
-    lived = [row for row in rows[-WINDOW - 1 :] if number(row, "step_time", 0.0) > 0.0][-WINDOW:]
-    firsts = {number(each, "step") + 1 for each in events if each.get("event") in BEGINS}
-    later = [row for row in lived if number(row, "step") not in firsts]
+    lived = [row for row in rows[-WINDOW - 1 :] if figure(row, "step_time", 0.0) > 0.0][-WINDOW:]
+    firsts = {figure(each, "step") + 1 for each in events if each.get("event") in BEGINS}
+    later = [row for row in lived if figure(row, "step") not in firsts]
     return later if len(later) >= ENOUGH else lived
 
 
@@ -113,7 +119,7 @@ def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
     """A report covers two seconds only, so shares and speeds are means over the rows."""
 
     def mean(name: str, kind: str) -> float:
-        told = [number(row, f"gen/{name}/{kind}") for row in rows]
+        told = [figure(row, f"gen/{name}/{kind}") for row in rows]
         return fmean([value for value in told if math.isfinite(value)] or [0.0])
 
     return [
@@ -123,7 +129,7 @@ def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
             blocked=mean(name, "blocked_frac"),
             queue=mean(name, "queue_frac"),
             reload_seconds=mean(name, "reload_s"),
-            step=number(rows[-1], f"gen/{name}/step", 0.0),
+            step=figure(rows[-1], f"gen/{name}/step", 0.0),
         )
         for name in sorted(_names(rows[-1]) - set(but))
     ]
@@ -133,7 +139,7 @@ def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
     """Generators that were heard in these rows or left since, and are not heard now."""
     up: dict[str, object] = {}  # name -> the newest start of it that joined
     gone = {name for row in rows for name in _names(row)} - _names(rows[-1])
-    since = number(rows[0], "time")
+    since = figure(rows[0], "time")
     for each in events:
         name, boot = str(each.get("generator")), each.get("boot")
         if each.get("event") == "join":
@@ -141,7 +147,7 @@ def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
             gone.discard(name)
         elif each.get("event") == "leave" and up.get(name, boot) == boot:
             up.pop(name, None)
-            if number(each, "time") >= since:
+            if figure(each, "time") >= since:
                 gone.add(name)
     return sorted(gone)
 
@@ -151,7 +157,7 @@ def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> fl
     if now is None or _is_over(events):
         return math.nan
     begun = [each for each in events if each.get("event") in BEGINS][-1:]
-    moments = [number(each, "time") for each in [row, *begun]]
+    moments = [figure(each, "time") for each in [row, *begun]]
     return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 

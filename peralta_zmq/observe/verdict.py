@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Fare, Known, View, observed
-from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Fare, Known, View, figure, observed
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
@@ -69,7 +68,7 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
-    started = [number(each, "time") for each in events if each.get("event") in BEGINS]
+    started = [figure(each, "time") for each in events if each.get("event") in BEGINS]
     joined = any(each.get("event") == "join" for each in events)
     seconds = now - started[-1] if now is not None and started else math.nan
     if joined or not seconds > SILENCE_SECONDS:
@@ -98,8 +97,8 @@ def _stopped(view: View) -> Verdict | None:
 
 def _no_signal(view: View) -> Verdict | None:
     """Groups whose rewards are all equal teach nothing."""
-    shares = [number(row, "frac_reward_zero_std", 0.0) for row in view.rows]
-    reward = fmean(number(row, "reward", 0.5) for row in view.rows)
+    shares = [figure(row, "frac_reward_zero_std", 0.0) for row in view.rows]
+    reward = fmean(figure(row, "reward", 0.5) for row in view.rows)
     if len(shares) < ENOUGH or fmean(shares) < NO_SIGNAL:
         return None
     if reward >= SOLVED:
@@ -154,7 +153,7 @@ def _late(view: View) -> Verdict | None:
         str(each.get("sender")).rpartition("/")[0]
         for each in view.events
         if each.get("event") == "drop" and each.get("outcome") == "stale"
-        and number(each, "time") >= number(view.rows[0], "time")
+        and figure(each, "time") >= figure(view.rows[0], "time")
     ]
     most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
     whose = f", most of them from {most}" if most else ""
@@ -169,7 +168,7 @@ def _behind(view: View) -> Verdict | None:
     if not view.fares:
         return None
     oldest = min(view.fares, key=lambda fare: fare.step)
-    steps = number(view.rows[-1], "step") - oldest.step
+    steps = figure(view.rows[-1], "step") - oldest.step
     seconds = steps * view.step_seconds
     if steps < STALE_STEPS or seconds < STALE_SECONDS:
         return None
@@ -189,13 +188,13 @@ def _publishing(view: View) -> Verdict | None:
             "warn",
         )
     spent = [
-        number(row, "weights/encode_seconds", 0.0) + number(row, "weights/write_seconds", 0.0)
+        figure(row, "weights/encode_seconds", 0.0) + figure(row, "weights/write_seconds", 0.0)
         for row in view.rows
     ]
     seconds = median(spent)
     if seconds < max(SATURATED_SECONDS, view.step_seconds):
         return None
-    size = median(number(row, "weights/bytes", 0.0) for row in view.rows)
+    size = median(figure(row, "weights/bytes", 0.0) for row in view.rows)
     return Verdict(
         f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
         f"{seconds:.1f} s to publish, a step {view.step_seconds:.1f} s",

@@ -1,5 +1,6 @@
 """The sentence about a run, for runs made up by hand: who waits, who is gone, what to change."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -334,6 +335,15 @@ def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_
 def test_nulls_and_absent_fields_are_no_error() -> None:
     empty: Row = {"step": 1, "step_time": 1.0, "reward": None, "gen/a/tokens_per_s": None}
     assert verdict([empty] * 5).level == "ok"
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_as_good_as_absent(strange: float) -> None:
+    for key in run()[0]:
+        rows, without_it = run(), run()
+        rows[4][key] = strange
+        del without_it[4][key]
+        assert verdict(rows, [START], now=1021.0) == verdict(without_it, [START], now=1021.0)
 
 
 def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:
