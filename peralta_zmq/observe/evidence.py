@@ -103,10 +103,10 @@ def figure(row: Known, key: str, default: float = math.nan) -> float:
 
 def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
     """The newest rows that were trained live; a session's first one has its start in it."""
-    lived = [row for row in rows[-WINDOW - 1 :] if figure(row, "step_time", 0.0) > 0.0][-WINDOW:]
+    lived = [row for row in rows[-2 * WINDOW :] if figure(row, "step_time", 0.0) > 0.0]
     firsts = {figure(each, "step") + 1 for each in events if each.get("event") in BEGINS}
     later = [row for row in lived if figure(row, "step") not in firsts]
-    return later if len(later) >= ENOUGH else lived
+    return (later if len(later) >= ENOUGH else lived)[-WINDOW:]
 
 
 def _names(row: Known) -> set[str]:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Fare, Known, View, figure, observed
+from peralta_zmq.observe.evidence import (
+    BEGINS,
+    ENOUGH,
+    WINDOW,
+    Fare,
+    Known,
+    View,
+    figure,
+    observed,
+)  # fmt: skip
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
@@ -97,24 +106,36 @@ def _stopped(view: View) -> Verdict | None:
 
 def _no_signal(view: View) -> Verdict | None:
     """Groups whose rewards are all equal teach nothing."""
-    shares = [figure(row, "frac_reward_zero_std", 0.0) for row in view.rows]
-    reward = fmean(figure(row, "reward", 0.5) for row in view.rows)
-    if len(shares) < ENOUGH or fmean(shares) < NO_SIGNAL:
+    share, reward = _equal_groups(view)
+    if share < NO_SIGNAL or reward >= SOLVED:
         return None
-    if reward >= SOLVED:
-        return Verdict(
-            f"the task is solved: mean reward {reward:.2f}, and {_percent(fmean(shares))} of "
-            "groups have equal rewards",
-            "stop here, or train on harder problems", "ok",
-        )  # fmt: skip
-    told = f"{_percent(fmean(shares))} of groups have equal rewards, mean reward {reward:.2f}"
+    told = f"{_percent(share)} of groups have equal rewards, mean reward {reward:.2f}"
     if reward <= HOPELESS:
         advice = "check the reward; else easier problems, or more sampling.num_generations"
     else:
         advice = "raise sampling.temperature or sampling.num_generations"
-    if min(shares) == 1.0:
+    if share == 1.0 and len(view.rows) >= WINDOW:
         return Verdict(f"no learning signal: {told}", advice, "bad")
     return Verdict(f"little learning signal: {told}", advice, "warn")
+
+
+def _solved(view: View) -> Verdict | None:
+    """The same, since all answers are right: the speed of it does not matter any more."""
+    share, reward = _equal_groups(view)
+    if share < NO_SIGNAL or reward < SOLVED:
+        return None
+    return Verdict(
+        f"the task is solved: mean reward {reward:.2f}, and {_percent(share)} of groups have "
+        "equal rewards",
+        "stop here, or train on harder problems", "ok",
+    )  # fmt: skip
+
+
+def _equal_groups(view: View) -> tuple[float, float]:
+    """The share of groups with equal rewards, 0 while it is too early to tell; the mean reward."""
+    shares = [figure(row, "frac_reward_zero_std", 0.0) for row in view.rows]
+    reward = fmean(figure(row, "reward", 0.5) for row in view.rows)
+    return fmean(shares) if len(shares) >= ENOUGH else 0.0, reward
 
 
 def _left(view: View) -> Verdict | None:
@@ -322,5 +343,5 @@ def _size(num_bytes: float) -> str:
 # A generator that left is news for WINDOW steps only, so it hides no other finding for long.
 FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
     _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
-    _balance,
+    _solved, _balance,
 )  # fmt: skip

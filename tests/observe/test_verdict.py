@@ -188,11 +188,18 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     # the signal
-    "no signal at reward 0": (
-        run(frac_reward_zero_std=1.0, reward=0.0), [], None,
+    "no signal at reward 0 in twenty steps after the first": (
+        run(21, frac_reward_zero_std=1.0, reward=0.0), [START], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
             "check the reward; else easier problems, or more sampling.num_generations", "bad",
+        ),
+    ),
+    "no signal in the first steps": (
+        run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None,
+        Verdict(
+            "little learning signal: 100% of groups have equal rewards, mean reward 0.00",
+            "check the reward; else easier problems, or more sampling.num_generations", "warn",
         ),
     ),
     "little signal": (
@@ -207,6 +214,21 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict(
             "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
             "stop here, or train on harder problems", "ok",
+        ),
+    ),
+    "solved, and the trainer waits": (
+        run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.28), [], None,
+        Verdict(
+            "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
+            "stop here, or train on harder problems", "ok",
+        ),
+    ),
+    "solved, and publishing stalls": (
+        run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5), [], None,
+        Verdict(
+            "publishing holds the trainer up for 25% of its time",
+            "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
+            "warn",
         ),
     ),
     # who is gone
@@ -232,7 +254,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
     ),
     "one is gone and there is no signal": (
-        without(run(frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
+        without(run(20, frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
             "check the reward; else easier problems, or more sampling.num_generations", "bad",
