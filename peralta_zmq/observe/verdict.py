@@ -225,7 +225,7 @@ def _publishing(view: View) -> Verdict | None:
 
 
 def _reloading(view: View) -> Verdict | None:
-    """A generator spends its time on changing weights."""
+    """A change of weights takes a generator long beside a step; it may leave versions out."""
     if not view.fares:
         return None
     slowest = max(view.fares, key=lambda fare: fare.reload_seconds)
@@ -233,8 +233,8 @@ def _reloading(view: View) -> Verdict | None:
     if share < WAITS:
         return None
     return Verdict(
-        f"{slowest.name} spends {_percent(min(1.0, share))} of its time on new weights, "
-        f"{slowest.reload_seconds:.1f} s at each step",
+        f"{slowest.name} takes {slowest.reload_seconds:.1f} s to change weights, a step "
+        f"{view.step_seconds:.1f} s",
         "raise train.batch_size for fewer versions", "warn",
     )  # fmt: skip
 
