@@ -38,6 +38,15 @@ class Fare:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """What the events of the newest session say."""
+
+    begun: float  # unix seconds; NaN when they do not say
+    up: Mapping[str, float]  # generators that joined and did not leave, by name: when
+    left: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """What the findings look at."""
 
@@ -45,6 +54,7 @@ class View:
     fares: Sequence[Fare]  # of the generators that report, by name
     gone: Sequence[str]  # generators heard in these rows, and no more
     events: Sequence[Known]
+    session: Session
     quiet_seconds: float  # since the newest row; NaN when the caller has no clock
 
     def total(self, key: str) -> float:
@@ -90,9 +100,18 @@ def observed(
     counted = _counted(rows, events)
     if not counted:
         return None
-    gone = [] if _is_over(events) else _gone(counted, events)
+    gone = [] if is_over(events) else _gone(counted, events)
     quiet_seconds = _quiet_seconds(counted[-1], events, now)
-    return View(counted, _fares(counted, but=gone), gone, events, quiet_seconds)
+    fares = _fares(counted, but=gone)
+    return View(counted, fares, gone, events, session_of(events), quiet_seconds)
+
+
+def session_of(events: Sequence[Known]) -> Session:
+    """The newest session, of events oldest first."""
+    begins = [place for place, each in enumerate(events) if each.get("event") in BEGINS]
+    begun = figure(events[begins[-1]], "time") if begins else math.nan
+    up, left = _attendance(events[begins[-1] :] if begins else events)
+    return Session(begun, up, sorted(left))
 
 
 def figure(row: Known, key: str, default: float = math.nan) -> float:
@@ -137,31 +156,37 @@ def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
 
 def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
     """Generators that were heard in these rows or left since, and are not heard now."""
-    up: dict[str, object] = {}  # name -> the newest start of it that joined
-    gone = {name for row in rows for name in _names(row)} - _names(rows[-1])
+    up, left = _attendance(events)
+    silent = {name for row in rows for name in _names(row)} - _names(rows[-1])
     since = figure(rows[0], "time")
+    return sorted(silent - up.keys() | {name for name, moment in left.items() if moment >= since})
+
+
+def _attendance(events: Sequence[Known]) -> tuple[dict[str, float], dict[str, float]]:
+    """Who is up of those who joined, and who left: each with the moment."""
+    up: dict[str, float] = {}
+    left: dict[str, float] = {}
+    boots: dict[str, object] = {}  # of the newest start of each
     for each in events:
         name, boot = str(each.get("generator")), each.get("boot")
         if each.get("event") == "join":
-            up[name] = boot
-            gone.discard(name)
-        elif each.get("event") == "leave" and up.get(name, boot) == boot:
+            up[name], boots[name] = figure(each, "time"), boot
+            left.pop(name, None)
+        elif each.get("event") == "leave" and boots.get(name, boot) == boot:
             up.pop(name, None)
-            if figure(each, "time") >= since:
-                gone.add(name)
-    return sorted(gone)
+            left[name] = figure(each, "time")
+    return up, left
 
 
 def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
     """Since the newest step or start; NaN for a run that is not under way."""
-    if now is None or _is_over(events):
+    if now is None or is_over(events):
         return math.nan
-    begun = [each for each in events if each.get("event") in BEGINS][-1:]
-    moments = [figure(each, "time") for each in [row, *begun]]
+    moments = [figure(row, "time"), session_of(events).begun]
     return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 
-def _is_over(events: Sequence[Known]) -> bool:
+def is_over(events: Sequence[Known]) -> bool:
     """Whether the newest session was ended; nobody hears its generators any more."""
     sessions = [each.get("event") for each in events if each.get("event") in (*BEGINS, *ENDS)]
     return bool(sessions) and sessions[-1] in ENDS

@@ -13,14 +13,16 @@ from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 from peralta_zmq.observe.evidence import (
-    BEGINS,
     ENOUGH,
     WINDOW,
     Fare,
     Known,
+    Session,
     View,
     figure,
+    is_over,
     observed,
+    session_of,
 )  # fmt: skip
 from peralta_zmq.observe.progress import duration
 
@@ -31,6 +33,8 @@ BLOCKED_ALONE = 0.5  # share of its time from which one blocked generator is its
 STALLS = 0.15  # the same for publishing and for the journal
 LATE = 0.10  # share of groups that come to nothing
 SILENCE_SECONDS, SILENCE_STEPS = 30.0, 10.0  # without a step, whichever is longer
+FIRST_STEP_SECONDS = 120.0  # after the first generator has joined
+START_ONE = "start one: bin/generator @ CONFIG"
 STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights, both
 SATURATED_SECONDS = 0.5  # a version that is out sooner is no burden
 SLOW = 0.5  # of the median generator's speed
@@ -77,15 +81,28 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
-    started = [figure(each, "time") for each in events if each.get("event") in BEGINS]
-    joined = any(each.get("event") == "join" for each in events)
-    seconds = now - started[-1] if now is not None and started else math.nan
-    if joined or not seconds > SILENCE_SECONDS:
-        return Verdict("waiting for the first step", "", "ok")
-    return Verdict(
-        f"no step yet: no generator has come in {duration(seconds)}",
-        "start one: bin/generator @ CONFIG", "bad",
-    )  # fmt: skip
+    session = session_of(events)
+    if now is not None and not is_over(events):
+        if nobody := _nobody(session, now):
+            return Verdict(f"no step yet: {nobody}", START_ONE, "bad")
+        waited = now - min(session.up.values(), default=now)
+        if waited > FIRST_STEP_SECONDS:
+            return Verdict(
+                f"no step yet: {', '.join(sorted(session.up))} joined, {duration(waited)} ago",
+                "a large model's first step takes long; else look at the trainer's last lines "
+                "and at theirs", "warn",
+            )  # fmt: skip
+    return Verdict("waiting for the first step", "", "ok")
+
+
+def _nobody(session: Session, now: float) -> str:
+    """Why nobody is up in a session without a step; empty while somebody is, or may still come."""
+    if session.up:
+        return ""
+    if session.left:
+        return f"{', '.join(session.left)} left"
+    seconds = now - session.begun
+    return f"no generator has come in {duration(seconds)}" if seconds > SILENCE_SECONDS else ""
 
 
 # What may be found. Each returns None when it does not hold.
@@ -98,10 +115,18 @@ def _stopped(view: View) -> Verdict | None:
     sentence = f"no step for {duration(view.quiet_seconds)}"
     if view.gone and not view.fares:
         return Verdict(
-            f"{sentence}: no generator is up, {', '.join(view.gone)} left",
-            "start one: bin/generator @ CONFIG", "bad",
-        )  # fmt: skip
+            f"{sentence}: no generator is up, {', '.join(view.gone)} left", START_ONE, "bad"
+        )
     return Verdict(sentence, "look at the newest event and at the trainer's last lines", "bad")
+
+
+def _resumed(view: View) -> Verdict | None:
+    """The session has taken no step, and nobody is up to make one."""
+    session = view.session
+    if math.isnan(view.quiet_seconds) or not session.begun > figure(view.rows[-1], "time"):
+        return None
+    nobody = _nobody(session, session.begun + view.quiet_seconds)
+    return Verdict(f"no step since the resume: {nobody}", START_ONE, "bad") if nobody else None
 
 
 def _no_signal(view: View) -> Verdict | None:
@@ -342,6 +367,6 @@ def _size(num_bytes: float) -> str:
 
 # A generator that left is news for WINDOW steps only, so it hides no other finding for long.
 FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
-    _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
-    _solved, _balance,
+    _resumed, _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading,
+    _journaling, _solved, _balance,
 )  # fmt: skip

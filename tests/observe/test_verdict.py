@@ -53,6 +53,14 @@ def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
     return [*rows[:-last], *kept]
 
 
+def joined(name: str, moment: float, *, boot: str = "1") -> Row:
+    return {"event": "join", "generator": name, "boot": boot, "time": moment}
+
+
+def left(name: str, moment: float, *, boot: str = "1") -> Row:
+    return {"event": "leave", "generator": name, "boot": boot, "time": moment}
+
+
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
 STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
     {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment}
@@ -284,6 +292,43 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict(
             "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
             "bad",
+        ),
+    ),
+    "one came and left": (
+        [], [START, joined("a", 1010.0), left("a", 1041.0)], 1042.0,
+        Verdict("no step yet: a left", "start one: bin/generator @ CONFIG", "bad"),
+    ),
+    "one of two left": (
+        [], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)], 1042.0,
+        Verdict("waiting for the first step", "", "ok"),
+    ),
+    "one came in a session before this one": (
+        [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
+        Verdict(
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "bad",
+        ),
+    ),
+    "two came and are silent": (
+        [], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0,
+        Verdict(
+            "no step yet: a, b joined, 2m30s ago",
+            "a large model's first step takes long; else look at the trainer's last lines and "
+            "at theirs", "warn",
+        ),
+    ),
+    "nobody came since the resume": (
+        run(), [START, joined("a", 1001.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
+        Verdict(
+            "no step since the resume: no generator has come in 45s",
+            "start one: bin/generator @ CONFIG", "bad",
+        ),
+    ),
+    "all left since the resume": (
+        run(), [START, START | {"event": "resume", "time": 2000.0}, joined("a", 2001.0),
+                left("a", 2031.0)], 2032.0,
+        Verdict(
+            "no step since the resume: a left", "start one: bin/generator @ CONFIG", "bad"
         ),
     ),
     "two steps": (run(2), [], None, Verdict("too early to say who waits for whom", "", "ok")),
