@@ -114,6 +114,21 @@ def session_of(events: Sequence[Known]) -> Session:
     return Session(begun, up, sorted(left))
 
 
+def seconds_left(rows: Sequence[Known], steps_left: float) -> float:
+    """Seconds that so many steps take, at the pace of the newest WINDOW steps.
+
+    `rows` are of one session, oldest first: a pause is no pace. The first step speaks for itself;
+    NaN before it.
+    """
+    lived = [row for row in rows if figure(row, "step_time", 0.0) > 0.0][-WINDOW - 1 :]
+    if not lived:
+        return math.nan
+    num_steps = figure(lived[-1], "step") - figure(lived[0], "step")
+    seconds = figure(lived[-1], "time") - figure(lived[0], "time")
+    pace = seconds / num_steps if num_steps > 0 else figure(lived[-1], "step_time")
+    return pace * max(0.0, steps_left)
+
+
 def figure(row: Known, key: str, default: float = math.nan) -> float:
     """A field as a finite number; `default` for all else."""
     value = number(row, key, default)

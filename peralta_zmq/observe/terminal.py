@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from peralta_zmq.observe.evidence import WINDOW, seconds_left
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import Progress, duration
 from peralta_zmq.observe.verdict import Level, Verdict
@@ -39,7 +40,7 @@ class Terminal:
         self._max_steps = max_steps
         self._run = run
         self._stream = stream or sys.stdout
-        self._rows: deque[Row] = deque(maxlen=NUM_SHOWN)
+        self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
         self._shown: RenderableType = Text("waiting for the first step")
         self._said: dict[str, float] = {}  # kind of verdict -> time of the row it was said at
         self._kind = ""  # of the newest verdict
@@ -137,7 +138,7 @@ class Terminal:
         table.add_column("", width=10)
         for name in COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
-        num_lines = max(1, self._live.console.height - NUM_FRAME_LINES)
+        num_lines = max(1, min(NUM_SHOWN, self._live.console.height - NUM_FRAME_LINES))
         for row in list(self._rows)[-num_lines:]:
             reward = number(row, "reward")
             bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
@@ -152,12 +153,8 @@ class Terminal:
         return f"{self._run}  {progress}  {self._eta()} left".strip()
 
     def _eta(self) -> str:
-        """Steps left at the pace of the steps shown; the first step speaks for itself."""
-        first, last = self._rows[0], self._rows[-1]
-        num_steps = number(last, "step") - number(first, "step")
-        seconds = number(last, "time") - number(first, "time")
-        pace = seconds / num_steps if num_steps > 0 else number(last, "step_time")
-        return duration(pace * max(0.0, self._max_steps - number(last, "step")))
+        steps_left = self._max_steps - number(self._rows[-1], "step")
+        return duration(seconds_left(self._rows, steps_left))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

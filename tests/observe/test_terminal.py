@@ -77,7 +77,7 @@ def test_the_time_left_follows_the_clock_and_not_the_first_step() -> None:
 
 def test_a_value_that_is_missing_or_null_is_a_dash() -> None:
     assert plain({"step": 1, "reward": None, "step_time": 0.0}) == [
-        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=0s"
+        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=-"
     ]
 
 

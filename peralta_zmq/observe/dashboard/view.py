@@ -18,12 +18,13 @@ import numpy as np
 from peralta_zmq.observe.dashboard.charts import drawn
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
+from peralta_zmq.observe.evidence import seconds_left, session_of
 from peralta_zmq.observe.metrics import Row, number
-from peralta_zmq.observe.terminal import duration
+from peralta_zmq.observe.progress import duration
 from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]
-NUM_PACE = 20  # steps from which pace and change are told
+NUM_CHANGE = 20  # newest steps whose reward is told against as many before them
 QUIET_SECONDS, QUIET_STEPS = 30.0, 10.0  # without a row, whichever is longer
 NUM_EVENTS_SHOWN, NUM_MARKERS, NUM_GENERATORS, NUM_SAMPLES_SENT = 60, 80, 200, 12
 EXACT = 1e15  # beyond, a float has no decimals
@@ -154,7 +155,7 @@ def _header(run: RunFiles, config: Mapping[str, Any], condition: str, now: float
         "step": text(step, 0),
         "max_steps": text(max_steps, 0),
         "share": step / max_steps if max_steps > 0 else None,
-        "eta": "" if condition != "training" else duration(_eta(run, max_steps - step)),
+        "eta": _eta(run, max_steps - step) if condition == "training" else "",
         "age": _finite(now - run.newest_time),
     }
 
@@ -178,12 +179,12 @@ def _explanation(run: RunFiles, condition: str, now: float) -> str:
     }.get(condition, "")
 
 
-def _eta(run: RunFiles, steps_left: float) -> float:
-    rows = list(run.rows)[-NUM_PACE - 1 :]
-    if len(rows) < 2:
-        return number(run.last, "step_time") * steps_left
-    steps = number(rows[-1], "step") - number(rows[0], "step")
-    return (number(rows[-1], "time") - number(rows[0], "time")) / max(1.0, steps) * steps_left
+def _eta(run: RunFiles, steps_left: float) -> str:
+    """Empty before the first step of the newest session."""
+    begun = session_of(list(run.events)).begun
+    rows = [row for row in run.rows if not number(row, "time") < begun]
+    seconds = seconds_left(rows, steps_left)
+    return duration(seconds) if math.isfinite(seconds) else ""
 
 
 def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
@@ -223,7 +224,7 @@ def _card(name: str, label: str, value: str, note: str) -> Json:
 
 def _change(run: RunFiles) -> str:
     """How the reward of the newest steps differs from as many before them."""
-    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_PACE))
+    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     known = rewards[np.isfinite(rewards)]
     half = len(known) // 2
     if not half:

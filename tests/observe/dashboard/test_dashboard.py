@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import json
 import math
 import shutil
@@ -31,6 +32,7 @@ from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import Table, derived, picked
 from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.terminal import Terminal
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 VENDORED = {  # of uPlot 1.6.32, as npm has it
@@ -238,6 +240,26 @@ def test_each_condition_has_its_words(tmp_path: Path, condition: str) -> None:
 
 def test_no_condition_is_without_words() -> None:
     assert SAID.keys() == view.STATES.keys()
+
+
+def test_a_pause_is_no_pace_and_the_terminal_agrees(tmp_path: Path) -> None:
+    """Ten steps of 0.4 s, eight hours of nothing, a resume, and steps of 2 s."""
+    folder = make_run(tmp_path / "hand", num_steps=10, max_steps=50, quiet=8 * 3600)
+    resumed = time.time() - 30.0
+    append(folder / "events.jsonl", {"time": resumed, "event": "resume", "step": 10})
+    replayed = row(10, when=resumed - 1.0, step_time=0.0)
+    live = [row(step, when=resumed + 2.0 * (step - 10), step_time=2.0) for step in range(11, 16)]
+    run = followed(folder)
+    assert header_of(run)["eta"] == ""  # nothing of this session speaks yet
+    stream = io.StringIO()
+    with Terminal(50, stream) as terminal:
+        terminal.step(replayed)
+        for each in live:
+            terminal.step(each)
+            append(folder / "metrics.jsonl", each)
+            run.refresh()
+            assert stream.getvalue().rstrip().endswith(f"eta={header_of(run)['eta']}")
+    assert header_of(run)["eta"] == "1m10s"  # 35 steps of 2 s
 
 
 @pytest.mark.parametrize(("count", "told"), [
