@@ -94,17 +94,27 @@ class Terminal:
         """
         self._rows.append(row)
         if self._live:
-            shown = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
-            self._shown = Group(self._table(), shown)
-            self._live.update(self._shown, refresh=True)
+            self._show(self._live, verdict)
             return
         self._say(self._line())
         if verdict is not None and self._is_news(verdict, number(row, "time", 0.0)):
             self._say(f"verdict: {verdict.text}")
 
+    def judge(self, verdict: Verdict, *, now: float) -> None:
+        """Between two steps: the verdict at `now` (unix seconds); off a terminal a bad one only."""
+        if self._live:
+            self._show(self._live, verdict)
+        elif verdict.level == "bad" and self._is_news(verdict, now):
+            self._say(f"verdict: {verdict.text}")
+
+    def _show(self, live: Live, verdict: Verdict | None) -> None:
+        told = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
+        self._shown = Group(self._table(), told) if self._rows else told
+        live.update(self._shown, refresh=True)
+
     def _is_news(self, verdict: Verdict, now: float) -> bool:
         """Whether another thing holds than a step ago, numbers aside, unsaid for a minute."""
-        kind, before = re.sub(r"[0-9.]+", "", verdict.sentence), self._kind
+        kind, before = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
         self._kind = kind
         if kind == before or now - self._said.get(kind, float("-inf")) < REPEAT_SECONDS:
             return False
