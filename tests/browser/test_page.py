@@ -122,6 +122,7 @@ def test_of_a_crashed_run_no_generator_is_called_up(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
+    (folder / "lock").touch()
     file = write_report([folder], tmp_path / "report.html")
     for url in (serve(folder).url, file.as_uri()):
         seen = tab(url)

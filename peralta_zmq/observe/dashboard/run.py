@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from peralta_zmq.durable import is_held
 from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.table import Table
 from peralta_zmq.observe.metrics import EVENTS, METRICS, SAMPLES, Row, number
@@ -26,6 +27,7 @@ else:
     import tomli as tomllib
 
 EVALUATIONS, CONFIG, SUMMARY = "eval.jsonl", "config.toml", "summary.json"
+LOCK = "lock"  # the trainer holds it
 NUM_ROWS = 64  # newest rows kept as they are, for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200
 SAMPLES_BYTES = 16 << 20  # of the samples' and the events' file, the end
@@ -68,6 +70,10 @@ class RunFiles:
         rows = [self.last, *list(self.events)[-1:], *list(self.quiet_events)[-1:]]
         moments = [number(row, "time") for row in rows]
         return max((each for each in moments if math.isfinite(each)), default=math.nan)
+
+    def is_held(self) -> bool | None:
+        """Whether a trainer works in the folder, as far as this machine sees; None: no telling."""
+        return True if self.live else is_held(self.folder / LOCK)
 
     def refresh(self, *, patience: float = PATIENCE_SECONDS) -> None:
         """Read what was added; at most about `patience` seconds of it."""

@@ -18,7 +18,7 @@ import numpy as np
 from peralta_zmq.observe.dashboard.charts import drawn
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
-from peralta_zmq.observe.evidence import seconds_left, session_of
+from peralta_zmq.observe.evidence import Session, seconds_left, session_of
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import duration
 from peralta_zmq.observe.verdict import verdict, waiting
@@ -32,12 +32,13 @@ MAX_TEXT = 300  # characters of an event
 MARKED = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
           "publish_failed", "checkpoint_failed", "journal_failed", "stop", "complete"}  # fmt: skip
 ENDED = {"finished", "stopped"}
-UNHEARD = {*ENDED, "crashed"}  # no trainer hears generators, so what it last heard says nothing
+UNHEARD = {*ENDED, "crashed", "silent"}  # nobody hears generators, so what was heard says nothing
 STATES = {
     "loading": "reading the files of this run",
     "empty": "waiting for the first step",
     "training": "training",
     "quiet": "no news",
+    "silent": "no sign of life",
     "crashed": "ended without a word",
     "stopped": "stopped",
     "finished": "finished",
@@ -94,9 +95,12 @@ def condition_of(run: RunFiles, *, now: float) -> str:
     if said[-1:] == ["stop"]:
         return "stopped"
     quiet = now - run.newest_time
-    if quiet > max(QUIET_SECONDS, QUIET_STEPS * number(run.last, "step_time", 0.0)):
-        return "quiet" if run.live else "crashed"
-    return "training" if run.rows else "empty"
+    if not quiet > max(QUIET_SECONDS, QUIET_STEPS * number(run.last, "step_time", 0.0)):
+        return "training" if run.rows else "empty"
+    held = run.is_held()
+    if held:  # a first step, or what is evaluated before it, may take minutes
+        return "quiet" if run.rows else "empty"
+    return "silent" if held is None else "crashed"
 
 
 def generators(run: RunFiles, condition: str) -> list[Json]:
@@ -162,21 +166,30 @@ def _header(run: RunFiles, config: Mapping[str, Any], condition: str, now: float
 
 def _explanation(run: RunFiles, condition: str, now: float) -> str:
     quiet = duration(now - run.newest_time)
-    joined = sum(row.get("event") == "join" for row in run.events)
     summary = run.summary()
     return {
-        "empty": f"{joined} generator{'s have' if joined > 1 else ' has'} joined; "
-        "charts appear with the first step."
-        if joined
-        else "No generator has joined yet. Start one: bin/generator @ CONFIG",
+        "empty": _awaited(session_of(list(run.events))),
         "quiet": f"The trainer runs and has taken no step for {quiet}.",
-        "crashed": f"No sign of the trainer for {quiet}: it was killed, or it crashed. "
+        "silent": f"Nothing new for {quiet}: the trainer waits, or it was killed. "
+        "The same command resumes it with nothing lost.",
+        "crashed": f"Nothing new for {quiet}, and no trainer of this machine works here: it was "
+        "killed or crashed, unless it runs elsewhere. "
         "The same command resumes it with nothing lost.",
         "stopped": "Stopped by hand and saved. The same command resumes it.",
         "finished": f"{text(number(summary, 'steps'), 0)} steps in "
         f"{duration(number(summary, 'seconds'))}; held-out accuracy "
         f"{text(number(summary, 'eval_before'), 3)} -> {text(number(summary, 'eval_after'), 3)}.",
     }.get(condition, "")
+
+
+def _awaited(session: Session) -> str:
+    """Who is there before the first step."""
+    joined = len(session.up)
+    if not joined:
+        who = "All who joined have left" if session.left else "No generator has joined yet"
+        return f"{who}. Start one: bin/generator @ CONFIG"
+    have = "s have" if joined > 1 else " has"
+    return f"{joined} generator{have} joined; charts appear with the first step."
 
 
 def _eta(run: RunFiles, steps_left: float) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import io
@@ -185,22 +186,35 @@ def test_a_cursor_that_is_not_ours_is_the_beginning(tmp_path: Path, cursor: str)
 
 
 @pytest.mark.parametrize(
-    ("live", "later", "event", "condition"),
+    ("lock", "num_steps", "later", "event", "condition"),
     [
-        (False, 1.0, None, "training"),
-        (False, 31.0, None, "crashed"),
-        (True, 31.0, None, "quiet"),
-        (False, 31.0, "stop", "stopped"),
-        (False, 31.0, "complete", "finished"),
+        ("none", 3, 1.0, None, "training"),
+        ("none", 3, 31.0, None, "silent"),
+        ("none", 0, 1.0, None, "empty"),
+        ("none", 0, 31.0, None, "silent"),
+        ("free", 3, 1.0, None, "training"),
+        ("free", 3, 31.0, None, "crashed"),
+        ("free", 0, 31.0, None, "crashed"),
+        ("held", 3, 31.0, None, "quiet"),
+        ("held", 0, 3600.0, None, "empty"),
+        ("live", 3, 31.0, None, "quiet"),
+        ("live", 0, 3600.0, None, "empty"),
+        ("free", 3, 31.0, "stop", "stopped"),
+        ("free", 3, 31.0, "complete", "finished"),
     ],
 )
 def test_the_condition_of_a_run(
-    tmp_path: Path, *, live: bool, later: float, event: str | None, condition: str
-) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=3)
+    tmp_path: Path, stack: ExitStack, *,
+    lock: str, num_steps: int, later: float, event: str | None, condition: str,
+) -> None:  # fmt: skip
+    folder = make_run(tmp_path / "hand", num_steps=num_steps)
+    if lock in ("free", "held"):
+        file = stack.enter_context((folder / "lock").open("ab"))
+        if lock == "held":
+            fcntl.flock(file, fcntl.LOCK_EX)
     if event:
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
-    run = RunFiles(folder, live=live)
+    run = RunFiles(folder, live=lock == "live")
     run.refresh()
     assert view.condition_of(run, now=run.newest_time + later) == condition
 
@@ -212,8 +226,12 @@ SAID = {  # condition: its pill, and the sentence beside it
     "training": ("training", ""),
     "quiet": ("no news", "The trainer runs and has taken no step for 40s."),
     "crashed": ("ended without a word",
-                "No sign of the trainer for 40s: it was killed, or it crashed. "
+                "Nothing new for 40s, and no trainer of this machine works here: it was killed "
+                "or crashed, unless it runs elsewhere. "
                 "The same command resumes it with nothing lost."),
+    "silent": ("no sign of life",
+               "Nothing new for 40s: the trainer waits, or it was killed. "
+               "The same command resumes it with nothing lost."),
     "stopped": ("stopped", "Stopped by hand and saved. The same command resumes it."),
     "finished": ("finished", "3 steps in 1m05s; held-out accuracy 0.400 -> 0.875."),
     "loading": ("reading the files of this run", ""),
@@ -231,6 +249,8 @@ def test_each_condition_has_its_words(tmp_path: Path, condition: str) -> None:
     (folder / "summary.json").write_text(json.dumps(SAVED))
     if event := ENDS.get(condition):
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    if condition == "crashed":
+        (folder / "lock").touch()
     run = RunFiles(folder, live=condition == "quiet")
     run.refresh()
     header = header_of(run, later=1.0 if condition in ("empty", "training") else 40.0)
@@ -272,6 +292,16 @@ def test_before_the_first_step_those_who_joined_are_counted(
     folder = make_run(tmp_path / "hand", num_steps=0)
     joins = [{"time": time.time(), "event": "join", "generator": str(n)} for n in range(count)]
     append(folder / "events.jsonl", *joins)
+    assert header_of(followed(folder))["explanation"] == told
+
+
+def test_before_the_first_step_those_who_left_are_not_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    append(folder / "events.jsonl", *(
+        {"time": time.time(), "event": event, "generator": "ann", "boot": "1"}
+        for event in ("join", "leave")
+    ))  # fmt: skip
+    told = "All who joined have left. Start one: bin/generator @ CONFIG"
     assert header_of(followed(folder))["explanation"] == told
 
 
