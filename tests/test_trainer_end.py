@@ -38,6 +38,7 @@ def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
     trainer.finish()
     events = [row["event"] for row in read_rows(trainer._folder / EVENTS)]
     assert "complete" in events and "leave" not in events
+    assert events[events.index("evaluate") :] == ["evaluate", "evaluated", "complete"]
 
 
 def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(

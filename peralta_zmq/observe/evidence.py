@@ -19,6 +19,8 @@ WINDOW = 20  # rows that count
 ENOUGH = 3  # rows before we speak of balance
 BEGINS, ENDS = ("start", "resume"), ("stop", "complete")  # events of a session
 
+EVALUATES = ("evaluate", "evaluated")  # events of the trainer's own answers: begun, done
+
 
 @dataclass(frozen=True, slots=True)
 class Fare:
@@ -42,6 +44,8 @@ class Session:
     """What the events of the newest session say."""
 
     begun: float  # unix seconds; NaN when they do not say
+    awake: float  # the same, or since the trainer has answered held-out problems itself
+    evaluates: bool  # it does so now, and takes no step meanwhile
     up: Mapping[str, float]  # generators that joined and did not leave, by name: when
     left: Sequence[str]
 
@@ -110,8 +114,12 @@ def session_of(events: Sequence[Known]) -> Session:
     """The newest session, of events oldest first."""
     begins = [place for place, each in enumerate(events) if each.get("event") in BEGINS]
     begun = figure(events[begins[-1]], "time") if begins else math.nan
-    up, left = _attendance(events[begins[-1] :] if begins else events)
-    return Session(begun, up, sorted(left))
+    told = events[begins[-1] :] if begins else events
+    up, left = _attendance(told)
+    evaluations = [each for each in told if each.get("event") in EVALUATES]
+    evaluates = bool(evaluations) and evaluations[-1].get("event") == EVALUATES[0]
+    awake = figure(evaluations[-1], "time") if evaluations else begun
+    return Session(begun, awake, evaluates, up, sorted(left))
 
 
 def seconds_left(rows: Sequence[Known], steps_left: float) -> float:
@@ -194,10 +202,11 @@ def _attendance(events: Sequence[Known]) -> tuple[dict[str, float], dict[str, fl
 
 
 def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
-    """Since the newest step or start; NaN for a run that is not under way."""
-    if now is None or is_over(events):
+    """Since a step could have come; NaN for a run that takes none now."""
+    session = session_of(events)
+    if now is None or is_over(events) or session.evaluates:
         return math.nan
-    moments = [figure(row, "time"), session_of(events).begun]
+    moments = [figure(row, "time"), session.awake]
     return now - max((each for each in moments if math.isfinite(each)), default=now)
 
 

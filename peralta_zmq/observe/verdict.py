@@ -82,6 +82,8 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
     session = session_of(events)
+    if session.evaluates:
+        return Verdict("the untrained model is evaluated before the first step", "", "ok")
     if now is not None and not is_over(events):
         if nobody := _nobody(session, now):
             return Verdict(f"no step yet: {nobody}", START_ONE, "bad")
@@ -101,7 +103,7 @@ def _nobody(session: Session, now: float) -> str:
         return ""
     if session.left:
         return f"{', '.join(session.left)} left"
-    seconds = now - session.begun
+    seconds = now - session.awake
     return f"no generator has come in {duration(seconds)}" if seconds > SILENCE_SECONDS else ""
 
 
@@ -125,7 +127,7 @@ def _resumed(view: View) -> Verdict | None:
     session = view.session
     if math.isnan(view.quiet_seconds) or not session.begun > figure(view.rows[-1], "time"):
         return None
-    nobody = _nobody(session, session.begun + view.quiet_seconds)
+    nobody = _nobody(session, session.awake + view.quiet_seconds)
     return Verdict(f"no step since the resume: {nobody}", START_ONE, "bad") if nobody else None
 
 

@@ -331,6 +331,18 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
             "no step since the resume: a left", "start one: bin/generator @ CONFIG", "bad"
         ),
     ),
+    "the untrained model is evaluated": (
+        [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0,
+        Verdict("the untrained model is evaluated before the first step", "", "ok"),
+    ),
+    "nobody came after that": (
+        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time": 3000.0}],
+        3045.0,
+        Verdict(
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "bad",
+        ),
+    ),
     "two steps": (run(2), [], None, Verdict("too early to say who waits for whom", "", "ok")),
 }  # fmt: skip
 
@@ -389,6 +401,16 @@ def test_a_run_that_was_ended_has_not_fallen_silent(end: str) -> None:
     ended: Row = {"event": end, "time": 1021.0}
     assert verdict(run(), [START, ended], now=NOW) == BALANCED
     assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
+
+
+def test_while_the_trainer_evaluates_there_is_no_step_to_wait_for() -> None:
+    begun: Row = {"event": "evaluate", "time": 1021.0, "step": 10}
+    assert verdict(run(), [START, begun], now=NOW) == BALANCED
+    done: Row = {"event": "evaluated", "time": NOW, "step": 10}
+    assert verdict(run(), [START, begun, done], now=NOW + 29.0) == BALANCED
+    assert verdict(run(), [START, begun, done], now=NOW + 31.0).sentence == "no step for 31s"
+    resumed = START | {"event": "resume", "time": NOW}
+    assert verdict(run(), [START, begun, resumed], now=NOW + 31.0).level == "bad"
 
 
 def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_own() -> None:
