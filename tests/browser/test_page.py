@@ -32,10 +32,10 @@ def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab:
     shown = {name: seen.text(f"card-{name}") for name in
              ("eval", "rollouts", "wait", "queue", "staleness", "dropped",
               "generators")}  # fmt: skip
-    # 128 rollouts and 4096 tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
+    # 128 rollouts of 9.5 generated tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
     assert shown == {"eval": "0.875", "rollouts": "320", "wait": "50%", "queue": "14",
                      "staleness": "1.3", "dropped": "3", "generators": "2"}  # fmt: skip
-    assert seen.text("note-rollouts") == "10,240 tokens/s"
+    assert seen.text("note-rollouts") == "3,040 generated tokens/s"
     assert (seen.text("run"), seen.text("about")) == ("hand", "embedded \u00b7 calculator")
     assert (seen.text("step"), seen.text("max-steps")) == ("30", "60")
     assert seen.text("condition") == "training"

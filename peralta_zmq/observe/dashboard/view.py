@@ -219,7 +219,7 @@ def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
         _card("reward", "Reward", text(number(row, "reward"), 3), _change(run)),
         _card("eval", "Held-out accuracy", *_evaluated(run)),
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
-              of_steps(f"{text(newest['tokens_per_s'], 0)} tokens/s")),
+              of_steps(f"{text(newest['tokens_per_s'], 0)} generated tokens/s")),
         _card("wait", "Trainer waits", text(100 * share, 0, "%"),
               of_steps(f"of the last {num_steps} steps")),
         _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
