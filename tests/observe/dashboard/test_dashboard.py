@@ -89,6 +89,7 @@ def test_what_no_row_says_is_derived() -> None:
         row(1)
     )  # 128 rollouts in 0.4 s: 0.21 s waited with 0.01 s of journal, 0.2 s of work
     assert told["rollouts_per_s"] == pytest.approx(320)
+    assert told["tokens_per_s"] == pytest.approx(3040)  # 9.5 generated in each; prompts are none
     assert told["time/waiting"] == pytest.approx(0.2)
     assert told["time/rest"] == pytest.approx(0.0, abs=1e-12)
     assert (told["dropped"], told["weights/seconds"]) == (3, pytest.approx(0.03))
@@ -553,7 +554,7 @@ def test_a_fault_of_the_page_stays_in_its_thread(
 def test_at_ten_thousand_steps_the_page_takes_less_than_a_hundredth_of_the_trainers_time(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """A page asks once a second; a new step has come each time."""
+    """A page asks once a second; a new step and its samples have come each time."""
     folder = make_run(tmp_path / "hand", num_steps=10_000)
     page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0, live=True)))
     page.start()
@@ -564,7 +565,11 @@ def test_at_ten_thousand_steps_the_page_takes_less_than_a_hundredth_of_the_train
     before = time.clock_gettime(clock)
     for step in range(10_001, 10_041):
         append(folder / "metrics.jsonl", row(step))
-        cursor = json.loads(asked(page, f"/api/runs/0?cursor={cursor}")[2])["cursor"]
+        append(folder / "samples.jsonl", group(step, *["x" * 400] * 16))
+        told = json.loads(asked(page, f"/api/runs/0?cursor={cursor}")[2])
+        cursor, newest = told["cursor"], told["state"]["num_samples"]
+        sent = json.loads(asked(page, f"/api/runs/0/samples?after={newest - 1}")[2])["samples"]
+        assert [each["step"] for each in sent] == [step]
     spent = (time.clock_gettime(clock) - before) / 40
     print(f"{1000 * spent:.2f} ms of the thread for each second")
     assert spent < 0.01
