@@ -28,7 +28,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard import door, view
 from peralta_zmq.observe.dashboard.export import report
 from peralta_zmq.observe.dashboard.follow import Tail
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import Table, derived, picked
@@ -369,6 +369,16 @@ def test_the_prompt_of_an_old_row_is_what_all_answers_begin_with_line_by_line() 
     assert told["prompt"] == "<user>\nadd\n<assistant>\n"
     assert [each["text"] for each in told["rollouts"]] == ["3 + 4", "3 4 +"]
     assert [each["reward"] for each in told["rollouts"]] == [1.0, None]
+
+
+def test_runs_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b")]
+    assert [run.name for run in open_runs(folders)] == ["a/demo", "b/demo"]
+    deeper = make_run(tmp_path / "c" / "a" / "demo", num_steps=1)
+    assert [run.name for run in open_runs([folders[0], deeper])] == [
+        f"{tmp_path.name}/a/demo", "c/a/demo"]  # fmt: skip
+    assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
+    assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]
 
 
 # Serving.
