@@ -487,7 +487,19 @@ def test_prometheus_and_health(page: Dashboard) -> None:
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b'run="hand"' in body and b"nan" not in body.lower()
     told = json.loads(asked(page, "/healthz")[2])
-    assert (told["status"], told["step"]) == ("ok", 3) and told["age_seconds"] < 60
+    assert (told["status"], told["runs"]["hand"]["step"]) == ("ok", 3)
+    assert told["runs"]["hand"]["age_seconds"] < 60
+
+
+def test_prometheus_and_health_are_of_all_runs(tmp_path: Path, stack: ExitStack) -> None:
+    folders = [make_run(tmp_path / "a" / "demo", num_steps=1),
+               make_run(tmp_path / "b" / "demo", num_steps=2)]  # fmt: skip
+    page = stack.enter_context(closing(Dashboard(folders, host="127.0.0.1", port=0)))
+    page.start()
+    body = asked(page, "/metrics")[2].decode()
+    assert 'peralta_step{run="a/demo"} 1.0\nperalta_step{run="b/demo"} 2.0\n' in body
+    told = json.loads(asked(page, "/healthz")[2])["runs"]
+    assert {name: each["step"] for name, each in told.items()} == {"a/demo": 1, "b/demo": 2}
 
 
 def test_a_taken_port_gives_way_to_the_next_and_says_so(tmp_path: Path, stack: ExitStack) -> None:
