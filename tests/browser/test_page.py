@@ -42,6 +42,8 @@ def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab:
     assert seen.text("eta") == "12s left"  # 30 steps of 0.4 s
     assert seen.text("generator-ann").split("\t") == [
         "ann", "up", "29", "1", "1,045", "15%", "0.012 s", "8"]  # fmt: skip
+    assert seen.text("generator-bob-tokens_per_s") == "1,045"
+    assert seen.text("generator-bob-state") == "up"
     assert seen.text("reward-reward") == f"{last['reward']:.3g}"
     assert seen.text("weights-weights/seconds") == "0.03"
     assert seen.text("verdict").startswith("the trainer waits 50% of its time for rollouts")
@@ -190,6 +192,9 @@ def test_a_sample_shows_reward_and_advantage_and_can_be_held(
     assert seen.text("prompt") == "add 3 to 4"
     first = seen.page.get_by_test_id("rollout").first.inner_text()
     assert first.split() == ["reward", "1.00", "advantage", "+0.75", "3", "+", "4"]
+    told = [seen.page.get_by_test_id(name).all_inner_texts() for name in ("reward", "advantage")]
+    assert told == [["reward 1.00", *3 * ["reward 0.00"]],
+                    ["advantage +0.75", *3 * ["advantage -0.25"]]]  # fmt: skip
     seen.page.get_by_test_id("pause").click()
     append(folder / "samples.jsonl", group(4, "later", "still later"))
     append(folder / "metrics.jsonl", row(4))
