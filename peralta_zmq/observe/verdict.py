@@ -82,9 +82,9 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
     session = session_of(events)
-    if session.evaluates:
-        return Verdict("the untrained model is evaluated before the first step", "", "ok")
     if now is not None and not is_over(events):
+        if session.evaluates:
+            return Verdict("the untrained model is evaluated before the first step", "", "ok")
         if nobody := _nobody(session, now):
             return Verdict(f"no step yet: {nobody}", START_ONE, "bad")
         waited = now - min(session.up.values(), default=now)

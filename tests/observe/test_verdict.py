@@ -335,6 +335,10 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0,
         Verdict("the untrained model is evaluated before the first step", "", "ok"),
     ),
+    "and the run was stopped": (
+        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "stop", "time": 1002.0}],
+        4000.0, Verdict("waiting for the first step", "", "ok"),
+    ),
     "nobody came after that": (
         [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time": 3000.0}],
         3045.0,
