@@ -1,7 +1,8 @@
 """Files and folders that appear whole: written beside, fsynced, renamed, and checked when read.
 
 A finished folder holds its files, `manifest.json` that names their sizes and hashes, and `STABLE`
-with the manifest's hash, written last. Knows bytes and paths; knows nothing of what they mean.
+with the manifest's hash, written last. Also whether somebody holds a file's lock. Knows bytes and
+paths; knows nothing of what they mean.
 """
 
 from __future__ import annotations
