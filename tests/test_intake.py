@@ -73,7 +73,13 @@ class Trickle:
 
 
 def opened(
-    stack: ExitStack, folder: Path, stop: Stop, *, groups: int, trickle: Trickle | None = None
+    stack: ExitStack,
+    folder: Path,
+    stop: Stop,
+    *,
+    groups: int,
+    trickle: Trickle | None = None,
+    easy_threshold: float | None = None,
 ) -> tuple[Intake, Heard, str]:
     """An intake whose steps take so many groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
@@ -86,7 +92,7 @@ def opened(
         load_config("bin/trainer", arguments), receiver=cast(Any, trickle or receiver),
         vocab_size=64, journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
         roster=Roster(counters, books, {}), evaluations=nobody, books=books, stop=stop,
-        pools=Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None),
+        pools=Pools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
         speaker=Speaker(cast(Any, heard), wire.Announcement(RUN)),
     )  # fmt: skip
     return intake, heard, receiver.address
@@ -150,6 +156,17 @@ def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stal
     dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
     assert [row["sequence"] for row in dropped] == [*range(8, 12)]
     assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
+
+
+def test_when_no_problem_is_left_all_are_drawn_again_and_an_event_says_so(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    intake, _, address = opened(stack, tmp_path, Stop(), groups=1, easy_threshold=0.5)
+    frame = wire.encode_group(group_of([1.0, 0.0], problem_id="math_1k/7"))
+    assert sender_to(address, stack).send(frame, timeout=DEADLINE)
+    intake.collect(1, lambda idle: None)
+    rows = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "pool_refilled"]
+    assert [row["problems"] for row in rows] == [1]
 
 
 def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(

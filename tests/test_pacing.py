@@ -19,7 +19,7 @@ def test_groups_are_young_and_few_are_dropped(
 ) -> None:
     run = paced(tmp_path, num_generators, kill=kill)
     print(run)
-    assert run.ages.total() == 8 * STEPS
+    assert run.ages.total() == 16 * STEPS
     assert run.mean <= LIMITS["mean"]
     assert run.share_dropped < LIMITS["dropped"]
     assert run.longest_wait < 30

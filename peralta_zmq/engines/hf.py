@@ -26,6 +26,7 @@ from peralta_zmq.engines.requests import (
     check_sampling,
     completion_of,
     end_ids,
+    said,
     where_stopped,
 )
 from peralta_zmq.errors import EngineError
@@ -163,7 +164,7 @@ class HfEngine:
             if token in self._end_ids:
                 return position + 1
             if sampling.stop:
-                text = policy.text_of(self._tokenizer, np.array(ids[: position + 1]))
+                text = said(self._tokenizer, np.array(ids[: position + 1]))
                 if where_stopped(text, sampling.stop) is not None:
                     return position + 1
         return len(ids)

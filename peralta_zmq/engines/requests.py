@@ -47,7 +47,7 @@ def completion_of(
     ended: bool,  # by an end token, which is the last of token_ids
 ) -> Completion:
     """The generated tokens of one request; its text ends before a stop string."""
-    text = cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+    text = said(tokenizer, token_ids)
     stopped = where_stopped(text, sampling.stop)
     return Completion(
         index=request.index,
@@ -58,6 +58,11 @@ def completion_of(
         finish_reason="stop" if ended or stopped is not None else "length",
         text=text[:stopped],
     )
+
+
+def said(tokenizer: policy.Tokenizer, token_ids: NDArray[np.integer]) -> str:
+    """The text of generated tokens, as rewards and stop strings see it: no special tokens."""
+    return cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 def where_stopped(text: str, stop: Sequence[str]) -> int | None:

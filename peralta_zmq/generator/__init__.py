@@ -242,7 +242,7 @@ class Generator:
         )
 
     def _sampling(self, step: int) -> Sampling:
-        return parts.sampling_of(self._config, seed=self._seed(str(step)))
+        return parts.sampling_of(self._config, seed=self._seed(f"{step}/{self._sequence}"))
 
     def _seed(self, what: str) -> int:
         who = f"{self._config.run.seed}/{self._outbox.sender}/{what}"  # never the same draws again

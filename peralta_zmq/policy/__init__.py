@@ -84,8 +84,8 @@ def use_threads(num_workers: int = 1) -> int:
 def keep_memory() -> None:
     """Let this process keep what a step frees for the next one, where glibc gives memory.
 
-    Otherwise every step takes gigabytes of new pages from the system, which costs a third of
-    its time at Qwen3-0.6B's shape in bfloat16.
+    Otherwise every step takes gigabytes of new pages from the system, which can cost as much
+    time as a third of its computation.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -1,6 +1,7 @@
 """The write-ahead log of what became of every group, one file per optimizer step.
 
-Nothing counts before it is on disk. Restart = newest checkpoint + the journal replayed.
+No step is published or saved before its groups are on disk. Restart = newest checkpoint + the
+journal replayed.
 Knows records of bytes; knows nothing of what they say.
 """
 
@@ -13,6 +14,7 @@ import os
 import struct
 import time
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,10 +47,13 @@ class Journal:
         self._size: int | None = None  # bytes of whole records in the step's file, once known
         self._waiting: list[bytes] = []  # encoded, not yet committed
         self._since = 0.0  # monotonic seconds, when the first of them came
+        self._writer = ThreadPoolExecutor(1, "journal")
+        self._writing: Future[None] | None = None  # of all that waits
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
         """Take in one record of a step; it is durable after the next `commit`."""
+        assert self._writing is None, "a commit ends before more is taken in"
         if step != self._step:
             assert not self._waiting, "a step ends with a commit"
             self.close()
@@ -56,6 +61,11 @@ class Journal:
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append(_encoded(Record(kind, content)))
+
+    def begin_commit(self) -> None:
+        """Write what was appended while the caller goes on, up to its `commit`."""
+        if self._waiting:
+            self._writing = self._writer.submit(self._write, b"".join(self._waiting))
 
     def commit(self) -> bool:
         """Make what was appended durable; False when there was nothing to do.
@@ -65,8 +75,12 @@ class Journal:
         if not self._waiting:
             return False
         failpoint("journal.commit")
+        writing, self._writing = self._writing, None
         try:
-            self._write(b"".join(self._waiting))
+            if writing is not None:
+                writing.result()
+            else:
+                self._write(b"".join(self._waiting))
         except OSError as error:
             self.close()  # a second fsync of the same pages would lie
             raise JournalError(
@@ -122,7 +136,9 @@ class Journal:
         durable.sync_folder(self._folder)
 
     def close(self) -> None:
-        """Close the open file."""
+        """Close the open file. What waits is not written."""
+        if self._writing is not None:
+            wait([self._writing])
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -151,6 +151,7 @@ class Trainer:
         collected = time.monotonic()
         failpoint("trainer.collected")
         row = self._learn(groups)
+        self._intake.commit()  # nothing is published of groups that are not on disk
         failpoint("trainer.stepped")
         self._doubts.judge(step=self._learner.step)
         self._roster.excuse(time.monotonic() - collected)

@@ -95,9 +95,9 @@ class Intake:
     ) -> tuple[list[RolloutGroup], int]:
         """Admitted groups enough for this step, and how many were already queued.
 
-        What came is made durable all at once: soon, when nothing more comes, and before we return
-        it. `meanwhile` is called between two groups, with whether nothing came for a while. No
-        groups when we are asked to stop.
+        What came is made durable all at once: soon, when nothing more comes, and while the step
+        computes, up to the caller's `commit`. `meanwhile` is called between two groups, with
+        whether nothing came for a while. No groups when we are asked to stop.
         """
         depth, queued, idle, self.journaling = 0, True, False, 0.0
         started = said = time.monotonic()
@@ -120,7 +120,7 @@ class Intake:
             depth += queued
             if self._take_in(*received, step=step) != "mismatched":
                 started = said = time.monotonic()
-        self.commit()
+        self.journal.begin_commit()
         groups = self.take()
         self.announce(step - 1, begun=step)
         return groups, depth
@@ -128,7 +128,7 @@ class Intake:
     def take(self) -> list[RolloutGroup]:
         """What is pending goes into a step that begins."""
         groups, self.pending = self.pending, []
-        self._taken, self._in_step = dict(self._durable), len(groups)
+        self._taken, self._in_step = self._settled(), len(groups)
         return groups
 
     def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> Verdict:

@@ -181,6 +181,32 @@ def test_later_steps_are_moved_away_and_earlier_stay(journal: Journal, tmp_path:
     assert len(os.listdir(tmp_path / "aside")) == 2
 
 
+def test_a_commit_that_was_begun_ends_with_the_commit_and_writes_once(journal: Journal) -> None:
+    for frame in FRAMES:
+        journal.append(4, frame)
+    journal.begin_commit()
+    with pytest.raises(AssertionError, match="ends before more"):
+        journal.append(4, b"too soon")
+    assert (journal.commit(), journal.commit(), frames(journal, 4)) == (True, False, FRAMES)
+
+
+def test_a_commit_that_was_begun_and_failed_is_told_and_tried_again(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        journal.begin_commit()
+        with pytest.raises(JournalError, match="full"):
+            journal.commit()
+    assert journal.num_waiting == 1
+    journal.begin_commit()
+    assert journal.commit() and frames(journal, 4) == [b"frame"]
+
+
 def test_closing_twice_is_harmless(journal: Journal) -> None:
     journal.append(4, b"frame")
     journal.commit()

@@ -25,21 +25,25 @@ class Product:
     A wide product reads its weight faster than three narrow ones, and is one call.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], names: Sequence[str]) -> None:
-        self.names = names  # of the weights
+    def __init__(
+        self, linears: Sequence[nn.Linear], names: Sequence[str], biases: Sequence[str] = ()
+    ) -> None:
+        self.names, self.biases = names, biases  # of the weights; one for each layer, or none
         self._sizes = [each.out_features for each in linears]
         self._dtype = linears[0].weight.dtype
-        biases = [bias for each in linears if (bias := _bias_of(each)) is not None]
-        self._bias = torch.cat(biases) if biases else None
         self._rows: Tensor | None = None  # multiplied last
         self._parts: tuple[Tensor, ...] = ()
-        self.load([each.weight for each in linears])
+        self.load([each.weight for each in linears], _biases_of(linears))
 
-    def load(self, weights: Sequence[Tensor]) -> None:
-        """Pack `weights`, each [out, in], in the place of the old ones."""
-        plain = [each.detach().to(self._dtype) for each in weights]
-        self._packed = _pack(torch.cat(plain) if len(plain) > 1 else plain[0])
+    def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
+        """Pack `weights`, each [out, in], and take `biases`, each [out], for the old ones."""
+        self._packed = _pack(self._together(weights))
+        self._bias = self._together(biases) if biases else None
         self._rows = None
+
+    def own(self, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What `load` takes, of all weights by name."""
+        return [weights[name] for name in self.names], [weights[name] for name in self.biases]
 
     def part(self, number: int, rows: Tensor) -> Tensor:
         """What layer `number` makes of `rows`; the others' parts are kept until other rows come."""
@@ -49,6 +53,10 @@ class Product:
             self._rows = rows
             self._parts = _multiply(rows, self._packed, self._bias).split(self._sizes, -1)
         return self._parts[number]
+
+    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
+        plain = [each.detach().to(self._dtype) for each in tensors]
+        return torch.cat(plain) if len(plain) > 1 else plain[0]
 
 
 class PackedLinear(nn.Module):
@@ -82,7 +90,7 @@ class Weights:
             for name, plain in self._plain.items():
                 plain.copy_(weights[name])
             for product in self._products:
-                product.load([weights[name] for name in product.names])
+                product.load(*product.own(weights))
 
     def _pack(self, model: policy.Model) -> None:
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
@@ -93,7 +101,10 @@ class Weights:
             for leaves in _together(parent):
                 linears = [cast(nn.Linear, getattr(parent, leaf)) for leaf in leaves]
                 addresses = [each.weight.data_ptr() for each in linears]
-                product = Product(linears, [names[each] for each in addresses])
+                biases = [names[each.data_ptr()] for each in _biases_of(linears)]
+                product = Product(linears, [names[each] for each in addresses], biases)
+                for name in biases:
+                    del self._plain[name]
                 self._products.append(product)
                 for number, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
                     setattr(parent, leaf, PackedLinear(product, number))
@@ -106,14 +117,15 @@ def _together(parent: nn.Module) -> Iterator[tuple[str, ...]]:
     linears = {leaf: each for leaf, each in parent.named_children() if type(each) is nn.Linear}
     for leaves in SAME_ROWS:
         found = [linears[leaf] for leaf in leaves if leaf in linears]
-        if len(found) == len(leaves) and len({_bias_of(each) is None for each in found}) == 1:
+        if len(found) == len(leaves) and len(_biases_of(found)) in (0, len(found)):
             yield leaves
             linears = {leaf: each for leaf, each in linears.items() if leaf not in leaves}
     yield from ((leaf,) for leaf in linears)
 
 
-def _bias_of(linear: nn.Linear) -> Tensor | None:
-    return cast("Tensor | None", linear.bias)
+def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:
+    biases = cast("list[Tensor | None]", [each.bias for each in linears])
+    return [each for each in biases if each is not None]
 
 
 @functools.cache

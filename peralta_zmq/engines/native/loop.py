@@ -14,7 +14,7 @@ from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.prompts import ROWS, Prompts
 from peralta_zmq.engines.native.rows import Rows
 from peralta_zmq.engines.native.sampler import draw
-from peralta_zmq.engines.requests import completion_of, where_stopped
+from peralta_zmq.engines.requests import completion_of, said, where_stopped
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -123,7 +123,7 @@ class Loop:
         length = int(self._rows.num_tokens[row])
         if length < self._sampling.min_tokens:
             return False
-        text = policy.text_of(self._tokenizer, self._rows.tokens[row, :length])
+        text = said(self._tokenizer, self._rows.tokens[row, :length])
         return where_stopped(text, self._sampling.stop) is not None
 
     def _completion(self, row: int) -> Completion:

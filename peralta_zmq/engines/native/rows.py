@@ -28,7 +28,8 @@ class Rows:
         row, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
-        self.limits[row] = min(request.max_completion_length or self._longest, self._longest)
+        asked = request.max_completion_length
+        self.limits[row] = self._longest if asked is None else min(asked, self._longest)
         stream = np.random.Generator(np.random.Philox(key=[self._seed, request.index]))
         self._chances[row] = stream.random(self._chances.shape[1], dtype=np.float32)
         return row

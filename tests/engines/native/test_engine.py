@@ -28,7 +28,8 @@ PROMPTS = [
 ]  # fmt: skip
 GREEDY = Sampling(temperature=0.0, max_completion_length=12)
 FAMILIES = {
-    "qwen3": {}, "qwen2": {"model_type": "qwen2"}, "llama": {"model_type": "llama"},
+    "qwen3": {}, "qwen2": {"model_type": "qwen2"},
+    "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "gemma": {"model_type": "gemma"},
     "gemma2": {"model_type": "gemma2", "sliding_window": 4, "final_logit_softcapping": 30.0,
                "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8},
@@ -50,11 +51,14 @@ def tokenizer() -> Any:
 
 
 def sharp_model(seed: int = 0, **settings: Any) -> Any:
-    """A random model whose context, temperature and truncation make a difference."""
+    """A random model whose context, biases, temperature and truncation make a difference."""
     settings = {"tie_word_embeddings": False, "attn_implementation": "eager", **settings}
     model = tiny_model(seed=seed, **settings)
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
+            if name.endswith("bias"):
+                tensor.copy_(torch.randn(tensor.shape, generator=random))
             tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
     model.generation_config.eos_token_id = END
     return model
@@ -328,26 +332,31 @@ class Lazy(Mapping[str, torch.Tensor]):
 
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
-    live: bool, tied: bool, tokenizer: Any
+    family: str, live: bool, tied: bool, tokenizer: Any
 ) -> None:
-    new = {"tie_word_embeddings": tied, "seed": 8}
-    engine = engine_of(sharp_model(tie_word_embeddings=tied), tokenizer, live=live)
+    old = {"tie_word_embeddings": tied, **FAMILIES[family]}
+    new = {**old, "seed": 8}
+    engine = engine_of(sharp_model(**old), tokenizer, live=live)
     before, weights = tokens(sampled(engine, GREEDY)), Lazy(sharp_model(**new))
     engine.apply(weights, 4)
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
-    assert weights.most <= 3  # those of one product
+    assert weights.most <= 6  # those of one product: three weights, and three biases
 
 
-def switched_greedy(prompt: Sequence[int], seeds: Sequence[int]) -> tuple[list[int], Any]:
+def switched_greedy(
+    prompt: Sequence[int], seeds: Sequence[int], family: str = "qwen3"
+) -> tuple[list[int], Any]:
     """Greedy tokens of transformers whose weights may be others for each token, the old keys
     and values kept, and their logprobs; until the end token."""
-    model, cache, fed = sharp_model(), None, torch.tensor([prompt])
+    kind = FAMILIES[family]
+    model, cache, fed = sharp_model(**kind), None, torch.tensor([prompt])
     out: list[int] = []
     scores: list[float] = []
     while len(out) < len(seeds) and (not out or out[-1] != END):
-        policy.apply_weights(model, policy.weights_of(sharp_model(seed=seeds[len(out)])))
+        policy.apply_weights(model, policy.weights_of(sharp_model(seed=seeds[len(out)], **kind)))
         with torch.no_grad():
             said = model(input_ids=fed, past_key_values=cache, use_cache=True)
         cache, logprobs = said.past_key_values, said.logits[0, -1].log_softmax(-1)
@@ -357,24 +366,28 @@ def switched_greedy(prompt: Sequence[int], seeds: Sequence[int]) -> tuple[list[i
     return out, scores
 
 
-def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(tokenizer: Any) -> None:
-    engine, steps = engine_of(sharp_model(), tokenizer, slots=2, step=6), []
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(
+    family: str, tokenizer: Any
+) -> None:
+    old, new = sharp_model(**FAMILIES[family]), sharp_model(seed=8, **FAMILIES[family])
+    engine, steps = engine_of(old, tokenizer, slots=2, step=6), []
 
     def swap() -> None:
         steps.append(1)
         if len(steps) == 4:  # tokens 1 and 2 come in the first step
-            engine.apply(policy.weights_of(sharp_model(seed=8)), 7)
+            engine.apply(policy.weights_of(new), 7)
 
     completions = sampled(engine, GREEDY, between_steps=swap)
     assert len(completions) == len(PROMPTS)
     for prompt, each in zip(PROMPTS[:2], completions, strict=False):
-        expected, scores = switched_greedy(prompt, [0] * 5 + [8] * 7)
+        expected, scores = switched_greedy(prompt, [0] * 5 + [8] * 7, family)
         assert each.token_ids.tolist() == expected
         assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
         assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(expected) - 5)
     for prompt, each in zip(PROMPTS[2:], completions[2:], strict=True):  # started after it
         if set(each.policy_steps.tolist()) == {7}:
-            assert each.token_ids.tolist() == plain_greedy(sharp_model(seed=8), prompt, 12)
+            assert each.token_ids.tolist() == plain_greedy(new, prompt, 12)
     assert set(completions[-1].policy_steps.tolist()) == {7}
 
 
