@@ -1,13 +1,15 @@
 """Files and folders that appear whole: written beside, fsynced, renamed, and checked when read.
 
 A finished folder holds its files, `manifest.json` that names their sizes and hashes, and `STABLE`
-with the manifest's hash, written last. Knows bytes and paths; knows nothing of what they mean.
+with the manifest's hash, written last. Also whether somebody holds a file's lock. Knows bytes and
+paths; knows nothing of what they mean.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -183,6 +185,21 @@ def sweep(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def is_held(lock: Path) -> bool | None:
+    """Whether a process holds the flock of a file; None when there is no file, or no telling.
+
+    On a share that does not pass locks on, those of other machines are not seen.
+    """
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def sync_folder(folder: Path) -> None:

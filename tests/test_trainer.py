@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -21,6 +23,7 @@ from fakes import group_of
 
 from peralta_zmq import trainer, wire
 from peralta_zmq.config import Config, load_config, write_resolved
+from peralta_zmq.durable import is_held
 from peralta_zmq.errors import (
     ConfigError,
     JournalError,
@@ -33,7 +36,7 @@ from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.parts import run_id_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, GROUP
-from peralta_zmq.trainer import Trainer
+from peralta_zmq.trainer import Trainer, folders
 from peralta_zmq.trainer.stop import Stop
 
 
@@ -168,6 +171,18 @@ def test_a_second_trainer_on_the_run_folder_is_refused(settings: list[str], port
         Trainer(config_of(*settings), stack)
         with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
             trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
+
+
+def test_who_looks_at_the_lock_of_a_run_keeps_no_trainer_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glance = (tmp_path / folders.LOCK).open("ab")
+    fcntl.flock(glance, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: glance.close())
+    with closing(folders.lock(tmp_path)):
+        assert is_held(tmp_path / folders.LOCK) is True
+    assert is_held(tmp_path / folders.LOCK) is False
+    assert is_held(tmp_path / "nothing") is None
 
 
 def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(

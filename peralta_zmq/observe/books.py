@@ -6,6 +6,7 @@ written again, so that a replay leaves no trace.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ from peralta_zmq.rollout import Answer
 EVALUATIONS = "eval.jsonl"
 CLOSING_SAMPLES = 6
 NUM_EVENTS = 1000  # the newest, which the verdict looks at
+LOOK_SECONDS = 30.0  # between two verdicts while no step comes
 
 
 class Books:
@@ -49,6 +51,7 @@ class Books:
         self._folder = folder
         self._last_step = _last_written(folder)
         self._is_open = False  # this session has begun to train
+        self._next_look = 0.0  # monotonic seconds
         self._newest_rows = deque(read_rows(folder / METRICS), maxlen=2 * WINDOW)
         self._newest_events = deque(events, maxlen=NUM_EVENTS)
         with ExitStack() as stack:
@@ -113,11 +116,19 @@ class Books:
         self._newest_rows.append(dict(row))
         self._track(step, row)
         self._terminal.step(dict(row), self.verdict())
+        self._next_look = time.monotonic() + LOOK_SECONDS
         return True
 
-    def verdict(self) -> Verdict:
-        """Who waits for whom, by the newest rows and events."""
-        return verdict(list(self._newest_rows), list(self._newest_events))
+    def look(self) -> None:
+        """Between two groups: now and then the verdict of a run that takes no step."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            now = time.time()
+            self._terminal.judge(self.verdict(now=now), now=now)
+
+    def verdict(self, *, now: float | None = None) -> Verdict:
+        """Who waits for whom, by the newest rows and events; and who is silent at `now`."""
+        return verdict(list(self._newest_rows), list(self._newest_events), now=now)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the held-out problems were answered at this step."""

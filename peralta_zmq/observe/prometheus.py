@@ -1,6 +1,6 @@
-"""The newest row of a run in Prometheus' text format 0.0.4.
+"""The newest rows of runs in Prometheus' text format 0.0.4.
 
-Knows a row and the format; knows nothing of servers. `a/b` is called peralta_a_b; what a name says
+Knows rows and the format; knows nothing of servers. `a/b` is called peralta_a_b; what a name says
 of a generator or of a reward becomes a label. All are gauges but the counts since the beginning,
 whose names end in _total.
 """
@@ -22,13 +22,15 @@ COUNTS = ("dropped/",)  # since the run began
 OWN = "a metric of the loss's own"
 
 
-def exposition(row: Mapping[str, object], *, run: str) -> str:
-    """Every number of the row as a sample labelled with the run; what is null or text is left out.
+def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
+    """Every number of these rows as a sample labelled with its run, the key of the row.
+
+    What is null or text is left out.
 
     Source: prometheus.io/docs/instrumenting/exposition_formats.
     """
     families: dict[str, tuple[str, dict[str, str]]] = {}  # name -> key of its meaning, samples
-    for key, value in row.items():
+    for run, key, value in ((run, *field) for run, row in rows.items() for field in row.items()):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         name, labels = _named(key)

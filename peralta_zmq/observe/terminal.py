@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from peralta_zmq.observe.evidence import WINDOW, seconds_left
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import Progress, duration
 from peralta_zmq.observe.verdict import Level, Verdict
@@ -39,7 +40,7 @@ class Terminal:
         self._max_steps = max_steps
         self._run = run
         self._stream = stream or sys.stdout
-        self._rows: deque[Row] = deque(maxlen=NUM_SHOWN)
+        self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
         self._shown: RenderableType = Text("waiting for the first step")
         self._said: dict[str, float] = {}  # kind of verdict -> time of the row it was said at
         self._kind = ""  # of the newest verdict
@@ -93,17 +94,27 @@ class Terminal:
         """
         self._rows.append(row)
         if self._live:
-            shown = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
-            self._shown = Group(self._table(), shown)
-            self._live.update(self._shown, refresh=True)
+            self._show(self._live, verdict)
             return
         self._say(self._line())
         if verdict is not None and self._is_news(verdict, number(row, "time", 0.0)):
             self._say(f"verdict: {verdict.text}")
 
+    def judge(self, verdict: Verdict, *, now: float) -> None:
+        """Between two steps: the verdict at `now` (unix seconds); off a terminal a bad one only."""
+        if self._live:
+            self._show(self._live, verdict)
+        elif verdict.level == "bad" and self._is_news(verdict, now):
+            self._say(f"verdict: {verdict.text}")
+
+    def _show(self, live: Live, verdict: Verdict | None) -> None:
+        told = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
+        self._shown = Group(self._table(), told) if self._rows else told
+        live.update(self._shown, refresh=True)
+
     def _is_news(self, verdict: Verdict, now: float) -> bool:
         """Whether another thing holds than a step ago, numbers aside, unsaid for a minute."""
-        kind, before = re.sub(r"[0-9.]+", "", verdict.sentence), self._kind
+        kind, before = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
         self._kind = kind
         if kind == before or now - self._said.get(kind, float("-inf")) < REPEAT_SECONDS:
             return False
@@ -137,7 +148,7 @@ class Terminal:
         table.add_column("", width=10)
         for name in COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
-        num_lines = max(1, self._live.console.height - NUM_FRAME_LINES)
+        num_lines = max(1, min(NUM_SHOWN, self._live.console.height - NUM_FRAME_LINES))
         for row in list(self._rows)[-num_lines:]:
             reward = number(row, "reward")
             bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
@@ -152,12 +163,8 @@ class Terminal:
         return f"{self._run}  {progress}  {self._eta()} left".strip()
 
     def _eta(self) -> str:
-        """Steps left at the pace of the steps shown; the first step speaks for itself."""
-        first, last = self._rows[0], self._rows[-1]
-        num_steps = number(last, "step") - number(first, "step")
-        seconds = number(last, "time") - number(first, "time")
-        pace = seconds / num_steps if num_steps > 0 else number(last, "step_time")
-        return duration(pace * max(0.0, self._max_steps - number(last, "step")))
+        steps_left = self._max_steps - number(self._rows[-1], "step")
+        return duration(seconds_left(self._rows, steps_left))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -12,16 +12,29 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import BEGINS, ENOUGH, Known, View, observed
-from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.evidence import (
+    ENOUGH,
+    WINDOW,
+    Fare,
+    Known,
+    Session,
+    View,
+    figure,
+    is_over,
+    observed,
+    session_of,
+)  # fmt: skip
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 WAITS = 0.25  # share of the time from which waiting is worth a word
+BLOCKED_ALONE = 0.5  # share of its time from which one blocked generator is its own case
 STALLS = 0.15  # the same for publishing and for the journal
 LATE = 0.10  # share of groups that come to nothing
 SILENCE_SECONDS, SILENCE_STEPS = 30.0, 10.0  # without a step, whichever is longer
+FIRST_STEP_SECONDS = 120.0  # after the first generator has joined
+START_ONE = "start one: bin/generator @ CONFIG"
 STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights, both
 SATURATED_SECONDS = 0.5  # a version that is out sooner is no burden
 SLOW = 0.5  # of the median generator's speed
@@ -68,15 +81,30 @@ def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float,
 
 
 def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
-    started = [number(each, "time") for each in events if each.get("event") in BEGINS]
-    joined = any(each.get("event") == "join" for each in events)
-    seconds = now - started[-1] if now is not None and started else math.nan
-    if joined or not seconds > SILENCE_SECONDS:
-        return Verdict("waiting for the first step", "", "ok")
-    return Verdict(
-        f"no step yet: no generator has come in {duration(seconds)}",
-        "start one: bin/generator @ CONFIG", "bad",
-    )  # fmt: skip
+    session = session_of(events)
+    if now is not None and not is_over(events):
+        if session.evaluates:
+            return Verdict("the untrained model is evaluated before the first step", "", "ok")
+        if nobody := _nobody(session, now):
+            return Verdict(f"no step yet: {nobody}", START_ONE, "bad")
+        waited = now - min(session.up.values(), default=now)
+        if waited > FIRST_STEP_SECONDS:
+            return Verdict(
+                f"no step yet: {', '.join(sorted(session.up))} joined, {duration(waited)} ago",
+                "a large model's first step takes long; else look at the trainer's last lines "
+                "and at theirs", "warn",
+            )  # fmt: skip
+    return Verdict("waiting for the first step", "", "ok")
+
+
+def _nobody(session: Session, now: float) -> str:
+    """Why nobody is up in a session without a step; empty while somebody is, or may still come."""
+    if session.up:
+        return ""
+    if session.left:
+        return f"{', '.join(session.left)} left"
+    seconds = now - session.awake
+    return f"no generator has come in {duration(seconds)}" if seconds > SILENCE_SECONDS else ""
 
 
 # What may be found. Each returns None when it does not hold.
@@ -89,32 +117,52 @@ def _stopped(view: View) -> Verdict | None:
     sentence = f"no step for {duration(view.quiet_seconds)}"
     if view.gone and not view.fares:
         return Verdict(
-            f"{sentence}: no generator is up, {', '.join(view.gone)} left",
-            "start one: bin/generator @ CONFIG", "bad",
-        )  # fmt: skip
+            f"{sentence}: no generator is up, {', '.join(view.gone)} left", START_ONE, "bad"
+        )
     return Verdict(sentence, "look at the newest event and at the trainer's last lines", "bad")
+
+
+def _resumed(view: View) -> Verdict | None:
+    """The session has taken no step, and nobody is up to make one."""
+    session = view.session
+    if math.isnan(view.quiet_seconds) or not session.begun > figure(view.rows[-1], "time"):
+        return None
+    nobody = _nobody(session, session.awake + view.quiet_seconds)
+    return Verdict(f"no step since the resume: {nobody}", START_ONE, "bad") if nobody else None
 
 
 def _no_signal(view: View) -> Verdict | None:
     """Groups whose rewards are all equal teach nothing."""
-    shares = [number(row, "frac_reward_zero_std", 0.0) for row in view.rows]
-    reward = fmean(number(row, "reward", 0.5) for row in view.rows)
-    if len(shares) < ENOUGH or fmean(shares) < NO_SIGNAL:
+    share, reward = _equal_groups(view)
+    if share < NO_SIGNAL or reward >= SOLVED:
         return None
-    if reward >= SOLVED:
-        return Verdict(
-            f"the task is solved: mean reward {reward:.2f}, and {_percent(fmean(shares))} of "
-            "groups have equal rewards",
-            "stop here, or train on harder problems", "ok",
-        )  # fmt: skip
-    told = f"{_percent(fmean(shares))} of groups have equal rewards, mean reward {reward:.2f}"
+    told = f"{_percent(share)} of groups have equal rewards, mean reward {reward:.2f}"
     if reward <= HOPELESS:
         advice = "check the reward; else easier problems, or more sampling.num_generations"
     else:
         advice = "raise sampling.temperature or sampling.num_generations"
-    if min(shares) == 1.0:
+    if share == 1.0 and len(view.rows) >= WINDOW:
         return Verdict(f"no learning signal: {told}", advice, "bad")
     return Verdict(f"little learning signal: {told}", advice, "warn")
+
+
+def _solved(view: View) -> Verdict | None:
+    """The same, since all answers are right: the speed of it does not matter any more."""
+    share, reward = _equal_groups(view)
+    if share < NO_SIGNAL or reward < SOLVED:
+        return None
+    return Verdict(
+        f"the task is solved: mean reward {reward:.2f}, and {_percent(share)} of groups have "
+        "equal rewards",
+        "stop here, or train on harder problems", "ok",
+    )  # fmt: skip
+
+
+def _equal_groups(view: View) -> tuple[float, float]:
+    """The share of groups with equal rewards, 0 while it is too early to tell; the mean reward."""
+    shares = [figure(row, "frac_reward_zero_std", 0.0) for row in view.rows]
+    reward = fmean(figure(row, "reward", 0.5) for row in view.rows)
+    return fmean(shares) if len(shares) >= ENOUGH else 0.0, reward
 
 
 def _left(view: View) -> Verdict | None:
@@ -153,6 +201,7 @@ def _late(view: View) -> Verdict | None:
         str(each.get("sender")).rpartition("/")[0]
         for each in view.events
         if each.get("event") == "drop" and each.get("outcome") == "stale"
+        and figure(each, "time") >= figure(view.rows[0], "time")
     ]
     most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
     whose = f", most of them from {most}" if most else ""
@@ -167,7 +216,7 @@ def _behind(view: View) -> Verdict | None:
     if not view.fares:
         return None
     oldest = min(view.fares, key=lambda fare: fare.step)
-    steps = number(view.rows[-1], "step") - oldest.step
+    steps = figure(view.rows[-1], "step") - oldest.step
     seconds = steps * view.step_seconds
     if steps < STALE_STEPS or seconds < STALE_SECONDS:
         return None
@@ -187,13 +236,13 @@ def _publishing(view: View) -> Verdict | None:
             "warn",
         )
     spent = [
-        number(row, "weights/encode_seconds", 0.0) + number(row, "weights/write_seconds", 0.0)
+        figure(row, "weights/encode_seconds", 0.0) + figure(row, "weights/write_seconds", 0.0)
         for row in view.rows
     ]
     seconds = median(spent)
     if seconds < max(SATURATED_SECONDS, view.step_seconds):
         return None
-    size = median(number(row, "weights/bytes", 0.0) for row in view.rows)
+    size = median(figure(row, "weights/bytes", 0.0) for row in view.rows)
     return Verdict(
         f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
         f"{seconds:.1f} s to publish, a step {view.step_seconds:.1f} s",
@@ -203,7 +252,7 @@ def _publishing(view: View) -> Verdict | None:
 
 
 def _reloading(view: View) -> Verdict | None:
-    """A generator spends its time on changing weights."""
+    """A change of weights takes a generator long beside a step; it may leave versions out."""
     if not view.fares:
         return None
     slowest = max(view.fares, key=lambda fare: fare.reload_seconds)
@@ -211,8 +260,8 @@ def _reloading(view: View) -> Verdict | None:
     if share < WAITS:
         return None
     return Verdict(
-        f"{slowest.name} spends {_percent(min(1.0, share))} of its time on new weights, "
-        f"{slowest.reload_seconds:.1f} s at each step",
+        f"{slowest.name} takes {slowest.reload_seconds:.1f} s to change weights, a step "
+        f"{view.step_seconds:.1f} s",
         "raise train.batch_size for fewer versions", "warn",
     )  # fmt: skip
 
@@ -232,6 +281,8 @@ def _balance(view: View) -> Verdict:
     """Who waits for whom."""
     if len(view.rows) < ENOUGH:
         return Verdict("too early to say who waits for whom", "", "ok")
+    if (found := _one_blocked(view)) is not None:
+        return found
     waiting = view.waiting
     blocked = fmean(fare.blocked for fare in view.fares) if view.fares else 0.0
     queue = fmean(fare.queue for fare in view.fares) if view.fares else 0.0
@@ -258,6 +309,24 @@ def _balance(view: View) -> Verdict:
     )  # fmt: skip
 
 
+def _one_blocked(view: View) -> Verdict | None:
+    """One generator alone is held up, which a mean of all would hide."""
+    worst = max(view.fares, key=lambda fare: fare.blocked, default=None)
+    if worst is None or len(view.fares) < 2 or worst.blocked < BLOCKED_ALONE:
+        return None
+    others = fmean(fare.blocked for fare in view.fares if fare is not worst)
+    if others >= WAITS:
+        return None
+    return Verdict(
+        f"{worst.name} alone is blocked {_percent(worst.blocked)} of its time {_why(worst)}, the "
+        f"others {_percent(others)}; the trainer waits {_percent(view.waiting)} for rollouts",
+        "check its link to the trainer: bin/doctor there"
+        if _is_full(worst)
+        else "raise train.max_async_level: it can do more than its share",
+        "warn",
+    )
+
+
 def _too_few_rollouts(view: View) -> Verdict:
     sentence = f"the trainer waits {_percent(view.waiting)} of its time for rollouts"
     slowest = min(view.fares, key=lambda fare: fare.speed, default=None)
@@ -273,13 +342,21 @@ def _too_few_rollouts(view: View) -> Verdict:
 
 def _too_many_rollouts(view: View) -> Verdict:
     worst = max(view.fares, key=lambda fare: fare.blocked)
-    why = "on a full queue" if worst.queue > worst.blocked / 2 else "until the trainer needs more"
     return Verdict(
         f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of its "
-        f"time {why}",
+        f"time {_why(worst)}",
         "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
         "warn",
     )
+
+
+def _is_full(fare: Fare) -> bool:
+    """Whether it is blocked by its queue rather than by the trainer's pace."""
+    return fare.queue > fare.blocked / 2
+
+
+def _why(fare: Fare) -> str:
+    return "on a full queue" if _is_full(fare) else "until the trainer needs more"
 
 
 def _percent(share: float) -> str:
@@ -292,6 +369,6 @@ def _size(num_bytes: float) -> str:
 
 # A generator that left is news for WINDOW steps only, so it hides no other finding for long.
 FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
-    _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading, _journaling,
-    _balance,
+    _resumed, _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading,
+    _journaling, _solved, _balance,
 )  # fmt: skip

@@ -277,6 +277,7 @@ class Trainer:
     def _meanwhile(self, idle: bool) -> None:
         """Between two groups."""
         self._broadcast.take_reports()
+        self._books.look()
         if idle and self._roster.wants_keyframe:  # perhaps nobody can work without it
             self._publish()
 

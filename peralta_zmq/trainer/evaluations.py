@@ -43,6 +43,7 @@ class Evaluations:
         config = self._config
         if not self._books.has_evaluation(step):
             problems = self._held_out.problems
+            self._books.event("evaluate", step=step)
             with self._books.progress(f"evaluating step {step}", len(problems)) as progress:
                 answers = evaluate(
                     self._engine, self._tokenizer, problems, self._held_out.reward,
@@ -50,6 +51,7 @@ class Evaluations:
                     num_generations=config.eval.rollouts_per_example, reach=progress.reach,
                 )  # fmt: skip
             self._record(step, answers, [step])
+            self._books.event("evaluated", step=step)
 
     def begin(self, step: int) -> None:
         """Let the generators answer with the weights of `step` while training goes on.

@@ -32,16 +32,18 @@ def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab:
     shown = {name: seen.text(f"card-{name}") for name in
              ("eval", "rollouts", "wait", "queue", "staleness", "dropped",
               "generators")}  # fmt: skip
-    # 128 rollouts and 4096 tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
+    # 128 rollouts of 9.5 generated tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
     assert shown == {"eval": "0.875", "rollouts": "320", "wait": "50%", "queue": "14",
                      "staleness": "1.3", "dropped": "3", "generators": "2"}  # fmt: skip
-    assert seen.text("note-rollouts") == "10,240 tokens/s"
+    assert seen.text("note-rollouts") == "3,040 generated tokens/s"
     assert (seen.text("run"), seen.text("about")) == ("hand", "embedded \u00b7 calculator")
     assert (seen.text("step"), seen.text("max-steps")) == ("30", "60")
     assert seen.text("condition") == "training"
     assert seen.text("eta") == "12s left"  # 30 steps of 0.4 s
     assert seen.text("generator-ann").split("\t") == [
         "ann", "up", "29", "1", "1,045", "15%", "0.012 s", "8"]  # fmt: skip
+    assert seen.text("generator-bob-tokens_per_s") == "1,045"
+    assert seen.text("generator-bob-state") == "up"
     assert seen.text("reward-reward") == f"{last['reward']:.3g}"
     assert seen.text("weights-weights/seconds") == "0.03"
     assert seen.text("verdict").startswith("the trainer waits 50% of its time for rollouts")
@@ -122,6 +124,7 @@ def test_of_a_crashed_run_no_generator_is_called_up(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
+    (folder / "lock").touch()
     file = write_report([folder], tmp_path / "report.html")
     for url in (serve(folder).url, file.as_uri()):
         seen = tab(url)
@@ -189,6 +192,9 @@ def test_a_sample_shows_reward_and_advantage_and_can_be_held(
     assert seen.text("prompt") == "add 3 to 4"
     first = seen.page.get_by_test_id("rollout").first.inner_text()
     assert first.split() == ["reward", "1.00", "advantage", "+0.75", "3", "+", "4"]
+    told = [seen.page.get_by_test_id(name).all_inner_texts() for name in ("reward", "advantage")]
+    assert told == [["reward 1.00", *3 * ["reward 0.00"]],
+                    ["advantage +0.75", *3 * ["advantage -0.25"]]]  # fmt: skip
     seen.page.get_by_test_id("pause").click()
     append(folder / "samples.jsonl", group(4, "later", "still later"))
     append(folder / "metrics.jsonl", row(4))

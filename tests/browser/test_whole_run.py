@@ -70,8 +70,11 @@ def test_training_and_a_death_are_seen_on_the_page(
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "up")
     until(seen, lambda: number(seen, "card-reward") > first + 0.2)
     until(seen, lambda: number(seen, "step") >= 40)
-    picture = seen.page.screenshot()
-    assert "ann" not in seen.text("verdict")
+    seen.page.get_by_test_id("rollout").first.wait_for()
+    samples = seen.page.get_by_test_id("sample").bounding_box()
+    whole = {"x": 0, "y": 0, "width": 1360, "height": samples["y"] + samples["height"] + 32}
+    picture = seen.page.screenshot(full_page=True, clip=whole)
+    assert not seen.text("verdict").startswith("ann is gone")
     third.kill()
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "gone")
     until(seen, lambda: seen.text("verdict").startswith("ann is gone"))

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.dashboard import view
+from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.metrics import EVENTS, Events, Row, read_rows
 from peralta_zmq.observe.verdict import verdict
 
@@ -119,6 +122,30 @@ def test_a_new_session_judges_with_the_rows_of_the_last_one(tmp_path: Path) -> N
     with Books(tmp_path, run="run", max_steps=9) as books:
         books.step(newest, {})
         assert books.verdict() == verdict([*earlier, newest])
+
+
+def test_a_stall_is_the_same_sentence_in_the_terminal_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Books(tmp_path, run="run", max_steps=9) as books:
+        books.event("start", step=0)
+        books.event("join", generator="ann", boot="1", step=1)
+        books.step({"step": 1, "time": time.time(), "step_time": 1.0}, {})
+        books.event("leave", generator="ann", boot="1")
+        books.look()
+        _, *told = capsys.readouterr().out.splitlines()
+        assert told == ["verdict: too early to say who waits for whom"]  # the step's
+        later = time.time() + 90.0
+        clock = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 90.0)
+        monkeypatch.setattr(time, "time", lambda: later)
+        for _ in range(3):
+            books.look()
+        run = RunFiles(tmp_path, live=True)
+        run.refresh()
+        page = view.state(run, now=later)["verdict"]
+    assert page["sentence"] == "no step for 1m30s: no generator is up, ann left"
+    assert capsys.readouterr().out == f"verdict: {page['sentence']}; {page['advice']}\n"
 
 
 def test_the_end_of_a_session_is_told_once_and_only_if_it_trained(tmp_path: Path) -> None:

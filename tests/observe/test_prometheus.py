@@ -59,11 +59,11 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 def test_a_row_is_written_letter_by_letter() -> None:
-    assert exposition(ROW, run="demo") == TEXT
+    assert exposition({"demo": ROW}) == TEXT
 
 
 def test_prometheus_reads_back_every_number() -> None:
-    read = samples(exposition(ROW, run="demo"))
+    read = samples(exposition({"demo": ROW}))
     assert math.isnan(read.pop(("peralta_loss", "demo")))
     assert read == {
         ("peralta_step", "demo"): 12, ("peralta_reward", "demo"): 0.71,
@@ -77,7 +77,7 @@ def test_prometheus_reads_back_every_number() -> None:
 
 @pytest.mark.parametrize("hostile", ['a"} 1\nb{c="', "back\\slash", "new\nline", "\\n", "é/x/y"])
 def test_a_hostile_name_stays_one_label(hostile: str) -> None:
-    text = exposition({f"gen/{hostile}/tokens_per_s": 1.0}, run=hostile)
+    text = exposition({hostile: {f"gen/{hostile}/tokens_per_s": 1.0}})
     assert len(text.splitlines()) == 3
     (family,) = parser.text_string_to_metric_families(text)
     (sample,) = family.samples
@@ -85,14 +85,26 @@ def test_a_hostile_name_stays_one_label(hostile: str) -> None:
 
 
 def test_a_strange_name_becomes_a_lawful_one() -> None:
-    lines = exposition({"été/9 lives{}": 1.0}, run="r").splitlines()
+    lines = exposition({"r": {"été/9 lives{}": 1.0}}).splitlines()
     assert re.fullmatch(r'peralta_[a-zA-Z0-9_]+\{run="r"\} 1\.0', lines[-1])
 
 
 def test_no_sample_is_told_twice() -> None:
-    text = exposition({"time/publish": 1.0, "time_publish": 2.0}, run="r")
+    text = exposition({"r": {"time/publish": 1.0, "time_publish": 2.0}})
     assert text.count('peralta_time_publish{run="r"}') == text.count("# TYPE") == 1
 
 
 def test_an_empty_row_is_no_text() -> None:
-    assert exposition({}, run="r") == ""
+    assert exposition({"r": {}}) == ""
+
+
+def test_two_runs_share_the_head_of_a_metric() -> None:
+    assert exposition({"a": {"step": 1}, "b": {"step": 2, "my.own": 3.0}}).splitlines() == [
+        "# HELP peralta_step optimizer steps taken",
+        "# TYPE peralta_step gauge",
+        'peralta_step{run="a"} 1.0',
+        'peralta_step{run="b"} 2.0',
+        "# HELP peralta_my_own a metric of the loss's own",
+        "# TYPE peralta_my_own gauge",
+        'peralta_my_own{run="b"} 3.0',
+    ]

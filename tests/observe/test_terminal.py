@@ -77,7 +77,7 @@ def test_the_time_left_follows_the_clock_and_not_the_first_step() -> None:
 
 def test_a_value_that_is_missing_or_null_is_a_dash() -> None:
     assert plain({"step": 1, "reward": None, "step_time": 0.0}) == [
-        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=0s"
+        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=-"
     ]
 
 
@@ -120,6 +120,31 @@ def test_off_a_terminal_a_verdict_is_a_line_when_another_one_holds() -> None:
 def test_verdicts_that_come_and_go_are_told_once_a_minute() -> None:
     flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
     assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
+
+
+def silent(seconds: str) -> Verdict:
+    return Verdict(f"no step for {seconds}", "look at the newest event", "bad")
+
+
+def test_off_a_terminal_a_silence_is_told_once_however_long_it_lasts() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        terminal.judge(BALANCED, now=1000.0)
+        for second, told in ((1031.0, "31s"), (1100.0, "1m40s"), (9000.0, "2h13m")):
+            terminal.judge(silent(told), now=second)
+    assert stream.getvalue() == "verdict: no step for 31s; look at the newest event\n"
+
+
+def test_on_a_terminal_a_silence_stands_below_the_table_and_before_the_first_step() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.judge(silent("31s"), now=1031.0)
+        terminal.step(ROW, BALANCED)
+        terminal.judge(silent("1m01s"), now=1061.0)
+
+    seen = on_a_terminal(show)
+    first, _, rest = seen.partition("no step for 31s; look at the newest event")
+    assert "step 12 of 60" not in first
+    assert rest.rindex("0.71") < rest.rindex("no step for 1m01s; look at the newest event")
 
 
 def test_on_a_terminal_the_verdict_stands_below_the_table() -> None:

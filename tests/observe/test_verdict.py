@@ -1,5 +1,6 @@
 """The sentence about a run, for runs made up by hand: who waits, who is gone, what to change."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -52,9 +53,18 @@ def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
     return [*rows[:-last], *kept]
 
 
+def joined(name: str, moment: float, *, boot: str = "1") -> Row:
+    return {"event": "join", "generator": name, "boot": boot, "time": moment}
+
+
+def left(name: str, moment: float, *, boot: str = "1") -> Row:
+    return {"event": "leave", "generator": name, "boot": boot, "time": moment}
+
+
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
-STALE_DROPS: list[Row] = [
-    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff"} for name in ("a", "b", "b")
+STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
+    {"event": "drop", "outcome": "stale", "sender": f"{name}/00ff", "time": moment}
+    for name, moment in (("a", 900.0), ("a", 901.0), ("a", 1001.9), ("b", 1002.0), ("b", 1004.0))
 ]
 RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     # who waits: (0.2 - 0.04) of 2 s are 8%
@@ -83,7 +93,25 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "a generator that is held back is not slow": (
         run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0, blocked_frac=0.9)), [], None,
         Verdict(
-            "the trainer is the bottleneck: c is blocked 90% of its time until the trainer needs "
+            "c alone is blocked 90% of its time until the trainer needs more, the others 5%; the "
+            "trainer waits 8% for rollouts",
+            "raise train.max_async_level: it can do more than its share", "warn",
+        ),
+    ),
+    # 90% of one are 22% of all four
+    "a full queue among four": (
+        run(10, gen("a", blocked_frac=0.0), gen("b", blocked_frac=0.0), gen("c", blocked_frac=0.0),
+            gen("nas", blocked_frac=0.9, queue_frac=0.9)), [], None,
+        Verdict(
+            "nas alone is blocked 90% of its time on a full queue, the others 0%; the trainer "
+            "waits 8% for rollouts",
+            "check its link to the trainer: bin/doctor there", "warn",
+        ),
+    ),
+    "all are held back": (
+        run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None,
+        Verdict(
+            "the trainer is the bottleneck: a is blocked 60% of its time until the trainer needs "
             "more",
             "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
             "warn",
@@ -134,7 +162,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "reloading dominates": (
         run(10, gen("a"), gen("nas", reload_s=0.8)), [], None,
         Verdict(
-            "nas spends 40% of its time on new weights, 0.8 s at each step",
+            "nas takes 0.8 s to change weights, a step 2.0 s",
             "raise train.batch_size for fewer versions", "warn",
         ),
     ),
@@ -168,11 +196,18 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     # the signal
-    "no signal at reward 0": (
-        run(frac_reward_zero_std=1.0, reward=0.0), [], None,
+    "no signal at reward 0 in twenty steps after the first": (
+        run(21, frac_reward_zero_std=1.0, reward=0.0), [START], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
             "check the reward; else easier problems, or more sampling.num_generations", "bad",
+        ),
+    ),
+    "no signal in the first steps": (
+        run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None,
+        Verdict(
+            "little learning signal: 100% of groups have equal rewards, mean reward 0.00",
+            "check the reward; else easier problems, or more sampling.num_generations", "warn",
         ),
     ),
     "little signal": (
@@ -187,6 +222,21 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict(
             "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
             "stop here, or train on harder problems", "ok",
+        ),
+    ),
+    "solved, and the trainer waits": (
+        run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.28), [], None,
+        Verdict(
+            "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
+            "stop here, or train on harder problems", "ok",
+        ),
+    ),
+    "solved, and publishing stalls": (
+        run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5), [], None,
+        Verdict(
+            "publishing holds the trainer up for 25% of its time",
+            "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
+            "warn",
         ),
     ),
     # who is gone
@@ -212,7 +262,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
     ),
     "one is gone and there is no signal": (
-        without(run(frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
+        without(run(20, frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
             "check the reward; else easier problems, or more sampling.num_generations", "bad",
@@ -239,6 +289,59 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "nothing": ([], [], NOW, Verdict("waiting for the first step", "", "ok")),
     "nobody came": (
         [], [START], 1045.0,
+        Verdict(
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "bad",
+        ),
+    ),
+    "one came and left": (
+        [], [START, joined("a", 1010.0), left("a", 1041.0)], 1042.0,
+        Verdict("no step yet: a left", "start one: bin/generator @ CONFIG", "bad"),
+    ),
+    "one of two left": (
+        [], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)], 1042.0,
+        Verdict("waiting for the first step", "", "ok"),
+    ),
+    "one came in a session before this one": (
+        [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
+        Verdict(
+            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "bad",
+        ),
+    ),
+    "two came and are silent": (
+        [], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0,
+        Verdict(
+            "no step yet: a, b joined, 2m30s ago",
+            "a large model's first step takes long; else look at the trainer's last lines and "
+            "at theirs", "warn",
+        ),
+    ),
+    "nobody came since the resume": (
+        run(), [START, joined("a", 1001.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
+        Verdict(
+            "no step since the resume: no generator has come in 45s",
+            "start one: bin/generator @ CONFIG", "bad",
+        ),
+    ),
+    "all left since the resume": (
+        run(), [START, START | {"event": "resume", "time": 2000.0}, joined("a", 2001.0),
+                left("a", 2031.0)], 2032.0,
+        Verdict(
+            "no step since the resume: a left", "start one: bin/generator @ CONFIG", "bad"
+        ),
+    ),
+    "the untrained model is evaluated": (
+        [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0,
+        Verdict("the untrained model is evaluated before the first step", "", "ok"),
+    ),
+    "and the run was stopped": (
+        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "stop", "time": 1002.0}],
+        4000.0, Verdict("waiting for the first step", "", "ok"),
+    ),
+    "nobody came after that": (
+        [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time": 3000.0}],
+        3045.0,
         Verdict(
             "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
             "bad",
@@ -304,6 +407,16 @@ def test_a_run_that_was_ended_has_not_fallen_silent(end: str) -> None:
     assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
 
 
+def test_while_the_trainer_evaluates_there_is_no_step_to_wait_for() -> None:
+    begun: Row = {"event": "evaluate", "time": 1021.0, "step": 10}
+    assert verdict(run(), [START, begun], now=NOW) == BALANCED
+    done: Row = {"event": "evaluated", "time": NOW, "step": 10}
+    assert verdict(run(), [START, begun, done], now=NOW + 29.0) == BALANCED
+    assert verdict(run(), [START, begun, done], now=NOW + 31.0).sentence == "no step for 31s"
+    resumed = START | {"event": "resume", "time": NOW}
+    assert verdict(run(), [START, begun, resumed], now=NOW + 31.0).level == "bad"
+
+
 def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_own() -> None:
     assert verdict(run(), now=1049.0) == BALANCED
     assert verdict(run(), now=1051.0).level == "bad"
@@ -315,6 +428,15 @@ def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_
 def test_nulls_and_absent_fields_are_no_error() -> None:
     empty: Row = {"step": 1, "step_time": 1.0, "reward": None, "gen/a/tokens_per_s": None}
     assert verdict([empty] * 5).level == "ok"
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_as_good_as_absent(strange: float) -> None:
+    for key in run()[0]:
+        rows, without_it = run(), run()
+        rows[4][key] = strange
+        del without_it[4][key]
+        assert verdict(rows, [START], now=1021.0) == verdict(without_it, [START], now=1021.0)
 
 
 def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:

@@ -4,7 +4,7 @@
     /api/runs                names of the runs
     /api/runs/N?cursor=...   what is new of run N
     /api/runs/N/samples      whole groups, ?after=NUMBER
-    /metrics, /healthz       for Prometheus, for whoever wants to know whether we answer
+    /metrics, /healthz       of all runs, for Prometheus and for whoever wants to know
 
 Knows addresses and views. A file is served by its name in a table that was read at the start; no
 path of a request ever reaches the disk.
@@ -67,15 +67,11 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         return _json({"samples": view.samples(run_of(request), after=int(after))})
 
     async def metrics(request: Request) -> Response:
-        runs[0].refresh()
-        told = prometheus.exposition(runs[0].last, run=runs[0].name)
+        told = prometheus.exposition({run.name: run.last for run in _refreshed(runs)})
         return PlainTextResponse(told, media_type=prometheus.CONTENT_TYPE)
 
     async def health(request: Request) -> Response:
-        runs[0].refresh()
-        age = time.time() - runs[0].newest_time
-        step = runs[0].last.get("step")
-        return _json({"status": "ok", "step": step, "age_seconds": age})
+        return _json({"status": "ok", "runs": _ages(_refreshed(runs), now=time.time())})
 
     routes = [
         Route("/api/runs", names),
@@ -87,6 +83,20 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
     ]
     shown = Starlette(routes=routes, exception_handlers={Exception: _teller()})
     return Guard(shown, host=host, token=token)
+
+
+def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
+    for run in runs:
+        run.refresh()
+    return runs
+
+
+def _ages(runs: Sequence[RunFiles], *, now: float) -> dict[str, object]:
+    """By name the newest step, and for how many seconds nothing was heard."""
+    return {
+        run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
+        for run in runs
+    }
 
 
 def _teller() -> Callable[[Request, Exception], Awaitable[Response]]:

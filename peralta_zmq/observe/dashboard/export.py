@@ -17,7 +17,7 @@ from pathlib import Path
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.metrics import finite
 
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
@@ -28,7 +28,7 @@ END = "</body>"
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
     """Write the page of these runs, as they are now, to `path`, whole."""
-    replace_file(path, report([RunFiles(folder) for folder in folders]).encode())
+    replace_file(path, report(open_runs(folders)).encode())
     return path
 
 

@@ -11,11 +11,12 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from peralta_zmq.durable import is_held
 from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.table import Table
 from peralta_zmq.observe.metrics import EVENTS, METRICS, SAMPLES, Row, number
@@ -26,6 +27,7 @@ else:
     import tomli as tomllib
 
 EVALUATIONS, CONFIG, SUMMARY = "eval.jsonl", "config.toml", "summary.json"
+LOCK = "lock"  # the trainer holds it
 NUM_ROWS = 64  # newest rows kept as they are, for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200
 SAMPLES_BYTES = 16 << 20  # of the samples' and the events' file, the end
@@ -34,12 +36,23 @@ SMALL_BYTES = 1 << 20  # of a file that is read whole
 PATIENCE_SECONDS = 0.8  # of one look, when there is much to read
 
 
+def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
+    """The runs of these folders, each by a name of its own: as many parts of its path as differ."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = [path[-1] for path in paths]
+    for size in range(2, max(map(len, paths), default=0) + 1):
+        if len(set(names)) == len(set(paths)):
+            break
+        names = ["/".join(path[-size:]) for path in paths]
+    return [RunFiles(*each, live=live) for each in zip(folders, names, strict=True)]
+
+
 class RunFiles:
     """What the files of `folder` say. `live` when the trainer is this very process."""
 
-    def __init__(self, folder: Path, *, live: bool = False) -> None:
+    def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
         self.folder, self.live = folder, live
-        self.name = folder.resolve().name
+        self.name = name or folder.resolve().name
         self._metrics = Tail(folder / METRICS)
         self._numbers = count(1)  # of samples
         self._known: dict[str, tuple[int, dict[str, Any]]] = {}  # small files by name
@@ -68,6 +81,10 @@ class RunFiles:
         rows = [self.last, *list(self.events)[-1:], *list(self.quiet_events)[-1:]]
         moments = [number(row, "time") for row in rows]
         return max((each for each in moments if math.isfinite(each)), default=math.nan)
+
+    def is_held(self) -> bool | None:
+        """Whether a trainer works in the folder, as far as this machine sees; None: no telling."""
+        return True if self.live else is_held(self.folder / LOCK)
 
     def refresh(self, *, patience: float = PATIENCE_SECONDS) -> None:
         """Read what was added; at most about `patience` seconds of it."""

@@ -105,9 +105,9 @@ class Dashboard:
         import uvicorn
 
         from peralta_zmq.observe.dashboard.app import make_app
-        from peralta_zmq.observe.dashboard.run import RunFiles
+        from peralta_zmq.observe.dashboard.run import open_runs
 
-        runs = [RunFiles(folder, live=self._live) for folder in self._folders]
+        runs = open_runs(self._folders, live=self._live)
         config = uvicorn.Config(
             make_app(runs, host=self._host, token=self._token),
             loop="asyncio", http="h11", ws="none", lifespan="off",

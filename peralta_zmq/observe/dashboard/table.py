@@ -81,6 +81,7 @@ class Table:
 def derived(row: Mapping[str, object]) -> dict[str, float]:
     """What the page shows and no row says: rates, sums, and the parts of a step's time."""
     seconds, spread = number(row, "step_time"), number(row, "reward_std")
+    generated = number(row, "num_rollouts") * number(row, "completions/mean_length")
     wait = max(0.0, number(row, "time/wait_for_batch") - number(row, "time/journal", 0.0))
     parts = {"time/waiting": wait, **{key: number(row, key, 0.0) for key in FEW_SECONDS}}
     reloads = [
@@ -90,7 +91,7 @@ def derived(row: Mapping[str, object]) -> dict[str, float]:
         **parts,
         "time/rest": max(0.0, seconds - sum(parts.values())),
         "rollouts_per_s": _rate(number(row, "num_rollouts"), seconds),
-        "tokens_per_s": _rate(number(row, "num_tokens"), seconds),
+        "tokens_per_s": _rate(generated, seconds),
         "dropped": sum(number(row, key, 0.0) for key in row if key.startswith("dropped/")),
         "weights/seconds": number(row, "weights/encode_seconds")
         + number(row, "weights/write_seconds"),

@@ -18,12 +18,13 @@ import numpy as np
 from peralta_zmq.observe.dashboard.charts import drawn
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
+from peralta_zmq.observe.evidence import Session, seconds_left, session_of
 from peralta_zmq.observe.metrics import Row, number
-from peralta_zmq.observe.terminal import duration
+from peralta_zmq.observe.progress import duration
 from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]
-NUM_PACE = 20  # steps from which pace and change are told
+NUM_CHANGE = 20  # newest steps whose reward is told against as many before them
 QUIET_SECONDS, QUIET_STEPS = 30.0, 10.0  # without a row, whichever is longer
 NUM_EVENTS_SHOWN, NUM_MARKERS, NUM_GENERATORS, NUM_SAMPLES_SENT = 60, 80, 200, 12
 EXACT = 1e15  # beyond, a float has no decimals
@@ -31,12 +32,13 @@ MAX_TEXT = 300  # characters of an event
 MARKED = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
           "publish_failed", "checkpoint_failed", "journal_failed", "stop", "complete"}  # fmt: skip
 ENDED = {"finished", "stopped"}
-UNHEARD = {*ENDED, "crashed"}  # no trainer hears generators, so what it last heard says nothing
+UNHEARD = {*ENDED, "crashed", "silent"}  # nobody hears generators, so what was heard says nothing
 STATES = {
     "loading": "reading the files of this run",
     "empty": "waiting for the first step",
     "training": "training",
     "quiet": "no news",
+    "silent": "no sign of life",
     "crashed": "ended without a word",
     "stopped": "stopped",
     "finished": "finished",
@@ -93,9 +95,12 @@ def condition_of(run: RunFiles, *, now: float) -> str:
     if said[-1:] == ["stop"]:
         return "stopped"
     quiet = now - run.newest_time
-    if quiet > max(QUIET_SECONDS, QUIET_STEPS * number(run.last, "step_time", 0.0)):
-        return "quiet" if run.live else "crashed"
-    return "training" if run.rows else "empty"
+    if not quiet > max(QUIET_SECONDS, QUIET_STEPS * number(run.last, "step_time", 0.0)):
+        return "training" if run.rows else "empty"
+    held = run.is_held()
+    if held:  # a first step, or what is evaluated before it, may take minutes
+        return "quiet" if run.rows else "empty"
+    return "silent" if held is None else "crashed"
 
 
 def generators(run: RunFiles, condition: str) -> list[Json]:
@@ -154,22 +159,21 @@ def _header(run: RunFiles, config: Mapping[str, Any], condition: str, now: float
         "step": text(step, 0),
         "max_steps": text(max_steps, 0),
         "share": step / max_steps if max_steps > 0 else None,
-        "eta": "" if condition != "training" else duration(_eta(run, max_steps - step)),
+        "eta": _eta(run, max_steps - step) if condition == "training" else "",
         "age": _finite(now - run.newest_time),
     }
 
 
 def _explanation(run: RunFiles, condition: str, now: float) -> str:
     quiet = duration(now - run.newest_time)
-    joined = sum(row.get("event") == "join" for row in run.events)
     summary = run.summary()
     return {
-        "empty": f"{joined} generator{'s have' if joined > 1 else ' has'} joined; "
-        "charts appear with the first step."
-        if joined
-        else "No generator has joined yet. Start one: bin/generator @ CONFIG",
+        "empty": _awaited(session_of(list(run.events))),
         "quiet": f"The trainer runs and has taken no step for {quiet}.",
-        "crashed": f"No sign of the trainer for {quiet}: it was killed, or it crashed. "
+        "silent": f"Nothing new for {quiet}: the trainer waits, or it was killed. "
+        "The same command resumes it with nothing lost.",
+        "crashed": f"Nothing new for {quiet}, and no trainer of this machine works here: it was "
+        "killed or crashed, unless it runs elsewhere. "
         "The same command resumes it with nothing lost.",
         "stopped": "Stopped by hand and saved. The same command resumes it.",
         "finished": f"{text(number(summary, 'steps'), 0)} steps in "
@@ -178,12 +182,22 @@ def _explanation(run: RunFiles, condition: str, now: float) -> str:
     }.get(condition, "")
 
 
-def _eta(run: RunFiles, steps_left: float) -> float:
-    rows = list(run.rows)[-NUM_PACE - 1 :]
-    if len(rows) < 2:
-        return number(run.last, "step_time") * steps_left
-    steps = number(rows[-1], "step") - number(rows[0], "step")
-    return (number(rows[-1], "time") - number(rows[0], "time")) / max(1.0, steps) * steps_left
+def _awaited(session: Session) -> str:
+    """Who is there before the first step."""
+    joined = len(session.up)
+    if not joined:
+        who = "All who joined have left" if session.left else "No generator has joined yet"
+        return f"{who}. Start one: bin/generator @ CONFIG"
+    have = "s have" if joined > 1 else " has"
+    return f"{joined} generator{have} joined; charts appear with the first step."
+
+
+def _eta(run: RunFiles, steps_left: float) -> str:
+    """Empty before the first step of the newest session."""
+    begun = session_of(list(run.events)).begun
+    rows = [row for row in run.rows if not number(row, "time") < begun]
+    seconds = seconds_left(rows, steps_left)
+    return duration(seconds) if math.isfinite(seconds) else ""
 
 
 def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
@@ -205,7 +219,7 @@ def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
         _card("reward", "Reward", text(number(row, "reward"), 3), _change(run)),
         _card("eval", "Held-out accuracy", *_evaluated(run)),
         _card("rollouts", "Rollouts/s", text(newest["rollouts_per_s"], 0),
-              of_steps(f"{text(newest['tokens_per_s'], 0)} tokens/s")),
+              of_steps(f"{text(newest['tokens_per_s'], 0)} generated tokens/s")),
         _card("wait", "Trainer waits", text(100 * share, 0, "%"),
               of_steps(f"of the last {num_steps} steps")),
         _card("queue", "Queue", text(number(row, "queue/depth"), 0), "groups waiting"),
@@ -223,7 +237,7 @@ def _card(name: str, label: str, value: str, note: str) -> Json:
 
 def _change(run: RunFiles) -> str:
     """How the reward of the newest steps differs from as many before them."""
-    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_PACE))
+    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     known = rewards[np.isfinite(rewards)]
     half = len(known) // 2
     if not half:

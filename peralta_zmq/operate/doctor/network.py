@@ -6,7 +6,6 @@ Knows addresses and what can be in their way; knows nothing of models or folders
 from __future__ import annotations
 
 import errno
-import fcntl
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config
+from peralta_zmq.durable import is_held
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor.check import Check, failed
 from peralta_zmq.operate.doctor.machine import LOCAL_NETWORK
@@ -196,14 +196,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def trains(folder: Path) -> bool:
     """Whether a trainer of this machine works in a run folder: it holds the folder's lock."""
-    try:
-        with (folder / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+    return is_held(folder / "lock") is True
 
 
 def _reach(host: str, first: int) -> Check:

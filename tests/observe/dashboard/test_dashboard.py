@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
+import io
 import json
 import math
 import shutil
@@ -26,11 +28,12 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard import door, view
 from peralta_zmq.observe.dashboard.export import report
 from peralta_zmq.observe.dashboard.follow import Tail
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import Table, derived, picked
 from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.terminal import Terminal
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 VENDORED = {  # of uPlot 1.6.32, as npm has it
@@ -86,6 +89,7 @@ def test_what_no_row_says_is_derived() -> None:
         row(1)
     )  # 128 rollouts in 0.4 s: 0.21 s waited with 0.01 s of journal, 0.2 s of work
     assert told["rollouts_per_s"] == pytest.approx(320)
+    assert told["tokens_per_s"] == pytest.approx(3040)  # 9.5 generated in each; prompts are none
     assert told["time/waiting"] == pytest.approx(0.2)
     assert told["time/rest"] == pytest.approx(0.0, abs=1e-12)
     assert (told["dropped"], told["weights/seconds"]) == (3, pytest.approx(0.03))
@@ -183,22 +187,35 @@ def test_a_cursor_that_is_not_ours_is_the_beginning(tmp_path: Path, cursor: str)
 
 
 @pytest.mark.parametrize(
-    ("live", "later", "event", "condition"),
+    ("lock", "num_steps", "later", "event", "condition"),
     [
-        (False, 1.0, None, "training"),
-        (False, 31.0, None, "crashed"),
-        (True, 31.0, None, "quiet"),
-        (False, 31.0, "stop", "stopped"),
-        (False, 31.0, "complete", "finished"),
+        ("none", 3, 1.0, None, "training"),
+        ("none", 3, 31.0, None, "silent"),
+        ("none", 0, 1.0, None, "empty"),
+        ("none", 0, 31.0, None, "silent"),
+        ("free", 3, 1.0, None, "training"),
+        ("free", 3, 31.0, None, "crashed"),
+        ("free", 0, 31.0, None, "crashed"),
+        ("held", 3, 31.0, None, "quiet"),
+        ("held", 0, 3600.0, None, "empty"),
+        ("live", 3, 31.0, None, "quiet"),
+        ("live", 0, 3600.0, None, "empty"),
+        ("free", 3, 31.0, "stop", "stopped"),
+        ("free", 3, 31.0, "complete", "finished"),
     ],
 )
 def test_the_condition_of_a_run(
-    tmp_path: Path, *, live: bool, later: float, event: str | None, condition: str
-) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=3)
+    tmp_path: Path, stack: ExitStack, *,
+    lock: str, num_steps: int, later: float, event: str | None, condition: str,
+) -> None:  # fmt: skip
+    folder = make_run(tmp_path / "hand", num_steps=num_steps)
+    if lock in ("free", "held"):
+        file = stack.enter_context((folder / "lock").open("ab"))
+        if lock == "held":
+            fcntl.flock(file, fcntl.LOCK_EX)
     if event:
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
-    run = RunFiles(folder, live=live)
+    run = RunFiles(folder, live=lock == "live")
     run.refresh()
     assert view.condition_of(run, now=run.newest_time + later) == condition
 
@@ -210,8 +227,12 @@ SAID = {  # condition: its pill, and the sentence beside it
     "training": ("training", ""),
     "quiet": ("no news", "The trainer runs and has taken no step for 40s."),
     "crashed": ("ended without a word",
-                "No sign of the trainer for 40s: it was killed, or it crashed. "
+                "Nothing new for 40s, and no trainer of this machine works here: it was killed "
+                "or crashed, unless it runs elsewhere. "
                 "The same command resumes it with nothing lost."),
+    "silent": ("no sign of life",
+               "Nothing new for 40s: the trainer waits, or it was killed. "
+               "The same command resumes it with nothing lost."),
     "stopped": ("stopped", "Stopped by hand and saved. The same command resumes it."),
     "finished": ("finished", "3 steps in 1m05s; held-out accuracy 0.400 -> 0.875."),
     "loading": ("reading the files of this run", ""),
@@ -229,6 +250,8 @@ def test_each_condition_has_its_words(tmp_path: Path, condition: str) -> None:
     (folder / "summary.json").write_text(json.dumps(SAVED))
     if event := ENDS.get(condition):
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    if condition == "crashed":
+        (folder / "lock").touch()
     run = RunFiles(folder, live=condition == "quiet")
     run.refresh()
     header = header_of(run, later=1.0 if condition in ("empty", "training") else 40.0)
@@ -238,6 +261,26 @@ def test_each_condition_has_its_words(tmp_path: Path, condition: str) -> None:
 
 def test_no_condition_is_without_words() -> None:
     assert SAID.keys() == view.STATES.keys()
+
+
+def test_a_pause_is_no_pace_and_the_terminal_agrees(tmp_path: Path) -> None:
+    """Ten steps of 0.4 s, eight hours of nothing, a resume, and steps of 2 s."""
+    folder = make_run(tmp_path / "hand", num_steps=10, max_steps=50, quiet=8 * 3600)
+    resumed = time.time() - 30.0
+    append(folder / "events.jsonl", {"time": resumed, "event": "resume", "step": 10})
+    replayed = row(10, when=resumed - 1.0, step_time=0.0)
+    live = [row(step, when=resumed + 2.0 * (step - 10), step_time=2.0) for step in range(11, 16)]
+    run = followed(folder)
+    assert header_of(run)["eta"] == ""  # nothing of this session speaks yet
+    stream = io.StringIO()
+    with Terminal(50, stream) as terminal:
+        terminal.step(replayed)
+        for each in live:
+            terminal.step(each)
+            append(folder / "metrics.jsonl", each)
+            run.refresh()
+            assert stream.getvalue().rstrip().endswith(f"eta={header_of(run)['eta']}")
+    assert header_of(run)["eta"] == "1m10s"  # 35 steps of 2 s
 
 
 @pytest.mark.parametrize(("count", "told"), [
@@ -250,6 +293,16 @@ def test_before_the_first_step_those_who_joined_are_counted(
     folder = make_run(tmp_path / "hand", num_steps=0)
     joins = [{"time": time.time(), "event": "join", "generator": str(n)} for n in range(count)]
     append(folder / "events.jsonl", *joins)
+    assert header_of(followed(folder))["explanation"] == told
+
+
+def test_before_the_first_step_those_who_left_are_not_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    append(folder / "events.jsonl", *(
+        {"time": time.time(), "event": event, "generator": "ann", "boot": "1"}
+        for event in ("join", "leave")
+    ))  # fmt: skip
+    told = "All who joined have left. Start one: bin/generator @ CONFIG"
     assert header_of(followed(folder))["explanation"] == told
 
 
@@ -316,6 +369,16 @@ def test_the_prompt_of_an_old_row_is_what_all_answers_begin_with_line_by_line() 
     assert told["prompt"] == "<user>\nadd\n<assistant>\n"
     assert [each["text"] for each in told["rollouts"]] == ["3 + 4", "3 4 +"]
     assert [each["reward"] for each in told["rollouts"]] == [1.0, None]
+
+
+def test_runs_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b")]
+    assert [run.name for run in open_runs(folders)] == ["a/demo", "b/demo"]
+    deeper = make_run(tmp_path / "c" / "a" / "demo", num_steps=1)
+    assert [run.name for run in open_runs([folders[0], deeper])] == [
+        f"{tmp_path.name}/a/demo", "c/a/demo"]  # fmt: skip
+    assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
+    assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]
 
 
 # Serving.
@@ -424,7 +487,19 @@ def test_prometheus_and_health(page: Dashboard) -> None:
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b'run="hand"' in body and b"nan" not in body.lower()
     told = json.loads(asked(page, "/healthz")[2])
-    assert (told["status"], told["step"]) == ("ok", 3) and told["age_seconds"] < 60
+    assert (told["status"], told["runs"]["hand"]["step"]) == ("ok", 3)
+    assert told["runs"]["hand"]["age_seconds"] < 60
+
+
+def test_prometheus_and_health_are_of_all_runs(tmp_path: Path, stack: ExitStack) -> None:
+    folders = [make_run(tmp_path / "a" / "demo", num_steps=1),
+               make_run(tmp_path / "b" / "demo", num_steps=2)]  # fmt: skip
+    page = stack.enter_context(closing(Dashboard(folders, host="127.0.0.1", port=0)))
+    page.start()
+    body = asked(page, "/metrics")[2].decode()
+    assert 'peralta_step{run="a/demo"} 1.0\nperalta_step{run="b/demo"} 2.0\n' in body
+    told = json.loads(asked(page, "/healthz")[2])["runs"]
+    assert {name: each["step"] for name, each in told.items()} == {"a/demo": 1, "b/demo": 2}
 
 
 def test_a_taken_port_gives_way_to_the_next_and_says_so(tmp_path: Path, stack: ExitStack) -> None:
@@ -501,7 +576,7 @@ def test_a_fault_of_the_page_stays_in_its_thread(
 def test_at_ten_thousand_steps_the_page_takes_less_than_a_hundredth_of_the_trainers_time(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """A page asks once a second; a new step has come each time."""
+    """A page asks once a second; a new step and its samples have come each time."""
     folder = make_run(tmp_path / "hand", num_steps=10_000)
     page = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=0, live=True)))
     page.start()
@@ -512,7 +587,11 @@ def test_at_ten_thousand_steps_the_page_takes_less_than_a_hundredth_of_the_train
     before = time.clock_gettime(clock)
     for step in range(10_001, 10_041):
         append(folder / "metrics.jsonl", row(step))
-        cursor = json.loads(asked(page, f"/api/runs/0?cursor={cursor}")[2])["cursor"]
+        append(folder / "samples.jsonl", group(step, *["x" * 400] * 16))
+        told = json.loads(asked(page, f"/api/runs/0?cursor={cursor}")[2])
+        cursor, newest = told["cursor"], told["state"]["num_samples"]
+        sent = json.loads(asked(page, f"/api/runs/0/samples?after={newest - 1}")[2])["samples"]
+        assert [each["step"] for each in sent] == [step]
     spent = (time.clock_gettime(clock) - before) / 40
     print(f"{1000 * spent:.2f} ms of the thread for each second")
     assert spent < 0.01

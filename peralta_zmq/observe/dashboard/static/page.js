@@ -4,6 +4,7 @@
 
 (() => {
   const EVERY = 1000; // milliseconds
+  const COLUMNS = ["name", "state", "step", "behind", "tokens_per_s", "blocked", "reload_s", "groups"];
   const element = id => document.getElementById(id);
   const testid = name => document.querySelector(`[data-testid="${name}"]`);
   const written = element("report");
@@ -106,11 +107,10 @@
       state.className = "state";
       state.dataset.state = each.state;
       state.textContent = each.state;
-      const cells = [each.name, state, each.step, each.behind, each.tokens_per_s, each.blocked,
-        each.reload_s, each.groups];
-      cells.forEach((content, place) => {
+      COLUMNS.forEach((column, place) => {
         const cell = document.createElement("td");
-        cell.append(content);
+        cell.dataset.testid = `generator-${each.name}-${column}`;
+        cell.append(column === "state" ? state : each[column]);
         if (place > 1) cell.className = "number";
         row.append(cell);
       });

@@ -78,6 +78,8 @@ const Samples = (() => {
     const share = Math.max(0, Math.min(1, each.reward ?? 0));
     worth.style.setProperty("--share", `${100 * share}%`);
     const reward = document.createElement("b"), advantage = document.createElement("span");
+    reward.dataset.testid = "reward";
+    advantage.dataset.testid = "advantage";
     reward.textContent = `reward ${each.reward === null ? "-" : each.reward.toFixed(2)}`;
     advantage.textContent = each.advantage === null ? ""
       : `advantage ${each.advantage < 0 ? "" : "+"}${each.advantage.toFixed(2)}`;
