@@ -150,13 +150,25 @@ def _attention(
     lined = query.reshape(n, key.own.shape[1], shared * num_new, width)
     if num_new > 1 and shared > 1:
         mask = mask.repeat(1, 1, shared, 1)
-    if num_new == 1 or softcap is not None:
+    if softcap is not None or (num_new == 1 and query.device.type == "cpu"):
         out = _attention_in_parts(lined, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            lined, _whole(key), _whole(value), attn_mask=mask, scale=scaling
-        )
+        out = _attention_at_once(lined, key, value, mask, scaling=scaling)
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
+
+
+def _attention_at_once(
+    query: Tensor,  # [n, H, G, D], the heads that share keys
+    key: Part,
+    value: Part,
+    mask: Tensor,  # [n, 1, 1 or G, P + W]
+    *,
+    scaling: float,
+) -> Tensor:
+    """torch's own, a single kernel on a GPU; each row reads a copy of the common part."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, _whole(key), _whole(value), attn_mask=mask, scale=scaling
+    )
 
 
 def _attention_in_parts(
