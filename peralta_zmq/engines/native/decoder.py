@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 from peralta_zmq import policy
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
+from peralta_zmq.engines.native.graphs import Graphs, capture_for
 from peralta_zmq.engines.native.linears import Weights
 
 ONE_MASK = ("gemma",)  # this takes one mask; the others one per kind of layer
@@ -43,6 +45,7 @@ class Decoder:
         )  # fmt: skip
         self._places = torch.arange(capacity, device=self.device)
         self._weights = Weights(model, pack=not live)
+        self._graphs = _graphs_for(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with `weights` from now on; ValueError, with nothing changed, if they differ
@@ -55,10 +58,26 @@ class Decoder:
         spans = self.cache.spans[first : first + len(tokens)]
         begins = (spans[:, 1] - spans[:, 0])[:, None]  # of what stands in the row itself
         self.cache.widen(int((places - begins).max()) + 1)
-        ids, positions, start, end = (
-            torch.tensor(each, device=self.device)
-            for each in (tokens, places, spans[:, :1], spans[:, 1:])
-        )
+        given = tokens, places, spans[:, :1], spans[:, 1:]
+        if self._graphs is not None and tokens.shape[1] == 1:
+            return self._graphs.run(
+                partial(self._step, first), torch.from_numpy(np.stack(given)),
+                kind=(first, len(tokens)), layout=self.cache.layout,
+            )  # fmt: skip
+        return self._hidden(first, *(torch.tensor(each, device=self.device) for each in given))
+
+    def _step(self, first: int, given: Tensor) -> Tensor:
+        """One token a row: ids, places, start and end of the spans, [4, n, 1]."""
+        return self._hidden(first, *given)
+
+    def _hidden(
+        self,
+        first: int,
+        ids: Tensor,  # [n, S]
+        positions: Tensor,  # [n, S]
+        start: Tensor,  # [n, 1]
+        end: Tensor,  # [n, 1]
+    ) -> Tensor:
         own = positions - (end - start)
         masks: Any = self._masks(own, start, end)
         window = Window(self.cache, first, own)
@@ -111,6 +130,13 @@ class Decoder:
             yield
         finally:
             self._config._attn_implementation = theirs
+
+
+def _graphs_for(model: Any) -> Graphs | None:
+    capture = capture_for(model.device)
+    if capture is None or not forward.is_recordable(model.model):
+        return None
+    return Graphs(capture, model.device)
 
 
 def serves(model: policy.Model) -> bool:
