@@ -1,4 +1,4 @@
-"""What a CUDA card computes is what a CPU computes; `make test-gpu`, skipped where there is none."""
+"""What a CUDA card computes is what a CPU computes: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -113,16 +113,17 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[Taken], dict[str, tor
 
 
 @pytest.mark.parametrize(
-    ("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"]
-)
-def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float) -> None:
+    ("dtype", "within", "apart"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
+    ids=["fp32", "bf16"],
+)  # fmt: skip
+def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float, apart: float) -> None:
     there, weights = trained("cuda", dtype)
     here, expected = trained("cpu", dtype)
     for one, other in zip(there, here, strict=True):
         for name in ("loss", "grad_norm"):
             assert one.metrics[name] == pytest.approx(other.metrics[name], rel=within, abs=within)
-    for name, each in expected.items():  # AdamW moves 1e-3 a step, however small the gradient
-        assert (weights[name] - each).abs().mean() < 3e-3 * within + 1e-4, name
+    for name, each in expected.items():  # three steps of 1e-3, of which some turn by rounding
+        assert (weights[name] - each).abs().mean() < apart, name
 
 
 def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) -> None:
