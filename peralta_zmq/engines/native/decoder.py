@@ -176,7 +176,7 @@ def _attention(
     lined = query.reshape(n, key.own.shape[1], shared * num_new, width)
     if num_new > 1 and shared > 1:
         mask = mask.repeat(1, 1, shared, 1)
-    if softcap is not None or (num_new == 1 and query.device.type == "cpu"):
+    if softcap is not None or (num_new == 1 and not query.is_cuda):
         out = _attention_in_parts(lined, key, value, mask, scaling=scaling, softcap=softcap)
     else:
         out = _attention_at_once(lined, key, value, mask, scaling=scaling)
@@ -191,7 +191,7 @@ def _attention_at_once(
     *,
     scaling: float,
 ) -> Tensor:
-    """torch's own, a single kernel on a GPU; each row reads a copy of the common part."""
+    """torch's own, a single kernel on CUDA; each row reads a copy of the common part."""
     return torch.nn.functional.scaled_dot_product_attention(
         query, _whole(key), _whole(value), attn_mask=mask, scale=scaling
     )
@@ -208,7 +208,8 @@ def _attention_in_parts(
 ) -> Tensor:
     """All rows together read the common keys and values once; each reads its own.
 
-    For one new token a row these products of what lies dense take half the time of a CPU's SDPA.
+    For one new token a row these products of what lies dense take half the time of a CPU's SDPA;
+    that of mps has read masks that are one for all heads wrongly (pytorch pull 184180).
     """
     n, num_heads, num_lined, width = query.shape
     num_common = key.common.shape[1]
