@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 
 import torch
 
@@ -48,7 +49,8 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
     policy.use_threads()
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         yield from slow_link.claims(Path(folder), _stepper, repeats=5)
-    model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).to(device).train()
+    model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
+    cast(Any, model).to(device)
     size = sum(each.numel() for each in policy.weights_of(model).values())
     progress(f"model: {size / 1e6:.0f}M parameters")
     step = _stepper(model)
