@@ -40,6 +40,9 @@ test-chaos: setup  ## The tests that kill processes (under 15 minutes)
 test-browser: setup  ## The page in Debian's chromium-headless-shell
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
+test-gpu: setup  ## Generation, training and publishing on a CUDA card
+	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
+
 picture: setup  ## Take docs/page.png anew, of a run under way
 	@PERALTA_PICTURE=docs/page.png $(BIN)/python -m pytest tests/browser/test_whole_run.py \
 	  -m browser -rs --timeout 240
@@ -112,4 +115,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture

@@ -3,7 +3,8 @@
 The Qwen3-0.6B shape with random weights, prompts of 110 tokens (90 of them common, as with a
 system prompt and a worked example), 4 completions each, 48 new tokens or 8 to 48. `--quick` takes
 a shape a tenth as large. The original samples one prompt at a time in fp32 and takes the logprobs
-with a second forward; batched transformers gives no logprobs.
+with a second forward; batched transformers gives no logprobs. On a GPU a step is a recording, so
+that nothing tells its parts apart.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from benchmarks.limits import bandwidth, flops
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder, linears
@@ -46,12 +48,13 @@ QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediat
 DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
 MAX_STALL = 0.1  # seconds of the decode loop at newer weights, beyond the copy itself
+CPU = torch.device("cpu")
 
 
-def run(*, quick: bool) -> Iterator[Claim]:
+def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
     policy.use_threads()
-    setting = Setting(QUICK_SHAPE if quick else SHAPE)
+    setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")
     setting.original(4)
     setting.hf_batched(8, 4)
@@ -61,7 +64,7 @@ def run(*, quick: bool) -> Iterator[Claim]:
     yield from against_bounds(setting)
     yield from against_copy(setting)
     del setting
-    yield tiny(repeats=3 if quick else 7)
+    yield tiny(repeats=3 if quick else 7, device=device)
 
 
 class Step(NamedTuple):
@@ -87,10 +90,10 @@ class Stopwatch:
 class Setting:
     """The same weights three times: fp32 as the original has them, and twice in our dtype."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
+    def __init__(self, shape: dict[str, Any], device: torch.device = CPU) -> None:
         tokenizer = policy.load_tokenizer(policy.EMBEDDED)
-        self.dtype, _ = policy.choose_dtype(torch.device("cpu"))
-        self.plain, self._hf, own = (without_end(shape) for _ in range(3))
+        self.device, (self.dtype, _) = device, policy.choose_dtype(device)
+        self.plain, self._hf, own = (without_end(shape).to(device) for _ in range(3))
         self._hf.to(self.dtype)
         self.num_parameters = sum(each.numel() for each in policy.weights_of(own).values())
         self.native = NativeEngine(
@@ -100,18 +103,18 @@ class Setting:
 
     def original(self, num_new: int) -> float:
         """Seconds of one prompt x 4 in fp32, then a second forward for the logprobs."""
-        started = time.perf_counter()
-        with torch.inference_mode():
+
+        @torch.inference_mode()
+        def work() -> None:
             sequences = generated(self.plain, 1, num_new)
             policy.token_logprobs(self.plain, sequences, torch.ones_like(sequences))
-        return time.perf_counter() - started
+
+        return seconds(work)
 
     def hf_batched(self, num_prompts: int, num_new: int) -> float:
         """Seconds of transformers' generate on all prompts x 4 together, without logprobs."""
-        started = time.perf_counter()
         with torch.inference_mode():
-            generated(self._hf, num_prompts, num_new)
-        return time.perf_counter() - started
+            return seconds(lambda: generated(self._hf, num_prompts, num_new))
 
     def ours(self, num_prompts: int, lengths: Sequence[int] | None = None) -> float:
         """Tokens per second of our engine; the weights count as new, so no prefix is kept."""
@@ -152,17 +155,20 @@ class Setting:
         pack = linears._pack  # pyright: ignore[reportPrivateUsage]
         matrices = {
             f"{name}.weight" for name, module in self._hf.named_modules()
-            if isinstance(module, torch.nn.Linear) and linears.can_pack(self.dtype)
+            if isinstance(module, torch.nn.Linear)
+            and self.device == CPU and linears.can_pack(self.dtype)
         }  # fmt: skip
-        started = time.perf_counter()
-        for name, tensor in policy.weights_of(self._hf).items():
-            if name in matrices:
-                pack(staged[name])
-            else:
-                tensor.copy_(staged[name])
-        if matrices:
-            pack(staged["model.embed_tokens.weight"])
-        return time.perf_counter() - started
+
+        def work() -> None:
+            for name, tensor in policy.weights_of(self._hf).items():
+                if name in matrices:
+                    pack(staged[name])
+                else:
+                    tensor.copy_(staged[name])
+            if matrices:
+                pack(staged["model.embed_tokens.weight"])
+
+        return seconds(work)
 
     def save(self, file: Path) -> None:
         """The weights in our dtype, as a generator finds them."""
@@ -225,6 +231,7 @@ def requests(num_prompts: int, num_new: int, lengths: Sequence[int] | None = Non
 def generated(model: Any, num_prompts: int, num_new: int) -> torch.Tensor:
     """Prompts and completions, [4 * num_prompts, NUM_PROMPT + num_new]."""
     ids = torch.from_numpy(np.stack(prompts(num_prompts))).long().repeat_interleave(SIBLINGS, 0)
+    ids = ids.to(model.device)
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=DRAWN.temperature,
         top_p=DRAWN.top_p, top_k=DRAWN.top_k, max_new_tokens=num_new,
@@ -286,12 +293,15 @@ def against_bounds(setting: Setting) -> Iterator[Claim]:
         rows = num_prompts * SIBLINGS
         steps, bounds = list[Step](), list[float]()
         for _ in range(3):
-            reads, multiplies = rows * bandwidth() / size, flops(setting.dtype)
+            reads = rows * bandwidth(setting.device) / size
+            multiplies = flops(setting.dtype, setting.device)
             by_flops = multiplies / (2 * setting.num_parameters)
             bounds.append(reads if num_prompts == 1 else by_flops)
             steps.append(setting.step(num_prompts))
             progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
         yield bounded(f"{name}_{rows}_rows", [rows / each.whole for each in steps], bounds)
+        if setting.device != CPU:
+            continue
         yield bounded(
             f"products_alone_{rows}_rows", [rows / each.products for each in steps], bounds
         )
@@ -340,23 +350,10 @@ def against_copy(setting: Setting) -> Iterator[Claim]:
     )
 
 
-def bandwidth() -> float:
-    """Bytes per second that are read from memory, the best of five."""
-    numbers = torch.ones(2**27)  # 512 MiB
-    return numbers.nbytes / min(seconds(numbers.sum) for _ in range(5))
-
-
-def flops(dtype: torch.dtype) -> float:
-    """Operations per second of a large matrix product, the best of five."""
-    size = 2048
-    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))
-
-
-def tiny(*, repeats: int) -> Claim:
+def tiny(*, repeats: int, device: torch.device) -> Claim:
     """The embedded model on its own task, 24 groups of 8 through 32 slots."""
     tokenizer = policy.load_tokenizer(policy.EMBEDDED)
-    dtype, _ = policy.choose_dtype(torch.device("cpu"))
+    dtype, _ = policy.choose_dtype(device)
     asked = [
         Request(index, np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32))
         for index, problem in enumerate(
@@ -367,7 +364,7 @@ def tiny(*, repeats: int) -> Claim:
     ]
     rates: dict[str, Callable[[], float]] = {}
     for kind in (NativeEngine, HfEngine):
-        model = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=dtype)
+        model = policy.load_model(policy.EMBEDDED, device=device, dtype=dtype)
         rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), asked)
         rates[kind.__name__]()
     taken = interleaved(rates, repeats=repeats)

@@ -2,7 +2,7 @@
 
 A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures us and the peer
 interleaved in one run, so that a shared machine's mood falls on both alike. One that has peers of
-its own also has `peers() -> dict[str, str]`, their versions.
+its own also has `peers() -> dict[str, str]`, their versions. Those ON_DEVICE also take a device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from peralta_zmq.observe.progress import duration
 
 __all__ = ["REPO", "Claim", "interleaved", "main", "progress", "progress_of", "seconds", "spread"]
 BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
+ON_DEVICE = ("generation", "training", "weights")
 
 
 class Bench(Protocol):
@@ -34,10 +35,19 @@ class Bench(Protocol):
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
+    """Wall seconds of one call, until a GPU has done it too."""
+    settle()
     started = time.perf_counter()
     work()
+    settle()
     return time.perf_counter() - started
+
+
+def settle() -> None:
+    """Wait until a GPU has done what it was asked for."""
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def interleaved(
@@ -88,13 +98,20 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
     parser.add_argument(
+        "--device", default="cpu",
+        help=f"where the model lies, as cuda: {', '.join(ON_DEVICE)}, or all of these",
+    )  # fmt: skip
+    parser.add_argument(
         "--document", type=Path, nargs="+",
         help="Markdown pages whose tables are replaced; so is what README.md and docs/ quote",
     )  # fmt: skip
     arguments = parser.parse_args()
+    names = available() if arguments.device == "cpu" else ON_DEVICE
     if arguments.name == "all":
-        return run_all(available(), arguments)
-    report, claims = measured(arguments.name, quick=arguments.quick)
+        return run_all(names, arguments)
+    if arguments.name not in names:
+        parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
+    report, claims = measured(arguments.name, quick=arguments.quick, device=arguments.device)
     sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
     if arguments.document:
         document(arguments.document, report)
@@ -106,12 +123,29 @@ def available() -> list[str]:
     return [name for name in BENCHES if (Path(__file__).parent / f"{name}.py").exists()]
 
 
-def measured(name: str, *, quick: bool) -> tuple[dict[str, Any], list[Claim]]:
-    """Run one bench."""
+def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], list[Claim]]:
+    """Run one bench. On a GPU it goes by another name, so that no page takes one for the other."""
     module = importlib.import_module(f"benchmarks.{name}")
-    claims = list(cast("Bench", module).run(quick=quick))
     peers = cast("Callable[[], dict[str, str]]", getattr(module, "peers", dict))
-    return report_of(name, claims, quick=quick, peers=peers()), claims
+    if device == "cpu":
+        claims = list(cast("Bench", module).run(quick=quick))
+        return report_of(name, claims, quick=quick, peers=peers()), claims
+    chosen, card = _reached(device)
+    claims = list(module.run(quick=quick, device=chosen))
+    name = f"{name}_{chosen.type}"
+    return report_of(name, claims, quick=quick, peers=peers(), card=card), claims
+
+
+def _reached(device: str) -> tuple[Any, str]:
+    """The device and the name of its card. Ends the program when it cannot be used."""
+    from peralta_zmq import policy
+    from peralta_zmq.errors import ConfigError
+
+    try:
+        chosen = policy.choose_device(device)
+    except ConfigError as error:
+        raise SystemExit(f"bin/bench: {error}") from None
+    return chosen, policy.device_name(chosen)
 
 
 def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
@@ -149,6 +183,7 @@ def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _alone(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The report of one bench; None when it failed, having said why on standard error."""
     command = [sys.executable, str(REPO / "bin" / "bench"), name, "--json"]
+    command += ["--device", arguments.device]
     progress(f"bench {name}")
     done = subprocess.run(
         [*command, *(["--quick"] if arguments.quick else [])], stdout=subprocess.PIPE, text=True

@@ -34,15 +34,15 @@ class Claim:
 
 
 def report_of(
-    bench: str, claims: Sequence[Claim], *, quick: bool, peers: Mapping[str, str]
+    bench: str, claims: Sequence[Claim], *, quick: bool, peers: Mapping[str, str], card: str = ""
 ) -> dict[str, Any]:
-    """Everything that is needed to read the claims of one bench later."""
+    """Everything that is needed to read the claims of one bench later; `card` names the GPU."""
     return {
         "bench": bench,
         "quick": quick,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": machine(),
+        "machine": {**machine(), "card": card},
         "versions": {**versions(), **peers},
         "claims": [asdict(claim) for claim in claims],
     }
@@ -152,8 +152,9 @@ def _where(report: Mapping[str, Any]) -> str:
     its, libraries = report["machine"], report["versions"]
     with_what = ", ".join(f"{name} {number}" for name, number in libraries.items())
     rough = " `--quick`: smaller, shorter, rough." if report["quick"] else ""
+    card = f"{its['card']}; " if its["card"] else ""
     return (
-        f"{its['cpu']}, {its['cores']} cores, {its['memory_gib']} GiB; {with_what}; "
+        f"{card}{its['cpu']}, {its['cores']} cores, {its['memory_gib']} GiB; {with_what}; "
         f"commit {report['commit'] or 'unknown'}, {report['date']}. Medians of n; "
         f"spread = (max - min) / median of ours.{rough}"
     )

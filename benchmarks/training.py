@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from benchmarks.limits import flops
 from peralta_zmq import policy
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.batch import Batch, Piece, cut, make_batches
@@ -42,16 +43,17 @@ SHAPE: dict[str, Any] = {
 QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
                "vocab_size": 32000}  # fmt: skip
 RATE = 2e-6
+CPU = torch.device("cpu")
 
 
-def run(*, quick: bool) -> Iterator[Claim]:
+def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
     policy.use_threads()
     policy.keep_memory()
     shape = QUICK_SHAPE if quick else SHAPE
-    yield peak_memory("peak_memory_vs_original", shape, num_groups=1)  # while we hold no model
-    yield peak_memory("peak_memory_4_groups_vs_original", shape, num_groups=NUM_GROUPS)
-    setting = Setting(shape)
+    for name, number in (("peak_memory", 1), ("peak_memory_4_groups", NUM_GROUPS)):
+        yield peak_memory(f"{name}_vs_original", shape, num_groups=number, device=device)
+    setting = Setting(shape, device=device)  # not before: we held no model
     progress("warming up")
     for work in (setting.original, setting.exact, setting.narrow):
         work(1)
@@ -66,8 +68,11 @@ def run(*, quick: bool) -> Iterator[Claim]:
 class Setting:
     """One model and one optimizer; every way trains them, so that all ways hold the same state."""
 
-    def __init__(self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS) -> None:
-        self.model = cast(Any, policy.new_model(shape, seed=0).eval())
+    def __init__(
+        self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS, device: torch.device = CPU
+    ) -> None:
+        self._device = device
+        self.model = cast(Any, policy.new_model(shape, seed=0).eval()).to(device)
         parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE
@@ -93,7 +98,9 @@ class Setting:
         self._ours(num_groups, torch.bfloat16)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
-        batches: list[Batch] = make_batches(self.pieces(num_groups), max_tokens=1 << 16)
+        batches: list[Batch] = make_batches(
+            self.pieces(num_groups), max_tokens=1 << 16, device=self._device
+        )
         take_step(
             self._optimizer, batches,
             score=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
@@ -102,7 +109,9 @@ class Setting:
     def original(self, num_groups: int) -> None:
         """The original's step: one padded micro-batch of all rollouts."""
         rollouts = [each for group in self._groups[:num_groups] for each in group.rollouts]
-        token_ids, attention, mask, advantages = padded(rollouts)
+        token_ids, attention, mask, advantages = (
+            each.to(self._device) for each in padded(rollouts)
+        )
         self.model.train()
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         try:
@@ -187,11 +196,11 @@ def per_group(name: str, ours: Sequence[float], peer: Sequence[float]) -> Claim:
 
 
 def flop_share(setting: Setting, *, repeats: int) -> Claim:
-    """The whole step of 4 groups in bf16 against the machine's bf16 product in the same minute."""
+    """The whole step of 4 groups in bf16 against the device's bf16 product in the same minute."""
     needed = setting.needed_flops(NUM_GROUPS)
     rates, bounds = list[float](), list[float]()
     for _ in range(repeats):
-        bounds.append(product_rate(torch.bfloat16))
+        bounds.append(flops(torch.bfloat16, setting.model.device))
         rates.append(needed / seconds(lambda: setting.narrow(NUM_GROUPS)))
         progress(f"flop_share: {rates[-1] / 1e9:.4g} of {bounds[-1] / 1e9:.4g} GFLOP/s")
     shares = [rate / bound for rate, bound in zip(rates, bounds, strict=True)]
@@ -201,41 +210,37 @@ def flop_share(setting: Setting, *, repeats: int) -> Claim:
     )  # fmt: skip
 
 
-def product_rate(dtype: torch.dtype) -> float:
-    """Operations per second of a large matrix product, the best of five."""
-    size = 2048
-    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(seconds(lambda: one @ other) for _ in range(5))
-
-
-def peak_memory(name: str, shape: dict[str, Any], *, num_groups: int) -> Claim:
-    """Most bytes in memory during two steps, each way in a process of its own.
+def peak_memory(
+    name: str, shape: dict[str, Any], *, num_groups: int, device: torch.device
+) -> Claim:
+    """Most bytes in the device's memory during two steps, each way in a process of its own.
 
     Weights, gradients and optimizer state, which both have, are included.
     """
-    ours, peer = (peak_of(shape, way, num_groups) for way in ("narrow", "original"))
+    ours, peer = (peak_of(shape, way, num_groups, device) for way in ("narrow", "original"))
     progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
     return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
 
 
-def peak_of(shape: dict[str, Any], way: str, num_groups: int) -> int:
+def peak_of(shape: dict[str, Any], way: str, num_groups: int, device: torch.device) -> int:
     """Bytes that a new process had at most."""
-    asked = json.dumps([shape, way, num_groups])
+    asked = json.dumps([shape, way, num_groups, str(device)])
     command = [sys.executable, "-m", "benchmarks.training", asked]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
     return int(done.stdout)
 
 
-def measure_peak(shape: dict[str, Any], way: str, num_groups: int) -> None:
+def measure_peak(shape: dict[str, Any], way: str, num_groups: int, device: str) -> None:
     """Take two steps, for the second of which there is optimizer state, and print the peak."""
     policy.use_threads()
     if way != "original":
         policy.keep_memory()
-    setting = Setting(shape)
+    setting = Setting(shape, device=torch.device(device))
     for _ in range(2):
         getattr(setting, way)(num_groups)
-    sys.stdout.write(str(peak_bytes()))
+    taken = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
+    sys.stdout.write(str(taken))
 
 
 def peak_bytes() -> int:

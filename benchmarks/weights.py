@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 
 import torch
 
@@ -39,15 +40,17 @@ QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
 RATES = (2e-6, 1e-6, 1e-5)
 MANY = 10_000  # generators, on paper: docs/scaling.md
 WARM_UP = 2  # steps at the first rate, so that AdamW has seen some gradients
+CPU = torch.device("cpu")
 Measured = dict[str, list[float]]
 
 
-def run(*, quick: bool) -> Iterable[Claim]:
+def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
     """Publish, fetch and apply real updates at each learning rate."""
     policy.use_threads()
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         yield from slow_link.claims(Path(folder), _stepper, repeats=5)
     model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
+    cast(Any, model).to(device)
     size = sum(each.numel() for each in policy.weights_of(model).values())
     progress(f"model: {size / 1e6:.0f}M parameters")
     step = _stepper(model)
@@ -69,7 +72,8 @@ def _stepper(model: policy.Model) -> Callable[[float], None]:
     def step(rate: float) -> None:
         set_learning_rate(optimizer, rate)
         tokens = torch.randint(0, int(model.config.vocab_size), (2, 33), generator=random)
-        with torch.autocast("cpu", torch.bfloat16):
+        tokens = tokens.to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
             scores = policy.token_logprobs(model, tokens, torch.ones_like(tokens))
         (-scores[:, 1:].mean()).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
@@ -82,8 +86,8 @@ def _stepper(model: policy.Model) -> Callable[[float], None]:
 def _original(model: policy.Model, folder: Path) -> dict[str, float]:
     """fp32 save_pretrained, and from_pretrained as the original's workers do."""
     saving = seconds(lambda: model.save_pretrained(folder))
-    cpu = torch.device("cpu")
-    loading = seconds(lambda: policy.load_model(folder, device=cpu, dtype=torch.float32))
+    device = model.device
+    loading = seconds(lambda: policy.load_model(folder, device=device, dtype=torch.float32))
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     shutil.rmtree(folder)
     progress(f"original: {written / 1e6:.0f} MB, save {saving:.2f} s, load {loading:.2f} s")
@@ -109,6 +113,7 @@ def _ours(
         publisher.publish(1, policy.weights_of(model))
         copy.advance(store, _published(_report(publisher)))
         live = {name: each.clone() for name, each in copy.tensors().items()}
+        served = {name: each.to(model.device) for name, each in live.items()}  # a generator's
         number, tell = 1, progress_of(len(RATES) * steps)
         for rate in RATES:
             for _ in range(steps):
@@ -118,8 +123,8 @@ def _ours(
                 stall = publisher.publish(number, policy.weights_of(model))
                 report = _report(publisher)
                 _measure(measured, f"{rate:g}", report, stall)
-                _apply(measured, store, copy, report, live)
-                _check(model, before, live, measured, f"{rate:g}")
+                _apply(measured, store, copy, report, live, served)
+                _check(model, before, served, measured, f"{rate:g}")
                 tell(_line(f"{rate:g}", report, stall))
     measured["reader"] = [_reader_peak(store.folder)]
     return measured
@@ -158,10 +163,11 @@ def _apply(
     copy: Copy,
     report: Report,
     live: dict[str, torch.Tensor],
+    served: dict[str, torch.Tensor],
 ) -> None:
     """Decode the delta into the live tensors, which is the codec's work alone; and what a generator
     does: fetch, verify and decode beside the sampling, then copy all tensors between two tokens.
-    The native engine also packs them there, which the generation bench measures.
+    On a CPU the native engine also packs them there, which the generation bench measures.
     """
     version = _published(report)
     if version.kind == "delta":
@@ -170,7 +176,7 @@ def _apply(
         note(measured, "apply", seconds(lambda: delta.apply(delta.reader_of(chunks), live)))
     note(measured, "background", seconds(lambda: copy.advance(store, version)))
     tensors = copy.tensors()
-    note(measured, "pause", seconds(lambda: [live[name].copy_(tensors[name]) for name in live]))
+    note(measured, "pause", seconds(lambda: [served[name].copy_(tensors[name]) for name in served]))
 
 
 def _reader_peak(weights: Path) -> float:
@@ -184,15 +190,15 @@ def _reader_peak(weights: Path) -> float:
 def _check(
     model: policy.Model,
     before: dict[str, torch.Tensor],
-    live: dict[str, torch.Tensor],
+    served: dict[str, torch.Tensor],
     measured: Measured,
     rate: str,
 ) -> None:
-    """The live tensors are the masters rounded, bit for bit; the entropy of what changed."""
+    """What is served are the masters rounded, bit for bit; the entropy of what changed."""
     bound = 0.0
     for name, master in policy.weights_of(model).items():
-        expected = delta.bits_of(master.to(torch.bfloat16))
-        assert (delta.bits_of(live[name]) == expected).all(), f"{name} differs"
+        expected = delta.bits_of(master.to("cpu", torch.bfloat16))
+        assert (delta.bits_of(served[name].cpu()) == expected).all(), f"{name} differs"
         bound += delta.entropy_bits(delta.bits_of(before[name]), expected)
     note(measured, f"bound {rate}", bound / 8)
 

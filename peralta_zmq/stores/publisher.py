@@ -22,6 +22,7 @@ from peralta_zmq.stores.version import Version
 BEAT_SECONDS = 10.0  # between two signs of life in the folder
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a failed publication is tried again
 Tensors = dict[str, torch.Tensor]
+Arrive = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +51,7 @@ class Keep:
 class _Snapshot:
     step: int
     tensors: Tensors
+    arrive: Arrive  # returns when the tensors are all here
     whole: bool
     stall_seconds: float
 
@@ -106,12 +108,11 @@ class Publisher:
             buffers = waiting.tensors if waiting else self._spare
             if not waiting:
                 self._spare = {}
-        snapshot = {name: _fill(buffers.get(name), each, self._dtype)
-                    for name, each in tensors.items()}  # fmt: skip
+        snapshot, arrive = _copy(tensors, buffers, self._dtype)
         stall = time.monotonic() - started
         with self._changed:
             whole = whole or (self._pending is not None and self._pending.whole)
-            self._pending = _Snapshot(step, snapshot, whole, stall)
+            self._pending = _Snapshot(step, snapshot, arrive, whole, stall)
             self._stuck = False
             self._changed.notify_all()
         return stall
@@ -171,6 +172,7 @@ class Publisher:
             self._store.touch()
 
     def _publish(self, snapshot: _Snapshot) -> bool:
+        snapshot.arrive()
         timing = Timing()
         started = time.monotonic()
         version, reason = None, ""
@@ -216,7 +218,8 @@ class Publisher:
     def _prepare_spare(self) -> None:
         """Touch a second buffer's memory here, so that the trainer's next snapshot need not."""
         if self._base and not self._spare:
-            spare = {name: torch.zeros_like(each) for name, each in self._base[1].items()}
+            spare = {name: torch.zeros_like(each, pin_memory=each.is_pinned())
+                     for name, each in self._base[1].items()}  # fmt: skip
             with self._changed:
                 self._spare = self._spare or spare
 
@@ -254,7 +257,31 @@ class _Pace:
         self._stopped.set()
 
 
+def _copy(
+    tensors: Mapping[str, torch.Tensor], buffers: Tensors, dtype: torch.dtype
+) -> tuple[Tensors, Arrive]:
+    """The tensors in `dtype`, in the buffers where they fit, and what waits for those under way.
+
+    What a GPU still has to send is ordered in its stream before the next optimizer step.
+    """
+    copies = {name: _fill(buffers.get(name), each, dtype) for name, each in tensors.items()}
+    events = list[torch.cuda.Event]()
+    for device in {each.device for each in tensors.values() if each.is_cuda}:
+        events.append(torch.cuda.Event(blocking=True))  # who waits leaves the core to others
+        events[-1].record(torch.cuda.current_stream(device))
+
+    def arrive() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copies, arrive
+
+
 def _fill(buffer: torch.Tensor | None, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A GPU rounds there and sends into memory that is pinned, else the copy would wait."""
+    tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
-        buffer = torch.empty(tensor.shape, dtype=dtype)
-    return buffer.copy_(tensor.detach())
+        buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+    if tensor.is_cuda:
+        return buffer.copy_(tensor.to(dtype), non_blocking=True)
+    return buffer.copy_(tensor)

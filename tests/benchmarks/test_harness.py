@@ -7,7 +7,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,6 +55,32 @@ def test_a_report_says_where_it_was_measured() -> None:
     assert REPORT["versions"]["ray"] == "2.60.0"
     assert REPORT["machine"]["cores"] >= 1
     assert json.loads(json.dumps(REPORT)) == REPORT
+
+
+def test_what_a_gpu_did_names_its_card_and_goes_by_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, quick: bool, device: Any) -> Iterator[Claim]:
+        yield Claim(f"on_{device}", float(quick), "s")
+
+    monkeypatch.setitem(sys.modules, "benchmarks.made_up", SimpleNamespace(run=run))
+    told, claims = harness.measured("made_up", quick=True, device="meta")
+    assert (told["bench"], told["machine"]["card"]) == ("made_up_meta", "meta")
+    assert [each.name for each in claims] == ["on_meta"]
+    page, plain = report.page(told), report.page(REPORT)
+    assert f"\nmeta; {told['machine']['cpu']}, " in page and "meta" not in plain
+
+
+def test_a_device_is_for_three_benches_and_must_be_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/bench", "wire", "--device", "cuda"])
+    with pytest.raises(SystemExit):
+        harness.main()
+    assert "choose one of generation, training, weights" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "benchmarks.made_up", SimpleNamespace())
+    with pytest.raises(SystemExit, match="bin/bench: device 'abacus' cannot be used here"):
+        harness.measured("made_up", quick=True, device="abacus")
 
 
 def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -117,4 +146,5 @@ def test_a_failed_bench_is_named_and_the_others_are_on_their_pages_already(
 def test_the_shipped_pages_have_a_place_for_every_bench() -> None:
     pages = [REPO / "docs" / "benchmarks.md", REPO / "docs" / "scaling.md"]
     text = "".join(page.read_text("utf-8") for page in pages)
-    assert [each for each in harness.available() if f"<!-- bench {each} -->" not in text] == []
+    names = [*harness.available(), *(f"{each}_cuda" for each in harness.ON_DEVICE)]
+    assert [each for each in names if f"<!-- bench {each} -->" not in text] == []

@@ -87,6 +87,33 @@ def test_snapshot_is_taken_at_once(store: WeightStore, open_publisher: Opener) -
         assert same(MappedTensors(folder / WEIGHTS), weights_at(1))
 
 
+def test_what_is_still_under_way_is_published_when_it_is_here(
+    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's copies land in their buffers at any time before `arrive` returns."""
+    copy = publishing._copy
+
+    def slow_copy(*given: Any) -> Any:
+        landed, arrive = copy(*given)
+        buffers = {name: torch.zeros_like(each) for name, each in landed.items()}
+
+        def land() -> None:
+            arrive()
+            for name, each in landed.items():
+                buffers[name].copy_(each)
+
+        return buffers, land
+
+    monkeypatch.setattr(publishing, "_copy", slow_copy)
+    publisher = open_publisher()
+    for step in range(3):
+        publisher.publish(step, masters(step))
+        (report,) = published(publisher)
+        assert report.version is not None
+        with store.load(report.version) as folder:
+            assert same(MappedTensors(folder / WEIGHTS), weights_at(step))
+
+
 def test_float32_is_published_whole(open_publisher: Opener) -> None:
     publisher = open_publisher(dtype=torch.float32)
     for step in range(2):

@@ -44,6 +44,7 @@ class KeyValues:
         size = num_rows * num_heads * capacity * head_dim
         self._room = torch.zeros((num_layers, 2, size), dtype=dtype, device=device)
         self._shape, self._capacity = (num_rows, num_heads, head_dim), capacity
+        self.layout = 0  # another number whenever something moves
         self._lay_out(0)
         self.forget()
 
@@ -73,6 +74,7 @@ class KeyValues:
     def forget(self) -> None:
         """No row reads the common part, and nothing is in it."""
         num_rows, num_heads, head_dim = self._shape
+        self.layout += 1
         nothing = self._room.new_zeros((2, num_heads, 0, head_dim))
         self.common = [(nothing[0], nothing[1]) for _ in self.layers]  # two of [H, P, D]
         self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
@@ -91,6 +93,7 @@ class KeyValues:
             total += end - start
         if total + length > self._capacity:
             return NOTHING
+        self.layout += 1
         for layer, rows in enumerate(self.layers):
             keys, values = (
                 torch.cat([*(held[:, a:b] for a, b in kept.items()), own[row, :, :length]], 1)
@@ -111,6 +114,7 @@ class KeyValues:
                 rows[target, :, :own] = rows[source, :, :own]
 
     def _lay_out(self, length: int) -> None:
+        self.layout += 1
         num_rows, num_heads, head_dim = self._shape
         self._width = min(self._capacity, -(-max(length, 1) // WIDTH) * WIDTH)
         shape = (num_rows, num_heads, self._width, head_dim)

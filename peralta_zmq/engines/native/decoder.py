@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 from peralta_zmq import policy
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
+from peralta_zmq.engines.native.graphs import Graphs, capture_for
 from peralta_zmq.engines.native.linears import Weights
 
 ONE_MASK = ("gemma",)  # this takes one mask; the others one per kind of layer
@@ -43,6 +45,7 @@ class Decoder:
         )  # fmt: skip
         self._places = torch.arange(capacity, device=self.device)
         self._weights = Weights(model, pack=not live)
+        self._graphs = _graphs_for(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with `weights` from now on; ValueError, with nothing changed, if they differ
@@ -55,10 +58,26 @@ class Decoder:
         spans = self.cache.spans[first : first + len(tokens)]
         begins = (spans[:, 1] - spans[:, 0])[:, None]  # of what stands in the row itself
         self.cache.widen(int((places - begins).max()) + 1)
-        ids, positions, start, end = (
-            torch.tensor(each, device=self.device)
-            for each in (tokens, places, spans[:, :1], spans[:, 1:])
-        )
+        given = tokens, places, spans[:, :1], spans[:, 1:]
+        if self._graphs is not None and tokens.shape[1] == 1:
+            return self._graphs.run(
+                partial(self._step, first), torch.from_numpy(np.stack(given)),
+                kind=(first, len(tokens)), layout=self.cache.layout,
+            )  # fmt: skip
+        return self._hidden(first, *(torch.tensor(each, device=self.device) for each in given))
+
+    def _step(self, first: int, given: Tensor) -> Tensor:
+        """One token a row: ids, places, start and end of the spans, [4, n, 1]."""
+        return self._hidden(first, *given)
+
+    def _hidden(
+        self,
+        first: int,
+        ids: Tensor,  # [n, S]
+        positions: Tensor,  # [n, S]
+        start: Tensor,  # [n, 1]
+        end: Tensor,  # [n, 1]
+    ) -> Tensor:
         own = positions - (end - start)
         masks: Any = self._masks(own, start, end)
         window = Window(self.cache, first, own)
@@ -113,6 +132,13 @@ class Decoder:
             self._config._attn_implementation = theirs
 
 
+def _graphs_for(model: Any) -> Graphs | None:
+    capture = capture_for(model.device)
+    if capture is None or not forward.is_recordable(model.model):
+        return None
+    return Graphs(capture, model.device)
+
+
 def serves(model: policy.Model) -> bool:
     """Whether the model is of a family that Decoder computes exactly."""
     return cast(Any, model.config).model_type in FAMILIES
@@ -150,13 +176,25 @@ def _attention(
     lined = query.reshape(n, key.own.shape[1], shared * num_new, width)
     if num_new > 1 and shared > 1:
         mask = mask.repeat(1, 1, shared, 1)
-    if num_new == 1 or softcap is not None:
+    if softcap is not None or (num_new == 1 and not query.is_cuda):
         out = _attention_in_parts(lined, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            lined, _whole(key), _whole(value), attn_mask=mask, scale=scaling
-        )
+        out = _attention_at_once(lined, key, value, mask, scaling=scaling)
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
+
+
+def _attention_at_once(
+    query: Tensor,  # [n, H, G, D], the heads that share keys
+    key: Part,
+    value: Part,
+    mask: Tensor,  # [n, 1, 1 or G, P + W]
+    *,
+    scaling: float,
+) -> Tensor:
+    """torch's own, a single kernel on CUDA; each row reads a copy of the common part."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, _whole(key), _whole(value), attn_mask=mask, scale=scaling
+    )
 
 
 def _attention_in_parts(
@@ -170,7 +208,8 @@ def _attention_in_parts(
 ) -> Tensor:
     """All rows together read the common keys and values once; each reads its own.
 
-    For one new token a row these products of what lies dense take half the time of a CPU's SDPA.
+    For one new token a row these products of what lies dense take half the time of a CPU's SDPA;
+    that of mps has read masks that are one for all heads wrongly (pytorch pull 184180).
     """
     n, num_heads, num_lined, width = query.shape
     num_common = key.common.shape[1]

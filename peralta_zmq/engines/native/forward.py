@@ -20,6 +20,13 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 Attention = Callable[..., tuple[Tensor, None]]
 
 
+def is_recordable(model: Any) -> bool:
+    """Whether the forward of a model without its head is ours and asks for no number back, which
+    a recording forbids; rotary embeddings that grow with the longest sequence do."""
+    grows = "dynamic" in getattr(model.rotary_emb, "rope_type", "default")
+    return model.config.model_type in FAMILIES and not grows
+
+
 class Turn(NamedTuple):
     """Rotary position embedding: the factors of a head and of the head with its halves swapped."""
 

@@ -1,0 +1,130 @@
+"""Recorded decode steps: here what is recorded are torch's operations, on a GPU its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from peralta_zmq import policy
+from peralta_zmq.engines.native import NativeEngine, decoder, forward
+from peralta_zmq.engines.native.graphs import Graphs
+from peralta_zmq.rollout import Request, Sampling
+
+CPU = torch.device("cpu")
+READS_BACK = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps operations with the memory that they saw, as a CUDA graph does; a replay looks at
+    nothing else again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READS_BACK, f"{func} makes the host wait, which a graph cannot"
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.calls:
+            again = tree_leaves(func(*args, **kwargs))
+            for old, new in zip(tree_leaves(result), again, strict=True):
+                if old.data_ptr() != new.data_ptr():  # no view, not in place
+                    old.copy_(new)
+
+
+class Counted:
+    """A capture, and how often it and what it gave were asked."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        self.captures += 1
+        with Recorder() as recorder:
+            result = work()
+        assert recorder.calls
+
+        def replay() -> None:
+            self.replays += 1
+            recorder.replay()
+
+        return result, replay
+
+
+def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
+    """Twenty rollouts in three rows that grow, with a common prefix and newer weights between."""
+    model = tiny_model()
+    engine = NativeEngine(
+        model, policy.load_tokenizer(policy.EMBEDDED), slots=3, max_model_len=100, live=True
+    )
+    steps: list[int] = []
+
+    def between_steps() -> None:
+        steps.append(1)
+        if len(steps) % 30 == 0:
+            newer = tiny_model(seed=len(steps))
+            engine.apply(policy.weights_of(newer), engine.step + 1)
+
+    asked = [
+        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
+        for number in range(20)
+    ]
+    completions = engine.generate(
+        asked, Sampling(min_tokens=70, max_completion_length=70), between_steps
+    )
+    return {
+        each.index: (each.token_ids.tolist(), each.logprobs.tolist(), each.policy_steps.tolist())
+        for each in completions
+    }
+
+
+def test_recorded_steps_give_the_same_bits_through_refills_growth_and_shared_prefixes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, capture = generated(), Counted()
+    monkeypatch.setattr(decoder, "capture_for", lambda device: capture)
+    assert generated() == plain
+    assert max(len(tokens) for tokens, _, _ in plain.values()) == 62  # first there are 32 places
+    assert max(step for _, _, steps in plain.values() for step in steps) > 5
+    assert capture.captures > 5  # for the layout of each step's prefix at least one
+    assert capture.replays > 150
+
+
+def test_work_is_recorded_when_it_comes_again_and_not_beyond_its_layout() -> None:
+    capture = Counted()
+    graphs, numbers = Graphs(capture, CPU), torch.arange(6.0)
+
+    def run(start: int, end: int, layout: int, scale: torch.Tensor) -> list[float]:
+        given = numbers[start:end].clone()
+        return graphs.run(
+            lambda each: each * scale, given, kind=end - start, layout=layout
+        ).tolist()  # fmt: skip
+
+    twice, thrice = torch.tensor(2.0), torch.tensor(3.0)
+    assert run(0, 2, 0, twice) == [0.0, 2.0]
+    assert (capture.captures, capture.replays) == (0, 0)
+    assert run(2, 4, 0, twice) == [4.0, 6.0]
+    assert run(4, 6, 0, thrice) == [8.0, 10.0]  # what was recorded, not what it would be now
+    assert (capture.captures, capture.replays) == (1, 2)
+    assert run(1, 4, 0, thrice) == [3.0, 6.0, 9.0]  # another kind
+    assert run(0, 2, 1, thrice) == [0.0, 3.0]
+    assert run(2, 4, 1, thrice) == [6.0, 9.0]
+    assert (capture.captures, capture.replays) == (2, 3)
+
+
+def test_what_asks_for_numbers_or_is_not_ours_is_not_recorded() -> None:
+    grows = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert forward.is_recordable(tiny_model().model)
+    assert not forward.is_recordable(tiny_model(rope_parameters=grows).model)
+    assert not forward.is_recordable(tiny_model(model_type="gemma").model)

@@ -1,0 +1,144 @@
+"""What a CUDA card computes is what a CPU computes: `make test-gpu`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import siblings, tiny_model
+from weight_sets import COMPANIONS, published, same
+
+from peralta_zmq import policy
+from peralta_zmq.engines.native import NativeEngine, decoder
+from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.batch import cut, make_batches
+from peralta_zmq.learning.losses import reinforce
+from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
+from peralta_zmq.learning.step import Taken, take_step
+from peralta_zmq.policy.score import Scorer
+from peralta_zmq.rollout import Request, Sampling
+from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore
+from peralta_zmq.stores.publisher import Publisher
+from peralta_zmq.stores.tensors import MappedTensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+]
+Sampled = dict[int, tuple[list[int], list[float]]]
+
+
+def sharp_model(seed: int, device: str) -> Any:
+    """A random model whose likeliest token is far ahead of the next."""
+    model = tiny_model(seed=seed, tie_word_embeddings=False)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.mul_(12 if name == "lm_head.weight" else 4 if tensor.ndim == 2 else 1)
+    return model.to(device)
+
+
+def generated(device: str) -> Sampled:
+    """Greedy rollouts in three rows that grow, with a common prefix and newer weights between."""
+    engine = NativeEngine(
+        sharp_model(0, device), policy.load_tokenizer(policy.EMBEDDED), slots=3, max_model_len=100
+    )
+    steps: list[int] = []
+
+    def between_steps() -> None:
+        steps.append(1)
+        if len(steps) % 30 == 0:
+            newer = policy.weights_of(sharp_model(len(steps), "cpu"))
+            engine.apply(newer, engine.step + 1)
+
+    asked = [
+        Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
+        for number in range(20)
+    ]
+    sampling = Sampling(temperature=0.0, min_tokens=70, max_completion_length=70)
+    return {
+        each.index: (each.token_ids.tolist(), each.logprobs.tolist())
+        for each in engine.generate(asked, sampling, between_steps)
+    }
+
+
+def agree(one: Sampled, other: Sampled, *, within: float) -> bool:
+    """Equal tokens, and logprobs that are `within` each other."""
+    return one.keys() == other.keys() and all(
+        one[index][0] == tokens and one[index][1] == pytest.approx(logprobs, abs=within)
+        for index, (tokens, logprobs) in other.items()
+    )
+
+
+def test_recorded_steps_are_those_that_are_not_and_those_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = generated("cuda")
+    monkeypatch.setattr(decoder, "capture_for", lambda device: None)
+    assert agree(recorded, generated("cuda"), within=1e-5)
+    assert agree(recorded, generated("cpu"), within=1e-3)
+
+
+def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(1)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    generated("cuda")
+    assert len(replays) > 150
+
+
+def trained(device: str, dtype: torch.dtype) -> tuple[list[Taken], dict[str, torch.Tensor]]:
+    """Three steps over two groups, and the weights after them."""
+    model = tiny_model().to(device)
+    optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
+    set_learning_rate(optimizer, 1e-3)
+    groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
+    pieces = cut(groups, group_mean, max_tokens=1000).pieces
+    taken = [
+        take_step(
+            optimizer, make_batches(pieces, max_tokens=1000, device=device),
+            score=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    return taken, {name: each.cpu() for name, each in policy.weights_of(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "apart"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
+    ids=["fp32", "bf16"],
+)  # fmt: skip
+def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float, apart: float) -> None:
+    there, weights = trained("cuda", dtype)
+    here, expected = trained("cpu", dtype)
+    for one, other in zip(there, here, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert one.metrics[name] == pytest.approx(other.metrics[name], rel=within, abs=within)
+    for name, each in expected.items():  # three steps of 1e-3, of which some turn by rounding
+        assert (weights[name] - each).abs().mean() < apart, name
+
+
+def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) -> None:
+    """Large enough that the copies are still under way when the weights change."""
+    store = DirectoryStore(tmp_path / "weights")
+    store.claim("run-1")
+    weights = {f"w{number}": torch.randn(1 << 22, device="cuda") for number in range(8)}
+    with closing(Publisher(store, companions=COMPANIONS)) as publisher:
+        for step in range(4):
+            expected = {name: each.to("cpu", torch.bfloat16) for name, each in weights.items()}
+            publisher.publish(step, weights)
+            for each in weights.values():
+                each.mul_(1.001)
+            (report,) = published(publisher)
+            assert report.version is not None
+            with store.load(report.version) as folder:
+                assert same(MappedTensors(folder / WEIGHTS), expected)
+        assert publisher._base and all(each.is_pinned() for each in publisher._base[1].values())
