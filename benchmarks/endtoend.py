@@ -4,7 +4,8 @@ One trainer and two generators (`bin/lan local`) against TRL's GRPOTrainer and a
 original's two actors on Ray, each alone on the machine, by turns: same data, 8 completions a
 problem, 128 rollouts a step, learning rate 2e-4 falling to 0 over 80 steps, until the mean reward
 of the last five steps is 0.9. Seconds count from the moment when everything is loaded; the claims
-`..._with_start_...` from the command. `--quick`: a few steps of each, without that goal.
+`..._with_start_...` from the command; `time_SIDE_PART` says where they went. `--quick`: a few steps
+of each, without that goal.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from benchmarks.crowd import Crowd
 from benchmarks.harness import REPO, Claim, progress_of, spread
@@ -30,8 +31,11 @@ BASE = REPO / "peralta_zmq" / "base_model"
 PATIENCE = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
 QUICK_PATIENCE, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")
+REQUIRED = {"trl": 3.0, "ray_original": 10.0}  # times fewer wall seconds
+OUR_PARTS = {"journal": "time/journal", "train": "time/forward_backward", "publish": "time/publish"}
+MEANWHILE = "_meanwhile"  # of a part that another process did at the same time
 MODULES = {"trl": "benchmarks.peers.trl_grpo", "ray_original": "benchmarks.peers.ray_original"}
-Row = Mapping[str, float]
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Course:
     memory: float  # bytes, at most
     steps: int
     reached: bool
+    parts: Mapping[str, float]  # seconds of the trainer's side, and of others `..._meanwhile`
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
@@ -61,6 +66,8 @@ def run(*, quick: bool) -> Iterable[Claim]:
             tell(f"{name}: {taken[-1]}")
     for peer in PEERS:
         yield from compared(peer, courses["ours"], courses[peer])
+    for name, taken in courses.items():
+        yield from divided(name, taken)
 
 
 def peers() -> dict[str, str]:
@@ -208,7 +215,24 @@ def measured(
         memory=crowd.peak_memory,
         steps=steps,
         reached=goal is not None,
+        parts={part: each / share for part, each in parts_of(rows[:steps], whole).items()},
     )
+
+
+def parts_of(rows: Sequence[Row], wall: float) -> dict[str, float]:
+    """Seconds of each part over these steps; `rest` is what none of the trainer's took."""
+    totals = dict[str, float]()
+    for row in rows:
+        for part, taken in (row.get("seconds") or our_parts(row)).items():
+            totals[part] = totals.get(part, 0.0) + taken
+    in_line = sum(taken for part, taken in totals.items() if not part.endswith(MEANWHILE))
+    return {**totals, "rest": wall - in_line}
+
+
+def our_parts(row: Row) -> dict[str, float]:
+    """Of a line of our metrics; its wait has the journal in it."""
+    parts = {part: row[name] for part, name in OUR_PARTS.items()}
+    return {"wait": row["time/wait_for_batch"] - parts["journal"], **parts}
 
 
 def compared(peer: str, ours: Sequence[Course], theirs: Sequence[Course]) -> Iterator[Claim]:
@@ -225,7 +249,8 @@ def compared(peer: str, ours: Sequence[Course], theirs: Sequence[Course]) -> Ite
         ("cpu_with_start", f"CPU s {goal}, start included"),
         ("memory", "bytes, all processes"), ("steps", "steps"),
     ):  # fmt: skip
-        yield claim(f"{name}_vs_{peer}", name, unit, ours, theirs, less_is_better=True)
+        made = claim(f"{name}_vs_{peer}", name, unit, ours, theirs, less_is_better=True)
+        yield replace(made, required=REQUIRED[peer]) if name == "wall" else made
     yield claim(
         f"rollouts_per_s_vs_{peer}", "rollouts_per_s", "rollouts/s", ours, theirs,
         less_is_better=False,
@@ -234,6 +259,18 @@ def compared(peer: str, ours: Sequence[Course], theirs: Sequence[Course]) -> Ite
         yield claim(
             f"bytes_per_update_vs_{peer}", "bytes_per_update", "bytes", ours, theirs,
             less_is_better=True,
+        )  # fmt: skip
+
+
+def divided(side: str, courses: Sequence[Course]) -> Iterator[Claim]:
+    """Where the wall seconds of one side went; the share is of them."""
+    for part in courses[0].parts:
+        taken = [each.parts[part] for each in courses]
+        shares = [each.parts[part] / each.wall for each in courses]
+        yield Claim(
+            f"time_{side}_{part}", statistics.median(taken), "s, share of wall",
+            share=statistics.median(shares), n=len(taken),
+            spread=spread(taken) if statistics.median(taken) else None,
         )  # fmt: skip
 
 

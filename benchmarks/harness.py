@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from benchmarks.report import REPO, Claim, document, report_of, table
+from benchmarks.report import REPO, Claim, document, place_of, report_of, table
 from peralta_zmq.observe.progress import duration
 
 __all__ = ["REPO", "Claim", "interleaved", "main", "progress", "progress_of", "seconds", "spread"]
@@ -107,15 +107,16 @@ def main() -> int:
     )  # fmt: skip
     arguments = parser.parse_args()
     names = available() if arguments.device == "cpu" else ON_DEVICE
+    if arguments.name not in (*names, "all"):
+        parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
+    chosen = names if arguments.name == "all" else [arguments.name]
+    for name in chosen if arguments.document else ():
+        place_of(name, arguments.document)
     if arguments.name == "all":
         return run_all(names, arguments)
-    if arguments.name not in names:
-        parser.error(f"{arguments.name} has no --device; choose one of {', '.join(names)}, or all")
     report, claims = measured(arguments.name, quick=arguments.quick, device=arguments.device)
     sys.stdout.write(f"{json.dumps(report)}\n" if arguments.json else table(claims))
-    if arguments.document:
-        document(arguments.document, report)
-    return 0
+    return int(not _documented(report, arguments))
 
 
 def available() -> list[str]:
@@ -168,14 +169,20 @@ def _told(name: str, arguments: argparse.Namespace) -> bool:
     lines = claim_lines(report) if arguments.json else [f"{name}\n{table(claims)}"]
     sys.stdout.writelines(lines)
     sys.stdout.flush()
-    if arguments.document:
-        document(arguments.document, report)
-    return True
+    return _documented(report, arguments)
+
+
+def _documented(report: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
+    """Put it into the pages, if they are asked for; whether all that they quote was measured."""
+    missing = document(arguments.document, report) if arguments.document else []
+    for each in missing:
+        progress(f"not measured, but quoted in {each}")
+    return not missing
 
 
 def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Every claim as one JSON object a line, with the bench it is from."""
-    facts = {name: report[name] for name in ("bench", "commit", "quick")}
+    """Every claim as one JSON object a line, with its bench, machine and versions."""
+    facts = {name: value for name, value in report.items() if name != "claims"}
     for claim in report["claims"]:
         yield json.dumps({**claim, **facts}) + "\n"
 

@@ -20,7 +20,7 @@ from statistics import fmean
 import torch
 
 from benchmarks.harness import progress_of
-from benchmarks.report import write_between
+from benchmarks.report import when, write_between
 from peralta_zmq import parts, policy
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import ask
@@ -173,12 +173,12 @@ class Run:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as Markdown."""
+    """The outcomes as Markdown, with commit and date."""
     head = (
         "| | reward, step 1 | reward, last 5 steps | held-out after | mismatch_kl | seconds |\n"
         "|---|---|---|---|---|---|\n"
     )
-    return head + "".join(f"{row_of(each)}\n" for each in outcomes)
+    return head + "".join(f"{row_of(each)}\n" for each in outcomes) + f"\n{when()}\n"
 
 
 def row_of(outcome: Outcome) -> str:

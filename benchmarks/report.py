@@ -31,6 +31,7 @@ class Claim:
     share: float | None = None  # of the bound
     n: int = 1  # repetitions
     spread: float | None = None  # (max - min) / median of ours
+    required: float | None = None  # the ratio that was asked for
 
 
 def report_of(
@@ -40,7 +41,7 @@ def report_of(
     return {
         "bench": bench,
         "quick": quick,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": date(),
         "commit": commit(),
         "machine": {**machine(), "card": card},
         "versions": {**versions(), **peers},
@@ -52,7 +53,7 @@ def table(claims: Sequence[Claim]) -> str:
     """For a terminal."""
     head = f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>8} {'bound':>12} {'share':>7}  unit"
     lines = [
-        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} {_cell(each.ratio):>8} "
+        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} {_ratio(asdict(each)):>8} "
         f"{_cell(each.bound):>12} {_cell(each.share):>7}  {each.unit}"
         for each in claims
     ]
@@ -66,9 +67,10 @@ def page(report: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for claim in report["claims"]:
-        figures = [_cell(claim[name]) for name in ("ours", "peer", "ratio", "bound", "share")]
+        ours, peer, bound, share = (_cell(claim[of]) for of in ("ours", "peer", "bound", "share"))
         last = [claim["unit"], str(claim["n"]), _cell(claim["spread"])]
-        rows.append("| " + " | ".join([claim["name"], *figures, *last]) + " |")
+        cells = [claim["name"], ours, peer, _ratio(claim), bound, share, *last]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([*rows, "", _where(report)]) + "\n"
 
 
@@ -81,29 +83,49 @@ def write_between(document: Path, begin: str, end: str, text: str) -> None:
     document.write_text(f"{before}{begin}\n{text}{end}{after}", "utf-8")
 
 
-def document(files: Sequence[Path], report: Mapping[str, Any]) -> None:
+def place_of(bench: str, files: Sequence[Path]) -> Path:
+    """The page with the marks of this bench's table. Ends the program when there is none."""
+    mark = f"<!-- bench {bench} -->"
+    for file in files:
+        _, found, rest = (file.read_text("utf-8") if file.exists() else "").partition(mark)
+        if found and END in rest:
+            return file
+    names = ", ".join(map(str, files))
+    raise SystemExit(f"{names}: none has the lines {mark} and {END}; add them to one")
+
+
+def document(files: Sequence[Path], report: Mapping[str, Any]) -> list[str]:
     """Put the table of one bench into the page that has `<!-- bench NAME -->` for it, and its
     figures where the README and other pages quote them; a rough measurement is not quoted.
+
+    Returns what is quoted and was not measured.
     """
     mark = f"<!-- bench {report['bench']} -->"
-    with_place = [file for file in files if mark in file.read_text("utf-8")]
-    write_between((with_place or files)[0], mark, END, page(report))
+    write_between(place_of(report["bench"], files), mark, END, page(report))
+    missing = list[str]()
     if not report["quick"]:
         for file in (REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))):
             text = file.read_text("utf-8")
             if (quoted := quoting(text, report)) != text:
                 file.write_text(quoted, "utf-8")
+            missing += [f"{file.name}: {each}" for each in unfilled(quoted, report["bench"])]
+    return missing
+
+
+def unfilled(text: str, bench: str) -> list[str]:
+    """The claims of one bench where the text has ? for a figure of theirs."""
+    return re.findall(rf"<!-- ({bench} \S+ \w+) -->\?<!-- / -->", text)
 
 
 def quoting(text: str, report: Mapping[str, Any]) -> str:
     """The text with `<!-- BENCH CLAIM FIELD -->...<!-- / -->` filled where the bench is this one,
-    with ? where it has no such claim.
+    with ? where it has no such claim or figure.
     """
     claims = {each["name"]: each for each in report["claims"]}
 
     def filled(found: re.Match[str]) -> str:
         begin, name, figure, end = found.groups()
-        return begin + (_cell(claims[name][figure]) if name in claims else "?") + end
+        return begin + (_cell(claims.get(name, {}).get(figure)) or "?") + end
 
     return re.sub(rf"(<!-- {report['bench']} (\w\S*) (\w+) -->).*?(<!-- / -->)", filled, text)
 
@@ -133,6 +155,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def date() -> str:
+    """Of today, here."""
+    return time.strftime("%Y-%m-%d")
+
+
+def when() -> str:
+    """For a page: of what, and on which day."""
+    return f"Commit {commit() or 'unknown'}, {date()}."
+
+
 def commit() -> str:
     """Of this checkout, with a + when files of it other than pages, which benches write, have
     changed since; empty outside of git.
@@ -158,6 +190,12 @@ def _where(report: Mapping[str, Any]) -> str:
         f"commit {report['commit'] or 'unknown'}, {report['date']}. Medians of n; "
         f"spread = (max - min) / median of ours.{rough}"
     )
+
+
+def _ratio(claim: Mapping[str, Any]) -> str:
+    """With what was asked for, where something was."""
+    asked = claim["required"]
+    return _cell(claim["ratio"]) + (f" (>= {_cell(asked)})" if asked else "")
 
 
 def _cell(value: float | None) -> str:

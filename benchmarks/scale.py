@@ -4,7 +4,8 @@ The trainer's side is a process of its own with the real receiver, ledger, journ
 announcer; it takes batches and learns nothing. Generators are three sockets each, in four
 processes: one pushes encoded groups of the embedded task, one hears the announcements (only one
 of each process reads what it hears), one reports every two seconds. They make one group a second
-each, and then as many as the real pace allows; a step takes one group of each.
+each, and then as many as the real pace allows; a step takes one group of each. The most generators
+go on to make more a second each, until the trainer no longer keeps up.
 `--quick`: 10 and 100 of them, for three seconds.
 """
 
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +47,12 @@ NUM_PROCESSES = 4
 NUM_PARTS = 3  # of the time, each measured alone
 RATE = 1.0  # groups per second of each generator, where it is set
 COUNTS = (1, 10, 100, 1000)
+FASTER, QUICK_FASTER = (1.5, 2.0, 2.5, 3.0, 4.0, 8.0), (4.0, 16.0, 64.0)  # of the most generators
+KEPT = 0.95  # of what is made: below that it does not keep up
 MANY = 10_000  # on paper: docs/scaling.md
 MIN_GROUPS = 16  # of a step; with more generators one group of each
 ARRIVAL_SECONDS = 60.0  # until the last one has been heard
+DRAIN_SECONDS = 30.0  # at most, for what was made meanwhile
 
 
 @dataclass(slots=True)
@@ -85,15 +89,15 @@ def run(*, quick: bool) -> Iterable[Claim]:
     seconds = 3.0 if quick else 20.0
     counts = COUNTS[1:-1] if quick else COUNTS
     tell = progress_of(2 * len(counts))
+    sides: dict[float, dict[str, Any]] = {}  # by rate, of the newest number
     for count in counts:
-        sides: list[dict[str, Any]] = []
         for rate in (RATE, 0.0):
-            sides.append(measured(count, rate=rate, seconds=seconds))
-            tell(f"{count} generators at {rate or 'full'} groups/s: {sides[-1]}")
-        paced, free = sides
-        yield from claims(count, paced, free)
-        if count == counts[-1]:
-            yield from on_paper(count, free)
+            sides[rate] = measured(count, rate=rate, seconds=seconds)
+            tell(f"{count} generators at {rate or 'full'} groups/s: {sides[rate]}")
+        yield from claims(count, sides[RATE], sides[0.0])
+    yield from on_paper(counts[-1], sides[0.0])
+    rates = QUICK_FASTER if quick else FASTER
+    yield from faster(counts[-1], sides[RATE], rates, seconds=seconds)
 
 
 def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
@@ -120,6 +124,28 @@ def claims(count: int, paced: dict[str, Any], free: dict[str, Any]) -> Iterator[
         f"smallest_share_{count}_free", free["smallest"], "groups of the poorest / mean",
         bound=1.0, share=free["smallest"],
     )  # fmt: skip
+
+
+def faster(
+    count: int, paced: dict[str, Any], rates: Sequence[float], *, seconds: float
+) -> Iterator[Claim]:
+    """What comes when each makes more a second, up to the first rate that is not kept up with."""
+    sides, tell = [paced], progress_of(len(rates))
+    for rate in rates:
+        made, side = rate * count, measured(count, rate=rate, seconds=seconds)
+        tell(f"{count} generators at {rate} groups/s: {side}")
+        sides.append(side)
+        reached = of_parts(f"groups_per_s_{count}_at_{made:g}", side["rates"], "groups/s", made)
+        yield reached
+        yield of_parts(
+            f"cpu_per_group_{count}_at_{made:g}", side["costs"], "CPU us, trainer's side"
+        )
+        if reached.ours < KEPT * made:
+            break
+    most = max(sides, key=lambda side: statistics.median(side["rates"]))
+    cores = [rate * cost / 1e6 for rate, cost in zip(most["rates"], most["costs"], strict=True)]
+    yield of_parts(f"most_groups_per_s_{count}", most["rates"], "groups/s, at any rate")
+    yield of_parts(f"cores_at_most_{count}", cores, "cores, trainer's side")
 
 
 def on_paper(count: int, free: dict[str, Any]) -> Iterator[Claim]:
@@ -154,6 +180,8 @@ def trainer(asked: dict[str, Any]) -> None:
             each = stack.enter_context(generators(address, share, asked["rate"], num_groups))
             stack.callback(each.kill)
         step = arrive(intake, roster, count)
+        if asked["rate"]:
+            step = drain(intake, step, rate=count * asked["rate"])
         taken = Taken()
         for _ in range(NUM_PARTS):
             step = take(intake, taken, step, seconds=asked["seconds"] / NUM_PARTS)
@@ -169,14 +197,35 @@ def take(intake: Intake, taken: Taken, step: int, *, seconds: float) -> int:
     """Take steps for so many seconds, at least one; the step that comes next."""
     began, used, before = time.perf_counter(), cpu_seconds(), taken.by_sender.total()
     while (lasted := time.perf_counter() - began) < seconds:
-        groups, _ = intake.collect(step, lambda idle: None)
-        taken.add(groups, step=step)
-        intake.announce(step, begun=step)
+        taken.add(one_step(intake, step), step=step)
         step += 1
     num_groups = taken.by_sender.total() - before
     taken.rates.append(num_groups / lasted)
     taken.costs.append(1e6 * (cpu_seconds() - used) / num_groups)
     return step
+
+
+def drain(
+    intake: Intake, step: int, *, rate: float, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Take steps until one brings no more than `rate` groups a second; the step that comes next."""
+    began = clock()
+    ends = began + DRAIN_SECONDS
+    while began < ends:
+        num_groups, ended = len(one_step(intake, step)), clock()
+        step += 1
+        if num_groups <= 1.01 * rate * (ended - began):
+            break
+        began = ended
+    return step
+
+
+def one_step(intake: Intake, step: int) -> list[RolloutGroup]:
+    """The groups of a step in which nothing is learned."""
+    groups, _ = intake.collect(step, lambda idle: None)
+    intake.commit()
+    intake.announce(step, begun=step)
+    return groups
 
 
 def open_intake(
@@ -232,8 +281,7 @@ def arrive(intake: Intake, roster: Roster, count: int) -> int:
     while len(roster.live()) < count:
         if time.monotonic() > ends:
             raise TimeoutError(f"{len(roster.live())} of {count} generators were heard")
-        intake.collect(step, lambda idle: None)
-        intake.announce(step, begun=step)
+        one_step(intake, step)
         step += 1
     return step
 

@@ -106,26 +106,31 @@ class Setting:
             score=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
         )  # fmt: skip
 
-    def original(self, num_groups: int) -> None:
-        """The original's step: one padded micro-batch of all rollouts."""
-        rollouts = [each for group in self._groups[:num_groups] for each in group.rollouts]
-        token_ids, attention, mask, advantages = (
-            each.to(self._device) for each in padded(rollouts)
-        )
+    def original(self, num_groups: int, *, at_once: int = NUM_GROUPS) -> None:
+        """The original's step, in padded micro-batches of so many groups."""
+        groups = self._groups[:num_groups]
         self.model.train()
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         try:
-            logits = self.model(input_ids=token_ids, attention_mask=attention).logits[:, :-1]
-            logprobs = selective_log_softmax(logits / 1.0, token_ids[:, 1:])
-            counted = mask[:, 1:]
-            loss = -(advantages[:, None] * logprobs * counted).sum() / counted.sum()
-            loss.backward()
+            for first in range(0, num_groups, at_once):
+                self._backward_as_original(groups[first : first + at_once])
         finally:
             self.model.activation_checkpointing_disable()
             self.model.eval()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _backward_as_original(self, groups: Sequence[RolloutGroup]) -> None:
+        rollouts = [each for group in groups for each in group.rollouts]
+        token_ids, attention, mask, advantages = (
+            each.to(self._device) for each in padded(rollouts)
+        )
+        logits = self.model(input_ids=token_ids, attention_mask=attention).logits[:, :-1]
+        logprobs = selective_log_softmax(logits / 1.0, token_ids[:, 1:])
+        counted = mask[:, 1:]
+        loss = -(advantages[:, None] * logprobs * counted).sum() / counted.sum()
+        loss.backward()
 
     def needed_flops(self, num_groups: int) -> float:
         """Matrix products of forward and backward on each distinct token, attention left out."""

@@ -1,6 +1,6 @@
 """How old groups are when they are trained, with generators of unequal speed: real programs.
 
-    PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md
+    PYTHONPATH=.:tests .venv/bin/python tests/pacing.py > docs/pacing.md
 
 The first generator has one slot instead of eight, so that it is several times slower.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from field import Field, until
 
+from benchmarks.report import when
 from peralta_zmq.operate.history import read_history
 
 STEPS = 40
@@ -32,8 +33,8 @@ at most 1, less than 2% of the groups dropped. In the last row the generator tha
 weights is killed in the middle of the run; the trainer's longest wait for a step's groups in the
 whole run is what its death costs at most.
 
-Made by `PYTHONPATH=tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 16
-groups each, trainer and generators on one machine with 2 cores, the embedded model.
+Made by `PYTHONPATH=.:tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 16
+groups each, trainer and generators on one machine with 2 cores, the embedded model. {when}
 """
 
 
@@ -123,7 +124,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             runs.append(paced(Path(folder), num_generators, kill=kill))
         print(f"{runs[-1]}", file=sys.stderr)
-    print(TITLE.format(steps=STEPS))
+    print(TITLE.format(steps=STEPS, when=when()))
     print(table(runs))
     kept = all(run.mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs)
     return 0 if kept else 1

@@ -4,7 +4,8 @@ One generator actor (transformers' generate of one prompt at a time, in fp32, th
 for the logprobs), one trainer actor (padded rollouts, logits at every position, REINFORCE over the
 group's mean, Adam), four threads that ask the generator and fill a queue of one batch, groups
 without signal left out, and after each step save_pretrained and from_pretrained through a folder.
-Each row has the seconds of every part. Knows Ray; knows nothing of our trainer.
+Each row has the seconds of every part; `..._meanwhile` is what the generator did at the same time.
+Knows Ray; knows nothing of our trainer.
 """
 
 from __future__ import annotations
@@ -178,14 +179,15 @@ def main() -> None:
     batcher = Batcher(task, generator)
     say(begun=True)
     for step in range(task.max_steps):
-        folder = Path(task.folder) / f"step_{step:03d}"
+        folder, asked_at = Path(task.folder) / f"step_{step:03d}", time.perf_counter()
         rollouts, rewards = batcher.batch()
         began = time.perf_counter()
-        parts = {"train": ray.get(trainer.step.remote(step, rollouts))}
+        parts = {"wait": began - asked_at, "train": ray.get(trainer.step.remote(step, rollouts))}
         parts["transfer"] = time.perf_counter() - began - parts["train"]
         parts["publish"] = ray.get(trainer.save.remote(str(folder)))
         parts["reload"] = ray.get(generator.load.remote(str(folder)))
-        parts |= ray.get(generator.taken.remote())
+        taken = ray.get(generator.taken.remote())
+        parts |= {f"{name}_meanwhile": each for name, each in taken.items()}
         size = (folder / WEIGHTS).stat().st_size
         say(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards),
             bytes=size, seconds=parts)  # fmt: skip

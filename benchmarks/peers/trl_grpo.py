@@ -6,6 +6,7 @@ One process with all cores. Knows TRL; knows nothing of our trainer.
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +26,7 @@ class Rows(TrainerCallback):
 
     def __init__(self) -> None:
         self.reward = 0.0
+        self.seconds = dict.fromkeys(("generate", "score", "train"), 0.0)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Everything is loaded."""
@@ -32,7 +34,40 @@ class Rows(TrainerCallback):
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         """The weights have changed."""
-        say(step=state.global_step, reward=self.reward, bytes=0)
+        say(step=state.global_step, reward=self.reward, bytes=0, seconds=self.seconds)
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+
+class Timed(GRPOTrainer):
+    """Counts the seconds of sampling, of what is made of it (logprobs, rewards, advantages), and of
+    forward and backward; the optimizer's are in none of them.
+    """
+
+    def __init__(self, rows: Rows, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rows = rows
+
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        """All of a step but the optimizer's part."""
+        return self.timed("train", super().training_step, *given, **named)
+
+    def _prepare_inputs(self, *given: Any, **named: Any) -> Any:
+        """Within training_step."""
+        return self.timed("score", super()._prepare_inputs, *given, within="train", **named)
+
+    def _generate(self, *given: Any, **named: Any) -> Any:
+        """Within _prepare_inputs."""
+        return self.timed("generate", super()._generate, *given, within="score", **named)
+
+    def timed(self, part: str, work: Any, *given: Any, within: str = "", **named: Any) -> Any:
+        """What `work` returns; its seconds belong to `part` and no longer to what it is within."""
+        began = time.perf_counter()
+        result = work(*given, **named)
+        taken = time.perf_counter() - began
+        self.rows.seconds[part] += taken
+        if within:
+            self.rows.seconds[within] -= taken
+        return result
 
 
 def main() -> None:
@@ -59,7 +94,8 @@ def main() -> None:
         gradient_checkpointing=False, logging_strategy="no", save_strategy="no",
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    GRPOTrainer(
+    Timed(
+        rows,
         model=AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
         reward_funcs=reward,

@@ -200,7 +200,8 @@ def _late(view: View) -> Verdict | None:
     senders = [
         str(each.get("sender")).rpartition("/")[0]
         for each in view.events
-        if each.get("event") == "drop" and each.get("outcome") == "stale"
+        if each.get("event") == "drop"
+        and each.get("outcome") == "stale"
         and figure(each, "time") >= figure(view.rows[0], "time")
     ]
     most = max(set(senders), key=lambda name: (senders.count(name), name), default="")

@@ -25,6 +25,7 @@ def course(wall: float, *, reached: bool = True) -> endtoend.Course:
     return endtoend.Course(
         wall=wall, wall_with_start=wall + 5, cpu=2 * wall, cpu_with_start=2 * wall + 5,
         rollouts_per_s=100 / wall, bytes_per_update=1e6, memory=1e9, steps=20, reached=reached,
+        parts={"wait": wall / 4, "rest": 3 * wall / 4},
     )  # fmt: skip
 
 
@@ -60,6 +61,33 @@ def test_ratios_are_of_the_same_round_and_the_median_counts() -> None:
 def test_a_claim_says_when_a_side_did_not_reach_the_goal() -> None:
     claims = list(endtoend.compared("trl", [course(10)], [course(30, reached=False)]))
     assert "not all reached" in claims[0].unit
+
+
+def test_the_wall_seconds_say_what_was_asked_of_them() -> None:
+    claims = {each.name: each for each in endtoend.compared("trl", [course(10)], [course(30)])}
+    assert claims["wall_vs_trl"].required == 3.0
+    assert claims["cpu_vs_trl"].required is None
+
+
+def test_the_parts_of_our_steps_and_the_rest_are_the_wall_seconds() -> None:
+    row = {"time/wait_for_batch": 1.0, "time/journal": 0.25, "time/forward_backward": 2.0,
+           "time/publish": 0.5}  # fmt: skip
+    assert endtoend.parts_of([row, row], wall=8.0) == {
+        "wait": 1.5, "journal": 0.5, "train": 4.0, "publish": 1.0, "rest": 1.0
+    }  # fmt: skip
+
+
+def test_what_another_process_did_meanwhile_is_not_in_the_line() -> None:
+    rows = [{"seconds": {"wait": 3.0, "train": 1.0, "generate_meanwhile": 3.5}}] * 2
+    assert endtoend.parts_of(rows, wall=9.0) == {
+        "wait": 6.0, "train": 2.0, "generate_meanwhile": 7.0, "rest": 1.0
+    }  # fmt: skip
+
+
+def test_the_share_of_a_part_is_that_of_its_own_round() -> None:
+    first, second = endtoend.divided("trl", [course(10), course(30), course(20)])
+    assert (first.name, first.ours, first.share) == ("time_trl_wait", 5.0, 0.25)
+    assert (second.name, second.n) == ("time_trl_rest", 3)
 
 
 ORPHAN = """

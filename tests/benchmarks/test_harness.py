@@ -37,6 +37,7 @@ def test_all_prints_one_object_for_each_claim() -> None:
     assert {"name", "ours", "peer", "ratio", "bound", "share", "unit", "n", "spread"} <= set(first)
     assert (first["name"], first["ratio"], first["bench"]) == ("fast", 3.0, "wire")
     assert (second["ours"], second["peer"], second["n"]) == (123456.0, None, 1)
+    assert second["machine"]["cores"] >= 1 and second["versions"]["ray"] == "2.60.0"
 
 
 def test_each_part_that_is_done_tells_how_long_the_others_take(
@@ -98,8 +99,46 @@ def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
 def test_a_page_without_the_mark_is_refused_with_a_remedy(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("nothing\n", "utf-8")
-    with pytest.raises(SystemExit, match="lacks the lines <!-- bench wire -->"):
+    with pytest.raises(SystemExit, match="none has the lines <!-- bench wire -->"):
         report.document([file], REPORT)
+
+
+def test_the_places_are_looked_for_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("<!-- bench generation -->\n<!-- end -->\n", "utf-8")
+    monkeypatch.setattr(sys, "argv", ["bench", "all", "--document", str(file)])
+    monkeypatch.setattr(harness, "_alone", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit, match="none has the lines <!-- bench training -->"):
+        harness.main()
+
+
+def test_a_full_run_that_leaves_a_quote_open_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    file = tmp_path / "README.md"
+    quotes = "".join(
+        f"<!-- {each} -->?<!-- / -->"
+        for each in ("wire fast ratio", "wire gone ours", "wire small ratio", "weights x ours")
+    )
+    file.write_text(f"<!-- bench wire -->\n<!-- end -->\n{quotes}", "utf-8")
+    monkeypatch.setattr(report, "REPO", tmp_path)
+    monkeypatch.setattr(harness, "_alone", lambda *_: {**REPORT, "quick": False})
+    arguments = argparse.Namespace(json=True, quick=False, document=[file])
+    assert harness.run_all(["wire"], arguments) == 1
+    said = capsys.readouterr().err
+    assert [line.partition("README.md: ")[2] for line in said.splitlines()] == [
+        "wire gone ours", "wire small ratio", ""
+    ]  # fmt: skip
+    assert "<!-- wire fast ratio -->3<!-- / -->" in file.read_text("utf-8")
+
+
+def test_a_ratio_says_what_was_asked_for() -> None:
+    claim = Claim("wall", 2.0, "s", peer=8.0, ratio=4.0, required=3.0)
+    made = report.report_of("wire", [claim], quick=True, peers={})
+    assert "| wall | 2 | 8 | 4 (>= 3) |" in report.page(made)
 
 
 def test_a_quoted_figure_is_that_of_its_bench_alone() -> None:

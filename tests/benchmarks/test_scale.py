@@ -1,0 +1,58 @@
+"""Where the bench of the scale begins to measure, and where it stops."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from benchmarks import scale
+
+
+def side(rate: float) -> dict[str, Any]:
+    return {"rates": [rate] * 3, "costs": [500.0] * 3}
+
+
+def test_the_rate_rises_until_it_is_not_kept_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[float]()
+
+    def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
+        asked.append(rate)
+        return side(min(1600.0, count * rate))
+
+    monkeypatch.setattr(scale, "measured", measured)
+    claims = {
+        each.name: each for each in scale.faster(1000, side(1000.0), (1.25, 2.0, 4.0), seconds=1.0)
+    }
+    assert asked == [1.25, 2.0]
+    assert claims["groups_per_s_1000_at_1250"].share == 1.0
+    assert claims["groups_per_s_1000_at_2000"].share == pytest.approx(0.8)
+    assert claims["most_groups_per_s_1000"].ours == 1600.0
+    assert claims["cores_at_most_1000"].ours == pytest.approx(0.8)  # 1600 x 500 us
+
+
+class Queue:
+    """An intake of which each step takes so many groups."""
+
+    def collect(self, step: int, meanwhile: object) -> tuple[list[int], int]:
+        return [step] * 100, 0
+
+    def announce(self, step: int, *, begun: int) -> None:
+        pass
+
+
+def drained(*moments: float) -> int:
+    clock = iter(moments)
+    return scale.drain(cast(Any, Queue()), 5, rate=100.0, clock=lambda: next(clock))
+
+
+def test_what_was_made_before_is_taken_before_the_time_counts() -> None:
+    assert drained(0.0, 0.2, 0.6, 1.6) == 8  # two steps from what waited, one as it was made
+
+
+def test_a_trainer_that_does_not_keep_up_is_measured_at_once() -> None:
+    assert drained(0.0, 2.0) == 6
+
+
+def test_draining_ends() -> None:
+    assert drained(0.0, 0.5, scale.DRAIN_SECONDS) == 7
