@@ -318,7 +318,7 @@ def _rows_apart(model: Any) -> Generator[None, None, None]:
     is left to autograd. Who asks for gradients otherwise than by `backward()` misses this part.
     """
     embedding = model.get_input_embeddings()
-    weight = getattr(embedding, "weight", None)
+    weight: Any = getattr(embedding, "weight", None)
     tied = getattr(model.get_output_embeddings(), "weight", None) is weight
     plain = type(embedding) is torch.nn.Embedding and not embedding.scale_grad_by_freq
     if not (tied and plain and weight.requires_grad and weight.device.type == "cpu"):
