@@ -37,6 +37,9 @@ class Queue:
     def collect(self, step: int, meanwhile: object) -> tuple[list[int], int]:
         return [step] * 100, 0
 
+    def commit(self) -> None:
+        pass
+
     def announce(self, step: int, *, begun: int) -> None:
         pass
 
