@@ -49,6 +49,10 @@ DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NU
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
 MAX_STALL = 0.1  # seconds of the decode loop at newer weights, beyond the copy itself
 CPU = torch.device("cpu")
+REQUIRED = {
+    "native_8x4_vs_original": 20.0, "native_varied_vs_original_varied": 30.0,
+    "native_tiny_vs_hf_batched": 1.5, "bandwidth_share_4_rows": 0.5, "flop_share_32_rows": 0.5,
+}  # fmt: skip
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:

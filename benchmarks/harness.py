@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -128,12 +129,13 @@ def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], li
     """Run one bench. On a GPU it goes by another name, so that no page takes one for the other."""
     module = importlib.import_module(f"benchmarks.{name}")
     peers = cast("Callable[[], dict[str, str]]", getattr(module, "peers", dict))
+    required = cast("dict[str, float]", getattr(module, "REQUIRED", {}))
     if device == "cpu":
-        claims = list(cast("Bench", module).run(quick=quick))
-        return report_of(name, claims, quick=quick, peers=peers()), claims
-    chosen, card = _reached(device)
-    claims = list(module.run(quick=quick, device=chosen))
-    name = f"{name}_{chosen.type}"
+        made, card = cast("Bench", module).run(quick=quick), ""
+    else:
+        chosen, card = _reached(device)
+        made, name = module.run(quick=quick, device=chosen), f"{name}_{chosen.type}"
+    claims = [replace(each, required=required.get(each.name)) for each in made]
     return report_of(name, claims, quick=quick, peers=peers(), card=card), claims
 
 

@@ -31,7 +31,7 @@ class Claim:
     share: float | None = None  # of the bound
     n: int = 1  # repetitions
     spread: float | None = None  # (max - min) / median of ours
-    required: float | None = None  # the ratio that was asked for
+    required: float | None = None  # the ratio that was asked for, or without one the share
 
 
 def report_of(
@@ -51,10 +51,13 @@ def report_of(
 
 def table(claims: Sequence[Claim]) -> str:
     """For a terminal."""
-    head = f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>8} {'bound':>12} {'share':>7}  unit"
+    head = (
+        f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>15} {'bound':>12} {'share':>15}  unit"
+    )
     lines = [
-        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} {_ratio(asdict(each)):>8} "
-        f"{_cell(each.bound):>12} {_cell(each.share):>7}  {each.unit}"
+        f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} "
+        f"{_asked(asdict(each), 'ratio'):>15} {_cell(each.bound):>12} "
+        f"{_asked(asdict(each), 'share'):>15}  {each.unit}"
         for each in claims
     ]
     return "\n".join([head, *lines]) + "\n"
@@ -67,10 +70,10 @@ def page(report: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for claim in report["claims"]:
-        ours, peer, bound, share = (_cell(claim[of]) for of in ("ours", "peer", "bound", "share"))
+        ours, peer, bound = (_cell(claim[of]) for of in ("ours", "peer", "bound"))
         last = [claim["unit"], str(claim["n"]), _cell(claim["spread"])]
-        cells = [claim["name"], ours, peer, _ratio(claim), bound, share, *last]
-        rows.append(f"| {' | '.join(cells)} |")
+        ratio, share = (_asked(claim, figure) for figure in ("ratio", "share"))
+        rows.append(f"| {' | '.join([claim['name'], ours, peer, ratio, bound, share, *last])} |")
     return "\n".join([*rows, "", _where(report)]) + "\n"
 
 
@@ -192,10 +195,11 @@ def _where(report: Mapping[str, Any]) -> str:
     )
 
 
-def _ratio(claim: Mapping[str, Any]) -> str:
-    """With what was asked for, where something was."""
-    asked = claim["required"]
-    return _cell(claim["ratio"]) + (f" (>= {_cell(asked)})" if asked else "")
+def _asked(claim: Mapping[str, Any], figure: str) -> str:
+    """The ratio or the share, with what was asked for where something was."""
+    judged = "share" if claim["ratio"] is None else "ratio"
+    asked = claim["required"] if figure == judged else None
+    return _cell(claim[figure]) + (f" (>= {_cell(asked)})" if asked else "")
 
 
 def _cell(value: float | None) -> str:

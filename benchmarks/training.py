@@ -44,6 +44,10 @@ QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediat
                "vocab_size": 32000}  # fmt: skip
 RATE = 2e-6
 CPU = torch.device("cpu")
+REQUIRED = {
+    "exact_fp32_vs_original": 3.0, "bf16_vs_original": 6.0, "flop_share_bf16": 0.5,
+    "peak_memory_vs_original": 1.0,
+}  # fmt: skip
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:

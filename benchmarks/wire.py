@@ -37,6 +37,9 @@ RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
 Lock: TypeAlias = tuple[wire.Gate, Path]  # and the folder of the keys that open it
 REPO = Path(__file__).resolve().parent.parent
+REQUIRED = {
+    f"rate_vs_raw_pyzmq_{count}{kind}": 0.8 for count in (1, 8, 64) for kind in ("", "_small")
+}
 
 
 def run(*, quick: bool) -> Iterable[Claim]:

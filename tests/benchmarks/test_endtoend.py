@@ -63,12 +63,6 @@ def test_a_claim_says_when_a_side_did_not_reach_the_goal() -> None:
     assert "not all reached" in claims[0].unit
 
 
-def test_the_wall_seconds_say_what_was_asked_of_them() -> None:
-    claims = {each.name: each for each in endtoend.compared("trl", [course(10)], [course(30)])}
-    assert claims["wall_vs_trl"].required == 3.0
-    assert claims["cpu_vs_trl"].required is None
-
-
 def test_the_parts_of_our_steps_and_the_rest_are_the_wall_seconds() -> None:
     row = {"time/wait_for_batch": 1.0, "time/journal": 0.25, "time/forward_backward": 2.0,
            "time/publish": 0.5}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import harness, report
+from benchmarks import wire as bench_of_wire
 from benchmarks.harness import REPO, Claim
 
 CLAIMS = [
@@ -135,10 +137,27 @@ def test_a_full_run_that_leaves_a_quote_open_has_failed(
     assert "<!-- wire fast ratio -->3<!-- / -->" in file.read_text("utf-8")
 
 
-def test_a_ratio_says_what_was_asked_for() -> None:
-    claim = Claim("wall", 2.0, "s", peer=8.0, ratio=4.0, required=3.0)
-    made = report.report_of("wire", [claim], quick=True, peers={})
-    assert "| wall | 2 | 8 | 4 (>= 3) |" in report.page(made)
+def test_a_ratio_or_without_one_a_share_says_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wall = Claim("wall", 2.0, "s", peer=8.0, ratio=4.0, bound=4.0, share=0.5)
+    rate = Claim("rate", 2.0, "1/s", bound=4.0, share=0.5)
+    claims = [wall, rate, Claim("other", 1.0, "s")]
+    monkeypatch.setattr(bench_of_wire, "run", lambda *, quick: claims)
+    monkeypatch.setattr(bench_of_wire, "REQUIRED", {"wall": 3.0, "rate": 0.4})
+    made, _ = harness.measured("wire", quick=True, device="cpu")
+    page = report.page(made)
+    assert "| wall | 2 | 8 | 4 (>= 3) | 4 | 0.5 | s |" in page
+    assert "| rate | 2 |  |  | 4 | 0.5 (>= 0.4) | 1/s |" in page
+    assert "| other | 1 |  |  |  |  | s |" in page
+
+
+@pytest.mark.parametrize("name", ["generation", "training", "wire", "endtoend"])
+def test_what_is_asked_for_is_of_claims_that_are_there(name: str) -> None:
+    """Their names stand in the page, which the bench itself wrote."""
+    asked = importlib.import_module(f"benchmarks.{name}").REQUIRED
+    page = (REPO / "docs" / "benchmarks.md").read_text("utf-8")
+    assert asked and all(f"| {each} |" in page for each in asked)
 
 
 def test_a_quoted_figure_is_that_of_its_bench_alone() -> None:
