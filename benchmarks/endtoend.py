@@ -32,7 +32,10 @@ PATIENCE = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from 
 QUICK_PATIENCE, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")
 REQUIRED = {"wall_vs_trl": 3.0, "wall_vs_ray_original": 10.0}
-OUR_PARTS = {"journal": "time/journal", "train": "time/forward_backward", "publish": "time/publish"}
+OUR_PARTS = {
+    "wait": "time/wait_for_batch", "journal": "time/journal", "train": "time/forward_backward",
+    "publish": "time/publish",
+}  # fmt: skip
 MEANWHILE = "_meanwhile"  # of a part that another process did at the same time
 MODULES = {"trl": "benchmarks.peers.trl_grpo", "ray_original": "benchmarks.peers.ray_original"}
 Row = Mapping[str, Any]
@@ -230,9 +233,8 @@ def parts_of(rows: Sequence[Row], wall: float) -> dict[str, float]:
 
 
 def our_parts(row: Row) -> dict[str, float]:
-    """Of a line of our metrics; its wait has the journal in it."""
-    parts = {part: row[name] for part, name in OUR_PARTS.items()}
-    return {"wait": row["time/wait_for_batch"] - parts["journal"], **parts}
+    """Of a line of our metrics."""
+    return {part: row[name] for part, name in OUR_PARTS.items()}
 
 
 def compared(peer: str, ours: Sequence[Course], theirs: Sequence[Course]) -> Iterator[Claim]:

@@ -30,7 +30,7 @@ def row(step: int, *, when: float | None = None, **more: object) -> Row:
         "completions/clipped_ratio": 0.0, "num_rollouts": 128, "num_tokens": 4096,
         "staleness/mean": 1.25, "staleness/max": 3, "loss": -0.04, "grad_norm": 0.19,
         "mismatch_kl": 1.5e-5, "entropy": 0.7, "learning_rate": 1e-4, "queue/depth": 14,
-        "time/forward_backward": 0.2, "time/wait_for_batch": 0.21, "time/journal": 0.01,
+        "time/forward_backward": 0.2, "time/wait_for_batch": 0.2, "time/journal": 0.01,
         "time/publish": 0.0, "weights/bytes": 147543, "weights/encode_seconds": 0.02,
         "weights/write_seconds": 0.01, "dropped/stale": 2, "dropped/lost": 1, "generators": 2,
         "step_time": 0.4,

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -36,7 +38,9 @@ from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.parts import run_id_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, GROUP
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer, folders
+from peralta_zmq.trainer import intake as intakes
 from peralta_zmq.trainer.stop import Stop
 
 
@@ -292,6 +296,36 @@ def journaled_by(trainer: Trainer, *sequences: int, step: int = 1) -> Path:
         trainer._intake.journal.append(step, wire.encode_group(group))
     trainer._intake.journal.commit()
     return trainer._intake.journal.file_of(step)
+
+
+def test_nothing_comes_of_a_step_whose_groups_are_not_on_disk(
+    opened: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened.recover()
+    intake, learn = opened._intake, opened._learner.learn
+    run_id = run_id_of(opened._folder, "demo")
+    monkeypatch.setattr(intakes, "COMMIT_GROUPS", 1000)  # all wait for the step
+    monkeypatch.setattr(intakes, "COMMIT_SECONDS", 1000.0)
+    for sequence in itertools.takewhile(lambda _: not intake.has_batch, itertools.count()):
+        group = group_of([1, 0], sequence=sequence, run_id=run_id)
+        assert intake._take_in(group, wire.encode_group(group), step=1) == "trained"
+    before = dict(intake._durable)
+
+    def learns(groups: list[RolloutGroup]) -> dict[str, float]:
+        opened._stop.asked = True  # else it waits for the disk
+        return learn(groups)
+
+    def full(content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(opened._learner, "learn", learns)
+    monkeypatch.setattr(intake.journal, "_write", full)
+    with pytest.raises(JournalError, match="full"):
+        opened.advance()
+    newest = opened._broadcast.store.newest()
+    assert newest is not None and newest.step == 0
+    assert intake._durable == before and intake.journal.num_waiting
+    assert not (opened._folder / "checkpoints").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:

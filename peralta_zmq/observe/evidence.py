@@ -80,8 +80,8 @@ class View:
 
     @property
     def waiting(self) -> float:
-        """Share of its time that the trainer waits for groups; the journal's part is no wait."""
-        return max(0.0, self.share("time/wait_for_batch") - self.share("time/journal"))
+        """Share of its time that the trainer waits for groups."""
+        return self.share("time/wait_for_batch")
 
     @property
     def num_groups(self) -> float:
@@ -171,7 +171,7 @@ def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
             blocked=mean(name, "blocked_frac"),
             queue=mean(name, "queue_frac"),
             reload_seconds=mean(name, "reload_s"),
-            step=figure(rows[-1], f"gen/{name}/step", 0.0),
+            step=figure(rows[-1], f"gen/{name}/step"),
         )
         for name in sorted(_names(rows[-1]) - set(but))
     ]

@@ -14,7 +14,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "step": "optimizer steps taken",
         "time": "when the step ended, unix seconds",
         "step_time": "seconds of the whole step, waiting included; 0 for a replayed one",
-        "time/wait_for_batch": "seconds until enough groups were there, the journal's included",
+        "time/wait_for_batch": "seconds until enough groups were there, without the journal's",
         "time/journal": "seconds until what came was safe on the disk of run.dir",
         "time/forward_backward": "seconds of computing the step",
         "time/publish": "seconds for which publishing held the step up",

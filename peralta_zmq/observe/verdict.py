@@ -214,9 +214,10 @@ def _late(view: View) -> Verdict | None:
 
 def _behind(view: View) -> Verdict | None:
     """A generator samples from old weights although there are newer ones."""
-    if not view.fares:
+    told = [fare for fare in view.fares if math.isfinite(fare.step)]
+    if not told:
         return None
-    oldest = min(view.fares, key=lambda fare: fare.step)
+    oldest = min(told, key=lambda fare: fare.step)
     steps = figure(view.rows[-1], "step") - oldest.step
     seconds = steps * view.step_seconds
     if steps < STALE_STEPS or seconds < STALE_SECONDS:

@@ -77,6 +77,9 @@ class Journal:
         failpoint("journal.commit")
         writing, self._writing = self._writing, None
         try:
+            if writing is not None and isinstance(writing.exception(), OSError):
+                self.close()
+                writing = None  # that was at the begin of a step: the disk may have room by now
             if writing is not None:
                 writing.result()
             else:

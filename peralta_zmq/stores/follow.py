@@ -238,12 +238,7 @@ class Follower:
         count = self._copy.advance(
             self._store, target, model=model, before_change=self._wait_until_settled
         )
-        tensors = self._copy.tensors()
-        try:
-            sets.check_finite(tensors)
-        except ValueError as error:
-            self._store.quarantine(target)
-            raise StoreError(f"version {target.number}: {error}") from None
+        tensors = self._checked(target)
         failpoint("load.checked")
         self._offer(target, tensors, count)
         if count:
@@ -253,6 +248,16 @@ class Follower:
             )
             if verdict:
                 logger.warning(verdict)
+
+    def _checked(self, version: Version) -> Mapping[str, torch.Tensor]:
+        """What the copy holds of a version, quarantined when some of it is not finite."""
+        tensors = self._copy.tensors()
+        try:
+            sets.check_finite(tensors)
+        except ValueError as error:
+            self._store.quarantine(version)
+            raise StoreError(f"version {version.number}: {error}") from None
+        return tensors
 
     def _wait_until_settled(self) -> None:
         """The copy must not change while the loop reads it; what it has not taken is withdrawn."""
@@ -276,9 +281,15 @@ class Follower:
         version = self._copy.version
         if version is None or self._staged or self._taken or self._store.run_id is not None:
             return
+        try:
+            tensors = self._checked(version)
+        except StoreError as error:
+            self._copy.version = None
+            self._say(str(error))
+            return
         self._say(f"no store at {self._store.where}: serving version={version.number} as it was")
         self._noticed = version.number, time.monotonic()
-        self._offer(version, self._copy.tensors(), 0)
+        self._offer(version, tensors, 0)
 
     def _say(self, text: str) -> None:
         if text != self._said:  # once, not at every look

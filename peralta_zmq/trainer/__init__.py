@@ -148,17 +148,16 @@ class Trainer:
         groups, depth = self._intake.collect(self._learner.step + 1, self._meanwhile)
         if self._stop.asked:
             return
-        collected = time.monotonic()
+        collected, journaled = time.monotonic(), self._intake.journaling
         failpoint("trainer.collected")
         row = self._learn(groups)
-        self._intake.commit()  # nothing is published of groups that are not on disk
         failpoint("trainer.stepped")
         self._doubts.judge(step=self._learner.step)
         self._roster.excuse(time.monotonic() - collected)
         publishing = self._publish()
         row |= {
             "queue/depth": depth,
-            "time/wait_for_batch": collected - started,
+            "time/wait_for_batch": collected - started - journaled,
             "time/journal": self._intake.journaling,
             "time/publish": publishing,
             **self._broadcast.figures(),
@@ -283,6 +282,7 @@ class Trainer:
 
     def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         row = self._learner.learn(groups)
+        self._intake.commit()  # nothing is told or published of groups that are not on disk
         if problem := self._learner.problem:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")

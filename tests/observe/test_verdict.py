@@ -25,7 +25,7 @@ def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
     for step in range(1, num_rows + 1):
         row: Row = {
             "step": step, "time": 1000.0 + 2 * step, "step_time": 2.0, "reward": 0.5,
-            "frac_reward_zero_std": 0.1, "time/wait_for_batch": 0.2, "time/journal": 0.04,
+            "frac_reward_zero_std": 0.1, "time/wait_for_batch": 0.16, "time/journal": 0.04,
             "time/publish": 0.01, "weights/encode_seconds": 0.1, "weights/write_seconds": 0.1,
             "weights/bytes": 2_000_000, "dropped/stale": 0,
         }  # fmt: skip
@@ -76,14 +76,14 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "too few rollouts": (
-        run(time__wait_for_batch=1.28), [], None,
+        run(time__wait_for_batch=1.24), [], None,
         Verdict(
             "the trainer waits 62% of its time for rollouts",
             "add a generator on another machine, or raise engine.slots", "warn",
         ),
     ),
     "a slow one among three": (
-        run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0), time__wait_for_batch=1.28),
+        run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0), time__wait_for_batch=1.24),
         [], None,
         Verdict(
             "the trainer waits 62% of its time for rollouts; nas is slow, 40 of all 840 tokens/s",
@@ -126,7 +126,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "both wait": (
-        run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.64), [], None,
+        run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None,
         Verdict(
             "they take turns: the trainer waits 30% of its time for rollouts, generators 40% for "
             "the trainer",
@@ -134,7 +134,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "both wait and the queue is full": (
-        run(10, gen("a", blocked_frac=0.4, queue_frac=0.35), time__wait_for_batch=0.64), [], None,
+        run(10, gen("a", blocked_frac=0.4, queue_frac=0.35), time__wait_for_batch=0.6), [], None,
         Verdict(
             "the link to the trainer is saturated: generators wait 35% of their time for room in "
             "their queue, the trainer 30% for rollouts",
@@ -167,7 +167,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "the journal's disk": (
-        run(time__wait_for_batch=0.9, time__journal=0.8), [], None,
+        run(time__wait_for_batch=0.1, time__journal=0.8), [], None,
         Verdict(
             "the disk of run.dir is saturated: the journal takes 40% of the trainer's time",
             "move run.dir to a local disk", "warn",
@@ -225,7 +225,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "solved, and the trainer waits": (
-        run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.28), [], None,
+        run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.24), [], None,
         Verdict(
             "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
             "stop here, or train on harder problems", "ok",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from field import until
 from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 
 from peralta_zmq.stores.directory import DELTA, WEIGHTS, DirectoryStore, Version
@@ -140,6 +141,26 @@ def test_weights_that_are_not_finite_are_never_offered(store: WeightStore, follo
     store.publish(1, bad, companions=COMPANIONS)
     assert follower.ready(timeout=0.5) is None
     assert served_after(follower, publish(store, 2))
+
+
+def test_nor_are_they_by_the_next_process_while_the_store_is_away(
+    store: WeightStore, follow: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = weights_at(1)
+    bad["few"][1] = torch.nan
+    store.publish(1, bad, companions=COMPANIONS)
+    with closing(follow()) as follower:
+        refuses(follower, caplog)
+    store.folder.rename(store.folder.with_name("away"))
+    caplog.clear()
+    refuses(follow(), caplog)
+    assert "serving version" not in caplog.text
+
+
+def refuses(follower: Follower, caplog: pytest.LogCaptureFixture) -> None:
+    """It says why, and offers nothing."""
+    until(lambda: follower.ready(timeout=0.1) is not None or "not finite" in caplog.text)
+    assert follower.ready(timeout=0.3) is None
 
 
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])

@@ -23,7 +23,8 @@ Attention = Callable[..., tuple[Tensor, None]]
 def is_recordable(model: Any) -> bool:
     """Whether the forward of a model without its head is ours and asks for no number back, which
     a recording forbids; rotary embeddings that grow with the longest sequence do."""
-    grows = "dynamic" in getattr(model.rotary_emb, "rope_type", "default")
+    kind = getattr(model.rotary_emb, "rope_type", "default")
+    grows = "dynamic" in kind or kind == "longrope"
     return model.config.model_type in FAMILIES and not grows
 
 

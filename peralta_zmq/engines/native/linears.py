@@ -38,7 +38,7 @@ class Product:
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """Pack `weights`, each [out, in], and take `biases`, each [out], for the old ones."""
         self._packed = _pack(self._together(weights))
-        self._bias = self._together(biases) if biases else None
+        self._bias = self._together(biases).clone() if biases else None  # not the caller's memory
         self._rows = None
 
     def own(self, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

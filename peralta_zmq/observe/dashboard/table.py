@@ -82,7 +82,7 @@ def derived(row: Mapping[str, object]) -> dict[str, float]:
     """What the page shows and no row says: rates, sums, and the parts of a step's time."""
     seconds, spread = number(row, "step_time"), number(row, "reward_std")
     generated = number(row, "num_rollouts") * number(row, "completions/mean_length")
-    wait = max(0.0, number(row, "time/wait_for_batch") - number(row, "time/journal", 0.0))
+    wait = number(row, "time/wait_for_batch", 0.0)
     parts = {"time/waiting": wait, **{key: number(row, key, 0.0) for key in FEW_SECONDS}}
     reloads = [
         number(row, key) for key in row if key.startswith("gen/") and key.endswith("reload_s")

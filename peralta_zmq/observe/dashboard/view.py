@@ -18,7 +18,7 @@ import numpy as np
 from peralta_zmq.observe.dashboard.charts import drawn
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
-from peralta_zmq.observe.evidence import Session, seconds_left, session_of
+from peralta_zmq.observe.evidence import EVALUATES, Session, seconds_left, session_of
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import duration
 from peralta_zmq.observe.verdict import verdict, waiting
@@ -65,7 +65,11 @@ def answer(run: RunFiles, *, cursor: str = "", now: float) -> Json:
 def state(run: RunFiles, *, now: float) -> Json:
     """Header, verdict, cards, generators, events and markers."""
     config, condition = run.config(), condition_of(run, now=now)
-    judged = verdict(list(run.rows), _in_order(run), now=None if condition in ENDED else now)
+    events, over = _in_order(run), condition in ENDED
+    if condition in UNHEARD:  # what was under way then is no longer
+        events = [each for each in events if each.get("event") not in EVALUATES]
+        over = over or not run.rows
+    judged = verdict(list(run.rows), events, now=None if over else now)
     known = generators(run, condition)
     return {
         "header": _header(run, config, condition, now),

@@ -60,6 +60,20 @@ def test_frequencies_follow_the_intended_distribution(name: str, temperature: fl
     assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3  # 0.1% at 7 degrees
 
 
+def test_a_packed_bias_is_a_copy() -> None:
+    """What it came from may be a mapped file that changes before the next version is taken."""
+    if not can_pack(torch.float32):
+        pytest.skip("this build cannot pack")
+    linear = torch.nn.Linear(48, 16)
+    product, given = Product([linear], ["weight"], ["bias"]), torch.randn(3, 48)
+    weights = {"weight": linear.weight.detach() * 2, "bias": linear.bias.detach() * 2}
+    product.load(*product.own(weights))
+    with torch.inference_mode():
+        before = product.part(0, given)
+        weights["bias"].zero_()
+        assert torch.equal(product.part(0, given), before)
+
+
 def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
     barred = torch.zeros(DRAWS, 8, dtype=torch.bool)
     barred[:, 1] = True

@@ -85,9 +85,7 @@ def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
 
 
 def test_what_no_row_says_is_derived() -> None:
-    told = derived(
-        row(1)
-    )  # 128 rollouts in 0.4 s: 0.21 s waited with 0.01 s of journal, 0.2 s of work
+    told = derived(row(1))  # 128 rollouts in 0.4 s: 0.2 s waited, 0.2 s of work
     assert told["rollouts_per_s"] == pytest.approx(320)
     assert told["tokens_per_s"] == pytest.approx(3040)  # 9.5 generated in each; prompts are none
     assert told["time/waiting"] == pytest.approx(0.2)
@@ -361,6 +359,18 @@ def test_when_nobody_hears_generators_none_is_called_up(tmp_path: Path, event: s
     told = generators_of(run, later=40.0)
     assert told == ({"ann": "unknown", "bob": "gone"}, "-", "unknown, 2 seen")
     assert "up" not in view.state(run, now=run.newest_time + 40.0)["verdict"]["sentence"].split()
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_who_was_killed_while_it_evaluated_does_so_no_longer(
+    tmp_path: Path, num_steps: int
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=num_steps)
+    append(folder / "events.jsonl", {"time": time.time(), "event": "evaluate", "step": num_steps})
+    run = followed(folder)
+    told = view.state(run, now=time.time() + 3600.0)
+    assert "evaluated" not in told["verdict"]["sentence"]
+    assert "still up" not in told["verdict"]["sentence"]
 
 
 def test_the_prompt_of_an_old_row_is_what_all_answers_begin_with_line_by_line() -> None:
