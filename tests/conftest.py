@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us with & lets all ignore it
 settings.load_profile("ci")  # the same examples every time, and no clock; tests/fuzz draws others
 
 
