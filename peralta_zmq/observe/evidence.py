@@ -133,7 +133,8 @@ def seconds_left(rows: Sequence[Known], steps_left: float) -> float:
         return math.nan
     num_steps = figure(lived[-1], "step") - figure(lived[0], "step")
     seconds = figure(lived[-1], "time") - figure(lived[0], "time")
-    pace = seconds / num_steps if num_steps > 0 else figure(lived[-1], "step_time")
+    runs = num_steps > 0 and seconds > 0  # a clock may have been set back
+    pace = seconds / num_steps if runs else figure(lived[-1], "step_time")
     return pace * max(0.0, steps_left)
 
 

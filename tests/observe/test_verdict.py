@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from peralta_zmq.observe.evidence import seconds_left
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.verdict import Verdict, verdict
 
@@ -447,3 +448,9 @@ def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:
         verdict(rows, [START])
         seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.05
+
+
+def test_a_clock_that_is_set_back_makes_no_negative_time_left() -> None:
+    rows = run(5)
+    rows[-1]["time"] = float(str(rows[-1]["time"])) - 86_400
+    assert seconds_left(rows, 10.0) == 20.0  # as the newest step took
