@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from peralta_zmq import policy
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
+from peralta_zmq.engines.native.compiled import Attend, OneToken, attention
 from peralta_zmq.engines.native.graphs import Graphs, capture_for
 from peralta_zmq.engines.native.linears import Weights
 
@@ -44,7 +45,9 @@ class Decoder:
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
         self._places = torch.arange(capacity, device=self.device)
+        self._like = torch.empty(0, dtype=self.dtype, device=self.device)
         self._weights = Weights(model, pack=not live)
+        self._compiled = _compiled_for(config, self.dtype, self.device)
         self._graphs = _graphs_for(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
@@ -79,10 +82,18 @@ class Decoder:
         end: Tensor,  # [n, 1]
     ) -> Tensor:
         own = positions - (end - start)
+        ours = self._config.model_type in forward.FAMILIES
+        turned = self._model.model.rotary_emb(self._like, positions) if ours else ()
+        if self._compiled is not None and ids.shape[1] == 1:
+            token = OneToken(
+                self._compiled, self.cache, first, turned=turned, spans=(start, end), own=own
+            )
+            return forward.last_hidden(self._model.model, ids, token)
         masks: Any = self._masks(own, start, end)
         window = Window(self.cache, first, own)
-        if self._config.model_type in forward.FAMILIES:
-            return forward.last_hidden(self._model.model, ids, positions, window, masks, _attention)
+        if ours:
+            between = forward.ByTorch(forward.Turn(*turned), window, masks, _attention)
+            return forward.last_hidden(self._model.model, ids, between)
         with self._our_attention():
             out = self._model.model(
                 input_ids=ids,
@@ -137,6 +148,14 @@ def _graphs_for(model: Any) -> Graphs | None:
     if capture is None or not forward.is_recordable(model.model):
         return None
     return Graphs(capture, model.device)
+
+
+def _compiled_for(config: Any, dtype: torch.dtype, device: torch.device) -> Attend | None:
+    if config.model_type not in forward.FAMILIES or _window(config) is not None:
+        return None
+    shape = cache_shape(config)
+    shared = config.num_attention_heads // shape["num_heads"]
+    return attention(dtype, device, shared=shared, width=shape["head_dim"])
 
 
 def serves(model: policy.Model) -> bool:

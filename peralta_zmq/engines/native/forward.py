@@ -8,7 +8,7 @@ they have (norms of queries and keys, biases), not in this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,53 +28,64 @@ def is_recordable(model: Any) -> bool:
     return model.config.model_type in FAMILIES and not grows
 
 
-class Turn(NamedTuple):
-    """Rotary position embedding: the factors of a head and of the head with its halves swapped."""
+class Turn:
+    """Rotary position embedding, by the cosines and sines [n, S, D] of the places."""
 
-    cos: Tensor  # [n, 1, S, D]
-    sin: Tensor  # the first half negated
+    def __init__(self, cosines: Tensor, sines: Tensor) -> None:
+        low, high = sines.chunk(2, -1)
+        self._cos, self._sin = cosines[:, None], torch.cat([-low, high], -1)[:, None]
 
     def of(self, heads: Tensor) -> Tensor:
         """Queries or keys [n, H, S, D] at their places (RoFormer, arXiv 2104.09864)."""
         swapped = heads.roll(heads.shape[-1] // 2, -1)
-        return torch.addcmul(heads * self.cos, swapped, self.sin)
+        return torch.addcmul(heads * self._cos, swapped, self._sin)
 
 
-def last_hidden(
-    model: Any,  # without its head
-    ids: Tensor,  # [n, S]
-    places: Tensor,  # [n, S]
-    window: Window,
-    masks: Mapping[str, Tensor],  # for each kind of layer
-    attention: Attention,
-) -> Tensor:
-    """Last hidden states [n, S, H] of `ids` at `places`; `window` takes in keys and values."""
+class Between(Protocol):
+    """What lies between the products of queries, keys and values and the one of what comes out."""
+
+    def __call__(
+        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """[n, S, heads * D] each, of new tokens in an attention layer of that kind."""
+        ...
+
+
+class ByTorch(NamedTuple):
+    """That in torch's operators."""
+
+    turn: Turn
+    window: Window  # takes in keys and values
+    masks: Mapping[str, Tensor]  # for each kind of layer
+    attention: Attention
+
+    def __call__(
+        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """As Between says."""
+        query, key, value = (
+            each.unflatten(-1, (-1, module.head_dim)) for each in (query, key, value)
+        )
+        if hasattr(module, "q_norm"):
+            query, key = _normed(module.q_norm, query), _normed(module.k_norm, key)
+        query, key = self.turn.of(query.transpose(1, 2)), self.turn.of(key.transpose(1, 2))
+        keys, values = self.window.update(key, value.transpose(1, 2), module.layer_idx)
+        mask = self.masks[kind]
+        out, _ = self.attention(module, query, keys, values, mask, scaling=module.scaling)
+        return out.flatten(2)
+
+
+def last_hidden(model: Any, ids: Tensor, between: Between) -> Tensor:
+    """Last hidden states [n, S, H] of `ids` [n, S], of a model without its head."""
     hidden = model.embed_tokens(ids)
-    cos, sin = model.rotary_emb(hidden, places)
-    low, high = sin.chunk(2, -1)
-    turn = Turn(cos[:, None], torch.cat([-low, high], -1)[:, None])
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.layers)
     for layer, kind in zip(model.layers, kinds, strict=True):
-        rows = _normed(layer.input_layernorm, hidden)
-        hidden = hidden + _attend(layer.self_attn, rows, turn, window, masks[kind], attention)
+        rows, own = _normed(layer.input_layernorm, hidden), layer.self_attn
+        asked = own.q_proj(rows), own.k_proj(rows), own.v_proj(rows)
+        hidden = hidden + own.o_proj(between(own, kind, *asked))
         rows, mlp = _normed(layer.post_attention_layernorm, hidden), layer.mlp
         hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(rows)) * mlp.up_proj(rows))
     return _normed(model.norm, hidden)
-
-
-def _attend(
-    module: Any, rows: Tensor, turn: Turn, window: Window, mask: Tensor, attention: Attention
-) -> Tensor:
-    shape = (*rows.shape[:2], -1, module.head_dim)
-    query, key, value = (
-        project(rows).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    if hasattr(module, "q_norm"):
-        query, key = _normed(module.q_norm, query), _normed(module.k_norm, key)
-    query, key = turn.of(query.transpose(1, 2)), turn.of(key.transpose(1, 2))
-    keys, values = window.update(key, value.transpose(1, 2), module.layer_idx)
-    out, _ = attention(module, query, keys, values, mask, scaling=module.scaling)
-    return module.o_proj(out.flatten(2))
 
 
 def _normed(norm: Any, rows: Tensor) -> Tensor:

@@ -106,12 +106,13 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
+@pytest.mark.parametrize("head_dim", [8, 16])  # attend.c knows the wider ones only
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
-    family: str, kv_heads: int, tokenizer: Any
+    family: str, kv_heads: int, head_dim: int, tokenizer: Any
 ) -> None:
-    settings = {**FAMILIES[family], "num_key_value_heads": kv_heads}
+    settings = {**FAMILIES[family], "num_key_value_heads": kv_heads, "head_dim": head_dim}
     model = sharp_model(**settings)
     expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in PROMPTS]
     completions = sampled(engine_of(model, tokenizer), GREEDY)

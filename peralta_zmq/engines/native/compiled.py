@@ -1,0 +1,187 @@
+"""One new token a row in C, where Linux has a compiler: what lies between a layer's products.
+
+torch needs some twenty operations for it, each over all of its rows once more, and small products
+of each row's own keys at a third of the memory's speed. attend.c is compiled once for a machine
+and tried before it is used; without a compiler torch's operators do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peralta_zmq.engines.native.cache import KeyValues
+
+SOURCE = Path(__file__).with_name("attend.c")
+LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
+DEFINES = {torch.bfloat16: ("-DNUMBER_IS_BF16",), torch.float32: ()}
+# What lets sums be reordered; a NaN stays a NaN.
+FLAGS = (
+    "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
+    f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}",
+)  # fmt: skip
+BUILD_SECONDS = 60.0
+logger = logging.getLogger(__name__)
+
+
+class _Attention(ctypes.Structure):
+    """As in attend.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "rows", "heads", "shared", "width", "common", "room", "threads",
+            "query_stride", "key_stride", "value_stride",
+        )),
+        *((name, ctypes.c_void_p) for name in (
+            "query", "key", "value", "query_norm", "key_norm", "cosine", "sine",
+            "common_keys", "common_values", "keys", "values", "start", "end", "own", "out",
+        )),
+        ("epsilon", ctypes.c_float), ("scaling", ctypes.c_float),
+    )  # fmt: skip
+
+
+Attend = Callable[[Any], int]  # of a pointer to _Attention
+
+
+class OneToken:
+    """The part of a forward between products, of one new token for each row of a step."""
+
+    def __init__(
+        self,
+        attend: Attend,
+        cache: KeyValues,
+        first: int,  # row of the cache
+        *,
+        turned: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
+        spans: tuple[Tensor, Tensor],  # start and end in the common part, [n, 1]
+        own: Tensor,  # [n, 1], where in their rows the new tokens go
+    ) -> None:
+        self._attend, self._cache, self._rows = attend, cache, slice(first, None)
+        self._held = (*turned, *spans, own)  # alive while C reads them
+        cosine, sine, start, end, own = (each.data_ptr() for each in self._held)
+        self._asked = _Attention(
+            rows=len(turned[0]), width=turned[0].shape[-1], room=cache.width,
+            threads=torch.get_num_threads(), cosine=cosine, sine=sine, start=start, end=end,
+            own=own,
+        )  # fmt: skip
+
+    def __call__(
+        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """[n, 1, heads * D] from the products [n, 1, heads * D]; takes in key and value."""
+        asked, layer = self._asked, module.layer_idx
+        common, rows = self._cache.common[layer], self._cache.layers[layer]
+        asked.heads, asked.common = common[0].shape[:2]
+        asked.shared = query.shape[-1] // key.shape[-1]
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            setattr(asked, name, tensor.data_ptr())
+            setattr(asked, f"{name}_stride", tensor.stride(0))
+        if hasattr(module, "q_norm"):
+            asked.query_norm = module.q_norm.weight.data_ptr()
+            asked.key_norm = module.k_norm.weight.data_ptr()
+            asked.epsilon = module.q_norm.variance_epsilon
+        asked.common_keys, asked.common_values = (each.data_ptr() for each in common)
+        asked.keys, asked.values = (each[self._rows].data_ptr() for each in rows)
+        asked.scaling = module.scaling
+        out = query.new_empty(query.shape)
+        asked.out = out.data_ptr()
+        self._attend(ctypes.byref(asked))
+        return out
+
+
+@functools.cache
+def attention(
+    dtype: torch.dtype, device: torch.device, *, shared: int, width: int
+) -> Attend | None:
+    """attend.c for heads of `width` numbers of which `shared` read the same keys; None where it
+    has no case for them, cannot be built, or does not give what torch gives."""
+    served = not width % LANES and width <= MAX_WIDTH and shared <= MAX_SHARED
+    if device.type != "cpu" or sys.platform != "linux" or dtype not in DEFINES or not served:
+        return None
+    try:
+        attend = ctypes.CDLL(str(_built(DEFINES[dtype]))).attend
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("no C for decoding, which takes up to a third longer: %s", error)
+        return None
+    return attend if _is_right(attend, dtype, shared, width) else None
+
+
+def _built(defines: tuple[str, ...]) -> Path:
+    """The library for this machine, built when it is not there yet."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler here (cc); Debian's is in the package gcc")
+    compile_ = [compiler, *FLAGS, *defines, "-c", str(SOURCE), "-o"]
+    known = repr(compile_) + _processor() + str(_openmp())
+    key = hashlib.sha256(SOURCE.read_bytes() + known.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
+    built = folder / f"attend-{key}.so"
+    if not built.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            object_, library = Path(beside) / "attend.o", Path(beside) / "attend.so"
+            _run([*compile_, str(object_)])
+            # Without FLAGS: some compilers let a library of such flags change the process's floats.
+            _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
+            os.replace(library, built)
+    return built
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
+
+
+def _openmp() -> Path:
+    """torch's own: the threads of another one would wait beside its, each busily."""
+    packages = Path(torch.__file__).parent
+    for folder in (packages / "lib", packages.with_name("torch.libs")):
+        for library in sorted(folder.glob("libgomp*")):
+            return library
+    raise FileNotFoundError("torch brings no libgomp")
+
+
+def _processor() -> str:
+    """What it can do: a home that is shared by machines holds a library for each."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _is_right(attend: Attend, dtype: torch.dtype, shared: int, width: int) -> bool:
+    """Whether a row that reads a common part comes out as torch's."""
+    chance = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance).to(dtype)
+
+    cache = KeyValues(
+        num_layers=1, num_rows=1, num_heads=1, capacity=4, head_dim=width, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    cache.common = [(drawn(1, 3, width), drawn(1, 3, width))]
+    query, key, value = drawn(1, 1, shared * width), drawn(1, 1, width), drawn(1, 1, width)
+    plain = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)
+    spans = torch.tensor([[1]]), torch.tensor([[3]])
+    step = OneToken(attend, cache, 0, turned=plain, spans=spans, own=torch.tensor([[0]]))
+    ours = step(SimpleNamespace(layer_idx=0, scaling=0.3), "", query, key, value)
+    keys, values = (
+        torch.cat([held[:, 1:], new], 1)
+        for held, new in zip(cache.common[0], (key, value), strict=True)
+    )
+    theirs = torch.softmax(query.view(1, shared, width) @ keys.mT * 0.3, -1) @ values
+    exact = dtype == torch.float32
+    return torch.allclose(ours, theirs.view_as(ours), atol=1e-5 if exact else 0.05)
