@@ -15,10 +15,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from peralta_zmq.learning.batch import Batch, Piece, cut, make_batches
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.step import take_step
-from peralta_zmq.policy import score
 from peralta_zmq.policy.score import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
@@ -60,15 +58,15 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     shape = QUICK_SHAPE if quick else SHAPE
     for name, number in (("peak_memory", 1), ("peak_memory_4_groups", NUM_GROUPS)):
         yield peak_memory(f"{name}_vs_original", shape, num_groups=number, device=device)
+    if device == CPU:
+        yield kept_memory(shape, repeats=1 if quick else 3)
     setting = Setting(shape, device=device)  # not before: we held no model
     progress("warming up")
-    for work in (setting.original, setting.exact, setting.two_gradients, setting.narrow):
+    for work in (setting.original, setting.exact, setting.narrow):
         work(1)
     taken = interleaved(variants(setting), repeats=2 if quick else 3)
     original = taken["original"]
     yield per_group("exact_fp32_vs_original", taken["exact"], original)
-    if device == CPU:  # elsewhere it is left to autograd
-        yield per_group("one_gradient_vs_two", taken["exact"], taken["two_gradients"])
     yield per_group("bf16_vs_original", taken["narrow"], original)
     yield per_group("bf16_4_groups_vs_original", taken["narrow_4"], original)
     yield flop_share(setting, repeats=2 if quick else 3)
@@ -101,12 +99,6 @@ class Setting:
     def exact(self, num_groups: int) -> None:
         """Our step in fp32, all groups in one micro-batch."""
         self._ours(num_groups, torch.float32)
-
-    def two_gradients(self, num_groups: int) -> None:
-        """The same as autograd has it: one gradient of the tied matrix as the embedding, one as
-        the head."""
-        with patch.object(score, "_rows_apart", nullcontext):
-            self.exact(num_groups)
 
     def narrow(self, num_groups: int) -> None:
         """Our step in bf16 over fp32 masters."""
@@ -201,7 +193,6 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
     return {
         "original": lambda: seconds(lambda: setting.original(1)),
         "exact": lambda: seconds(lambda: setting.exact(1)),
-        "two_gradients": lambda: seconds(lambda: setting.two_gradients(1)),
         "narrow": lambda: seconds(lambda: setting.narrow(1)),
         "narrow_4": lambda: seconds(lambda: setting.narrow(NUM_GROUPS)) / NUM_GROUPS,
     }
@@ -234,30 +225,50 @@ def peak_memory(
 
     Weights, gradients and optimizer state, which both have, are included.
     """
-    ours, peer = (peak_of(shape, way, num_groups, device) for way in ("narrow", "original"))
+    (ours, _), (peer, _) = (
+        alone(shape, way, num_groups, device, keeps=way == "narrow")
+        for way in ("narrow", "original")
+    )
     progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
     return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
 
 
-def peak_of(shape: dict[str, Any], way: str, num_groups: int, device: torch.device) -> int:
-    """Bytes that a new process had at most."""
-    asked = json.dumps([shape, way, num_groups, str(device)])
+def kept_memory(shape: dict[str, Any], *, repeats: int) -> Claim:
+    """The second step in bf16 of a process that keeps what the first one freed, against that of
+    one to which the system has to give new pages."""
+    taken = interleaved(
+        {
+            "kept": lambda: alone(shape, "narrow", 1, CPU, keeps=True)[1],
+            "new": lambda: alone(shape, "narrow", 1, CPU, keeps=False)[1],
+        },
+        repeats=repeats,
+    )
+    return per_group("kept_memory_vs_new_pages", taken["kept"], taken["new"])
+
+
+def alone(
+    shape: dict[str, Any], way: str, num_groups: int, device: torch.device, *, keeps: bool
+) -> tuple[int, float]:
+    """Bytes that a new process had at most, and the seconds of its second step."""
+    asked = json.dumps([shape, way, num_groups, str(device), keeps])
     command = [sys.executable, "-m", "benchmarks.training", asked]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
-    return int(done.stdout)
+    peak, lasted = json.loads(done.stdout)
+    return peak, lasted
 
 
-def measure_peak(shape: dict[str, Any], way: str, num_groups: int, device: str) -> None:
+def measure(shape: dict[str, Any], way: str, num_groups: int, device: str, keeps: bool) -> None:
     """Take two steps, for the second of which there is optimizer state, and print the peak."""
     policy.use_threads()
-    if way != "original":
+    if keeps:
         policy.keep_memory()
     setting = Setting(shape, device=torch.device(device))
-    for _ in range(2):
-        getattr(setting, way)(num_groups)
-    taken = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
-    sys.stdout.write(str(taken))
+    step = partial(getattr(setting, way), num_groups)
+    step()
+    lasted = seconds(step)
+    peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
+    sys.stdout.write(json.dumps([peak, lasted]))
 
 
 def peak_bytes() -> int:
@@ -270,4 +281,4 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    measure_peak(*json.loads(sys.argv[1]))
+    measure(*json.loads(sys.argv[1]))
