@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from benchmarks.harness import Claim, bounded, interleaved, progress, seconds, spread
 from benchmarks.limits import bandwidth, flops
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
@@ -140,13 +140,16 @@ class Setting:
         taken = np.diff(np.array(at), axis=0)
         return Step(*np.median(taken, axis=0).tolist())
 
-    def stall(self, staged: Mapping[str, torch.Tensor]) -> float:
-        """How many seconds longer a decode step takes before which newer weights come."""
+    def stall(self, staged: Mapping[str, torch.Tensor], *, looks: bool = False) -> float:
+        """How many seconds longer a decode step takes before which newer weights come, and are
+        looked through if not before."""
         at: list[float] = []
 
         def between_steps() -> None:
             at.append(time.perf_counter())
             if len(at) == NUM_NEW // 2:
+                if looks:
+                    check_finite(staged)
                 self.native.apply(staged, self.native.step + 1)
 
         self._decode(1, between_steps)
@@ -303,22 +306,13 @@ def against_bounds(setting: Setting) -> Iterator[Claim]:
             bounds.append(reads if num_prompts == 1 else by_flops)
             steps.append(setting.step(num_prompts))
             progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
-        yield bounded(f"{name}_{rows}_rows", [rows / each.whole for each in steps], bounds)
+        rates = [rows / each.whole for each in steps]
+        yield bounded(f"{name}_{rows}_rows", rates, bounds, "tokens/s")
         if setting.device != CPU:
             continue
-        yield bounded(
-            f"products_alone_{rows}_rows", [rows / each.products for each in steps], bounds
-        )
+        rates = [rows / each.products for each in steps]
+        yield bounded(f"products_alone_{rows}_rows", rates, bounds, "tokens/s")
         yield from divided(f"step_{rows}_rows", steps)
-
-
-def bounded(name: str, ours: Sequence[float], bounds: Sequence[float]) -> Claim:
-    """Tokens per second, of those that the machine allows."""
-    return Claim(
-        name, statistics.median(ours), "tokens/s", bound=statistics.median(bounds),
-        share=statistics.median(a / b for a, b in zip(ours, bounds, strict=True)),
-        n=len(ours), spread=spread(ours),
-    )  # fmt: skip
 
 
 def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
@@ -333,18 +327,25 @@ def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
 
 
 def against_copy(setting: Setting) -> Iterator[Claim]:
-    """Newer weights between two decode steps, three times, by turns with the copy alone."""
+    """Newer weights between two decode steps, three times, by turns with the copy alone and
+    with the look at every number that was once taken there."""
     with TemporaryDirectory(prefix="bench-generation-") as folder:
         setting.save(file := Path(folder) / "model.safetensors")
         staged = MappedTensors(file)
         check_finite(staged)  # as is done beside the sampling, which brings the pages here
         taken = interleaved(
-            {"copy": lambda: setting.copy(staged), "stall": lambda: setting.stall(staged)},
+            {
+                "copy": lambda: setting.copy(staged),
+                "stall": lambda: setting.stall(staged),
+                "stall with looks": lambda: setting.stall(staged, looks=True),
+            },
             repeats=3,
         )
-    stalls, copies = taken["stall"], taken["copy"]
+    stalls, copies, looks = taken["stall"], taken["copy"], taken["stall with looks"]
     yield Claim(
-        "apply_stall", statistics.median(stalls), "s", bound=statistics.median(copies),
+        "apply_stall", statistics.median(stalls), "s", peer=statistics.median(looks),
+        ratio=statistics.median(b / a for a, b in zip(stalls, looks, strict=True)),
+        bound=statistics.median(copies),
         share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
         n=3, spread=spread(stalls),
     )  # fmt: skip

@@ -22,7 +22,10 @@ from typing import Any, Protocol, cast
 from benchmarks.report import REPO, Claim, document, place_of, report_of, table
 from peralta_zmq.observe.progress import duration
 
-__all__ = ["REPO", "Claim", "interleaved", "main", "progress", "progress_of", "seconds", "spread"]
+__all__ = [
+    "REPO", "Claim", "bounded", "interleaved", "main", "progress", "progress_of", "seconds",
+    "spread",
+]  # fmt: skip
 BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
 ON_DEVICE = ("generation", "training", "weights")
 
@@ -67,6 +70,15 @@ def interleaved(
 def spread(values: Sequence[float]) -> float:
     """(max - min) / median."""
     return (max(values) - min(values)) / statistics.median(values)
+
+
+def bounded(name: str, ours: Sequence[float], bounds: Sequence[float], unit: str) -> Claim:
+    """Rates, of those that the machine allowed in the same round."""
+    return Claim(
+        name, statistics.median(ours), unit, bound=statistics.median(bounds),
+        share=statistics.median(a / b for a, b in zip(ours, bounds, strict=True)),
+        n=len(ours), spread=spread(ours),
+    )  # fmt: skip
 
 
 def progress(text: str) -> None:

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Claim, interleaved, progress, seconds, spread
+from benchmarks.harness import Claim, bounded, interleaved, progress, seconds, spread
 from benchmarks.limits import flops
 from peralta_zmq import policy
 from peralta_zmq.learning.advantages import group_mean
@@ -57,6 +58,8 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     shape = QUICK_SHAPE if quick else SHAPE
     for name, number in (("peak_memory", 1), ("peak_memory_4_groups", NUM_GROUPS)):
         yield peak_memory(f"{name}_vs_original", shape, num_groups=number, device=device)
+    if device == CPU:
+        yield kept_memory(shape, repeats=1 if quick else 3)
     setting = Setting(shape, device=device)  # not before: we held no model
     progress("warming up")
     for work in (setting.original, setting.exact, setting.narrow):
@@ -212,11 +215,7 @@ def flop_share(setting: Setting, *, repeats: int) -> Claim:
         bounds.append(flops(torch.bfloat16, setting.model.device))
         rates.append(needed / seconds(lambda: setting.narrow(NUM_GROUPS)))
         progress(f"flop_share: {rates[-1] / 1e9:.4g} of {bounds[-1] / 1e9:.4g} GFLOP/s")
-    shares = [rate / bound for rate, bound in zip(rates, bounds, strict=True)]
-    return Claim(
-        "flop_share_bf16", statistics.median(rates), "FLOP/s", bound=statistics.median(bounds),
-        share=statistics.median(shares), n=repeats, spread=spread(rates),
-    )  # fmt: skip
+    return bounded("flop_share_bf16", rates, bounds, "FLOP/s")
 
 
 def peak_memory(
@@ -226,30 +225,50 @@ def peak_memory(
 
     Weights, gradients and optimizer state, which both have, are included.
     """
-    ours, peer = (peak_of(shape, way, num_groups, device) for way in ("narrow", "original"))
+    (ours, _), (peer, _) = (
+        alone(shape, way, num_groups, device, keeps=way == "narrow")
+        for way in ("narrow", "original")
+    )
     progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
     return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
 
 
-def peak_of(shape: dict[str, Any], way: str, num_groups: int, device: torch.device) -> int:
-    """Bytes that a new process had at most."""
-    asked = json.dumps([shape, way, num_groups, str(device)])
+def kept_memory(shape: dict[str, Any], *, repeats: int) -> Claim:
+    """The second step in bf16 of a process that keeps what the first one freed, against that of
+    one to which the system has to give new pages."""
+    taken = interleaved(
+        {
+            "kept": lambda: alone(shape, "narrow", 1, CPU, keeps=True)[1],
+            "new": lambda: alone(shape, "narrow", 1, CPU, keeps=False)[1],
+        },
+        repeats=repeats,
+    )
+    return per_group("kept_memory_vs_new_pages", taken["kept"], taken["new"])
+
+
+def alone(
+    shape: dict[str, Any], way: str, num_groups: int, device: torch.device, *, keeps: bool
+) -> tuple[int, float]:
+    """Bytes that a new process had at most, and the seconds of its second step."""
+    asked = json.dumps([shape, way, num_groups, str(device), keeps])
     command = [sys.executable, "-m", "benchmarks.training", asked]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
-    return int(done.stdout)
+    peak, lasted = json.loads(done.stdout)
+    return peak, lasted
 
 
-def measure_peak(shape: dict[str, Any], way: str, num_groups: int, device: str) -> None:
+def measure(shape: dict[str, Any], way: str, num_groups: int, device: str, keeps: bool) -> None:
     """Take two steps, for the second of which there is optimizer state, and print the peak."""
     policy.use_threads()
-    if way != "original":
+    if keeps:
         policy.keep_memory()
     setting = Setting(shape, device=torch.device(device))
-    for _ in range(2):
-        getattr(setting, way)(num_groups)
-    taken = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
-    sys.stdout.write(str(taken))
+    step = partial(getattr(setting, way), num_groups)
+    step()
+    lasted = seconds(step)
+    peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
+    sys.stdout.write(json.dumps([peak, lasted]))
 
 
 def peak_bytes() -> int:
@@ -262,4 +281,4 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    measure_peak(*json.loads(sys.argv[1]))
+    measure(*json.loads(sys.argv[1]))

@@ -102,6 +102,8 @@ def _rates(
             "with keys": lambda: _ours(group, senders, count, lock),
             "raw": lambda: _raw(size, senders, count),
             "checks": lambda: _checks_per_second(group),
+            "judges": lambda: _checks_per_second(group, _judge),
+            "cuts": lambda: _checks_per_second(group, _cut, _judge),
         },
         repeats=repeats,
     )
@@ -124,10 +126,16 @@ def _rates(
         costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(locked, ours, strict=True)]
         yield _claim(f"curve_cost{kind}", statistics.median(costs), "us per group", costs)
     if senders == 8:
-        decoding = [1e6 / each for each in taken["checks"]]
-        yield _claim(
-            f"decode{kind or '_large'}_us", statistics.median(decoding), "us per group", decoding
+        decoding, judging, cutting = (
+            [1e6 / each for each in taken[name]] for name in ("checks", "judges", "cuts")
         )
+        size_of = kind or "_large"
+        yield _claim(f"decode{size_of}_us", statistics.median(decoding), "us per group", decoding)
+        yield Claim(
+            f"judged_uncut_vs_cut{size_of}", statistics.median(judging), "us per group",
+            peer=statistics.median(cutting), ratio=_ratio(cutting, judging), n=repeats,
+            spread=spread(judging),
+        )  # fmt: skip
 
 
 def _one_after_the_other(receives: float, checks: float) -> float:
@@ -140,12 +148,27 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _checks_per_second(group: RolloutGroup) -> float:
-    """Groups that one core can decode when nothing has to be received."""
+def _checks_per_second(group: RolloutGroup, *then: Callable[[RolloutGroup], object]) -> float:
+    """Groups that one core can decode, and do that with, when nothing has to be received."""
     frame, rounds = wire.encode_group(group), 3000
-    return rounds / seconds(
-        lambda: [wire.decode_group(frame, vocab_size=VOCAB_SIZE) for _ in range(rounds)]
-    )
+
+    def decode() -> None:
+        for _ in range(rounds):
+            decoded = wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+            for each in then:
+                each(decoded)
+
+    return rounds / seconds(decode)
+
+
+def _judge(group: RolloutGroup) -> tuple[bool, float]:
+    """What the intake asks of every group before it is in a batch."""
+    return group.has_signal, group.mean_reward
+
+
+def _cut(group: RolloutGroup) -> Rollout:
+    """All rollouts are cut with the first."""
+    return group.rollouts[0]
 
 
 @contextmanager

@@ -103,10 +103,19 @@ def eval_sampling_of(config: Config, *, seed: int) -> Sampling:
 
 def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
     """Whether the groups are enough for an optimizer step."""
+    return sum(size_of(config, each) for each in groups) >= step_size(config)
+
+
+def step_size(config: Config) -> int:
+    """Rollouts, or tokens where `train.token_batch_size` says so, that make an optimizer step."""
+    return config.train.token_batch_size or config.train.batch_size
+
+
+def size_of(config: Config, group: RolloutGroup) -> int:
+    """The group's own, likewise."""
     if config.train.token_batch_size is None:
-        return sum(len(group.rollouts) for group in groups) >= config.train.batch_size
-    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    return tokens >= config.train.token_batch_size
+        return len(group.rollouts)
+    return sum(len(rollout.token_ids) for rollout in group.rollouts)
 
 
 def temperatures_of(config: Config) -> TemperatureSchedule | None:

@@ -162,8 +162,9 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the siblings, in order."""
-        return [rollout.reward for rollout in self.rollouts]
+        """Rewards of the siblings, in order; those of a received group are known by themselves."""
+        known: tuple[float, ...] | None = getattr(self.rollouts, "rewards", None)
+        return [each.reward for each in self.rollouts] if known is None else list(known)
 
     @property
     def mean_reward(self) -> float:

@@ -313,9 +313,9 @@ def _seen_plainly(
 def _rows_apart(model: Any) -> Generator[None, None, None]:
     """Add the gradient of an input embedding that is the head's too to the head's, row by row.
 
-    autograd would make a second one of the whole vocabulary and add the two up, which at 152,000
-    tokens takes a good part of a step on a CPU, and 0.6 GiB at Qwen3-0.6B's width. Elsewhere it
-    is left to autograd. Who asks for gradients otherwise than by `backward()` misses this part.
+    autograd would make a second one of the whole vocabulary and add the two up, which takes
+    0.6 GiB at Qwen3-0.6B's shape. Off a CPU it is left to autograd. Who asks for gradients
+    otherwise than by `backward()` misses this part.
     """
     embedding = model.get_input_embeddings()
     weight: Any = getattr(embedding, "weight", None)

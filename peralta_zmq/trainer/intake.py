@@ -68,6 +68,7 @@ class Intake:
         stop: Stop,
     ) -> None:
         self.pending: list[RolloutGroup] = []
+        self._size = 0  # of what is pending; not counted anew for every group that comes
         self.journaling = 0.0
         self.journal, self.pools = journal, pools
         self.admission = Admission(
@@ -86,7 +87,7 @@ class Intake:
     @property
     def has_batch(self) -> bool:
         """Whether what is pending is enough for a step."""
-        return parts.is_full(self._config, self.pending)
+        return self._size >= parts.step_size(self._config)
 
     # What comes.
 
@@ -127,7 +128,7 @@ class Intake:
 
     def take(self) -> list[RolloutGroup]:
         """What is pending goes into a step that begins."""
-        groups, self.pending = self.pending, []
+        groups, self.pending, self._size = self.pending, [], 0
         self._taken, self._in_step = self._settled(), len(groups)
         return groups
 
@@ -138,6 +139,7 @@ class Intake:
         if verdict in ADMITTED:
             self.journal.append(step, frame)
             self.pending.append(group)
+            self._size += parts.size_of(self._config, group)
             self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
         elif verdict != "duplicate":
             self._drop(group, verdict, step=step)
@@ -206,6 +208,7 @@ class Intake:
         there are later steps: then groups of it are gone.
         """
         self.pending = self._taken_in_before(step)
+        self._size = sum(parts.size_of(self._config, each) for each in self.pending)
         self._durable = self._settled()
         if not self.has_batch:
             self.journal.check_last(step, "is missing or lacks groups")

@@ -293,8 +293,9 @@ class _Sound(NamedTuple):
 
 
 class Siblings(Sequence[Rollout]):
-    """The rollouts of a received group, cut from its checked columns when one is first looked at:
-    the socket is emptied in half the time, and a group that is dropped is never cut.
+    """The rollouts of a received group, cut from its checked columns when one is first looked at.
+    Admission asks for `rewards` alone: the socket is emptied sooner, and a group that is dropped
+    is never cut.
     """
 
     __slots__ = ("_cut", "_sound")
@@ -302,6 +303,11 @@ class Siblings(Sequence[Rollout]):
     def __init__(self, sound: _Sound) -> None:
         self._sound = sound
         self._cut: tuple[Rollout, ...] | None = None
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Of all of them, uncut."""
+        return self._sound.rewards
 
     def __len__(self) -> int:
         return len(self._sound.turns)

@@ -20,8 +20,9 @@ from sockets import GROUP
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
+from peralta_zmq.learning import admission
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire import strict
+from peralta_zmq.wire import groups, strict
 
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
@@ -64,6 +65,13 @@ def same(ours: RolloutGroup, theirs: RolloutGroup) -> bool:
 
 def test_round_trip_keeps_every_field() -> None:
     assert same(decoded(wire.encode_group(GROUP)), GROUP)
+
+
+def test_admission_cuts_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
+    monkeypatch.setattr(groups, "_cut", lambda _: pytest.fail("a rollout is cut"))
+    assert admission.Admission(8).admit(group, step=1) == "trained"
+    assert (group.rewards, group.mean_reward) == ([0.0, 0.25, 1.0], 1.25 / 3)
 
 
 def test_round_trip_keeps_parts_and_finish_reasons() -> None:
