@@ -29,7 +29,7 @@ from benchmarks.harness import Claim, bounded, interleaved, progress, seconds, s
 from benchmarks.limits import bandwidth, flops
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, decoder, linears
+from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.stores.tensors import MappedTensors, check_finite
 from peralta_zmq.tasks import calculator
@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """Norms, rotation, what is between the layers, the sampler."""
+        """Norms and what else is between the layers, the sampler."""
         return self.whole - self.products - self.attention
 
 
@@ -132,13 +132,24 @@ class Setting:
         """The medians of decode steps with 4 rows for each prompt."""
         at: list[tuple[float, ...]] = []
         linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
-        with timed(*linear) as products, timed((decoder, "_attention")) as attention:
+        between = (compiled.OneToken, "attend"), (forward.ByTorch, "attend")
+        with timed(*linear) as products, timed(*between) as attention:
             self._decode(
                 num_prompts,
                 lambda: at.append((time.perf_counter(), products.seconds, attention.seconds)),
             )
         taken = np.diff(np.array(at), axis=0)
         return Step(*np.median(taken, axis=0).tolist())
+
+    def step_by_torch(self, num_prompts: int) -> Step:
+        """The same without what is compiled."""
+        decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
+        assert decoder is not None
+        attend, decoder._compiled = decoder._compiled, None  # pyright: ignore[reportPrivateUsage]
+        try:
+            return self.step(num_prompts)
+        finally:
+            decoder._compiled = attend  # pyright: ignore[reportPrivateUsage]
 
     def stall(self, staged: Mapping[str, torch.Tensor], *, looks: bool = False) -> float:
         """How many seconds longer a decode step takes before which newer weights come, and are
@@ -298,13 +309,15 @@ def against_bounds(setting: Setting) -> Iterator[Claim]:
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
     for name, num_prompts in (("bandwidth_share", 1), ("flop_share", 8)):
         rows = num_prompts * SIBLINGS
-        steps, bounds = list[Step](), list[float]()
+        steps, by_torch, bounds = list[Step](), list[Step](), list[float]()
         for _ in range(3):
             reads = rows * bandwidth(setting.device) / size
             multiplies = flops(setting.dtype, setting.device)
             by_flops = multiplies / (2 * setting.num_parameters)
             bounds.append(reads if num_prompts == 1 else by_flops)
             steps.append(setting.step(num_prompts))
+            if setting.device == CPU:
+                by_torch.append(setting.step_by_torch(num_prompts))
             progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
         rates = [rows / each.whole for each in steps]
         yield bounded(f"{name}_{rows}_rows", rates, bounds, "tokens/s")
@@ -313,6 +326,9 @@ def against_bounds(setting: Setting) -> Iterator[Claim]:
         rates = [rows / each.products for each in steps]
         yield bounded(f"products_alone_{rows}_rows", rates, bounds, "tokens/s")
         yield from divided(f"step_{rows}_rows", steps)
+        before = [rows / each.whole for each in by_torch]
+        ours = [rows / each.whole for each in steps]
+        yield compared(f"compiled_vs_torch_{rows}_rows", ours, before, "tokens/s")
 
 
 def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:

@@ -1,7 +1,7 @@
 """One new token a row in C, where Linux has a compiler: what lies between a layer's products.
 
 torch needs some twenty operations for it, each over all of its rows once more, and small products
-of each row's own keys at a third of the memory's speed. attend.c is compiled once for a machine
+of each row's own keys at a third of the memory's speed. between.c is compiled once for a machine
 and tried before it is used; without a compiler torch's operators do the same.
 """
 
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from peralta_zmq.engines.native.cache import KeyValues
 
-SOURCE = Path(__file__).with_name("attend.c")
+SOURCE = Path(__file__).with_name("between.c")
 LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
 DEFINES = {torch.bfloat16: ("-DNUMBER_IS_BF16",), torch.float32: ()}
 # What lets sums be reordered; a NaN stays a NaN.
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Attention(ctypes.Structure):
-    """As in attend.c."""
+    """As in between.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -55,15 +54,12 @@ class _Attention(ctypes.Structure):
     )  # fmt: skip
 
 
-Attend = Callable[[Any], int]  # of a pointer to _Attention
-
-
 class OneToken:
-    """The part of a forward between products, of one new token for each row of a step."""
+    """`forward.Between` of a step with one new token a row."""
 
     def __init__(
         self,
-        attend: Attend,
+        library: ctypes.CDLL,
         cache: KeyValues,
         first: int,  # row of the cache
         *,
@@ -71,19 +67,35 @@ class OneToken:
         spans: tuple[Tensor, Tensor],  # start and end in the common part, [n, 1]
         own: Tensor,  # [n, 1], where in their rows the new tokens go
     ) -> None:
-        self._attend, self._cache, self._rows = attend, cache, slice(first, None)
+        self._library, self._cache, self._rows = library, cache, slice(first, None)
+        self._threads = torch.get_num_threads()
         self._held = (*turned, *spans, own)  # alive while C reads them
-        cosine, sine, start, end, own = (each.data_ptr() for each in self._held)
+        cosine, sine, start, end, own_ = (each.data_ptr() for each in self._held)
         self._asked = _Attention(
-            rows=len(turned[0]), width=turned[0].shape[-1], room=cache.width,
-            threads=torch.get_num_threads(), cosine=cosine, sine=sine, start=start, end=end,
-            own=own,
+            rows=len(own), width=turned[0].shape[-1], room=cache.width, threads=self._threads,
+            cosine=cosine, sine=sine, start=start, end=end, own=own_,
         )  # fmt: skip
 
-    def __call__(
-        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """[n, 1, heads * D] from the products [n, 1, heads * D]; takes in key and value."""
+    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """As Between says."""
+        out = torch.empty_like(hidden)
+        self._library.norm(
+            _at(hidden), _at(norm.weight), _at(out), _long(len(hidden)), _long(hidden.shape[-1]),
+            ctypes.c_float(norm.variance_epsilon), self._threads,
+        )  # fmt: skip
+        return out
+
+    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
+        """As Between says."""
+        out = gates.new_empty(gates.shape)
+        self._library.gate(
+            _at(gates), _at(ups), _at(out), _long(len(gates)), _long(gates.stride(0)),
+            _long(gates.shape[-1]), self._threads,
+        )  # fmt: skip
+        return out
+
+    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Between says."""
         asked, layer = self._asked, module.layer_idx
         common, rows = self._cache.common[layer], self._cache.layers[layer]
         asked.heads, asked.common = common[0].shape[:2]
@@ -100,25 +112,32 @@ class OneToken:
         asked.scaling = module.scaling
         out = query.new_empty(query.shape)
         asked.out = out.data_ptr()
-        self._attend(ctypes.byref(asked))
+        self._library.attend(ctypes.byref(asked))
         return out
 
 
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+_long = ctypes.c_int64
+
+
 @functools.cache
-def attention(
+def library_for(
     dtype: torch.dtype, device: torch.device, *, shared: int, width: int
-) -> Attend | None:
-    """attend.c for heads of `width` numbers of which `shared` read the same keys; None where it
+) -> ctypes.CDLL | None:
+    """between.c for heads of `width` numbers of which `shared` read the same keys; None where it
     has no case for them, cannot be built, or does not give what torch gives."""
     served = not width % LANES and width <= MAX_WIDTH and shared <= MAX_SHARED
     if device.type != "cpu" or sys.platform != "linux" or dtype not in DEFINES or not served:
         return None
     try:
-        attend = ctypes.CDLL(str(_built(DEFINES[dtype]))).attend
+        library = ctypes.CDLL(str(_built(DEFINES[dtype])))
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("no C for decoding, which takes up to a third longer: %s", error)
         return None
-    return attend if _is_right(attend, dtype, shared, width) else None
+    return library if _is_right(library, dtype, shared, width) else None
 
 
 def _built(defines: tuple[str, ...]) -> Path:
@@ -130,7 +149,7 @@ def _built(defines: tuple[str, ...]) -> Path:
     known = repr(compile_) + _processor() + str(_openmp())
     key = hashlib.sha256(SOURCE.read_bytes() + known.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
-    built = folder / f"attend-{key}.so"
+    built = folder / f"between-{key}.so"
     if not built.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
@@ -161,7 +180,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _is_right(attend: Attend, dtype: torch.dtype, shared: int, width: int) -> bool:
+def _is_right(library: ctypes.CDLL, dtype: torch.dtype, shared: int, width: int) -> bool:
     """Whether a row that reads a common part comes out as torch's."""
     chance = torch.Generator().manual_seed(0)
 
@@ -176,8 +195,9 @@ def _is_right(attend: Attend, dtype: torch.dtype, shared: int, width: int) -> bo
     query, key, value = drawn(1, 1, shared * width), drawn(1, 1, width), drawn(1, 1, width)
     plain = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)
     spans = torch.tensor([[1]]), torch.tensor([[3]])
-    step = OneToken(attend, cache, 0, turned=plain, spans=spans, own=torch.tensor([[0]]))
-    ours = step(SimpleNamespace(layer_idx=0, scaling=0.3), "", query, key, value)
+    step = OneToken(library, cache, 0, turned=plain, spans=spans, own=torch.tensor([[0]]))
+    layer = SimpleNamespace(layer_idx=0, scaling=0.3)
+    ours = step.attend(layer, "", query, key, value)
     keys, values = (
         torch.cat([held[:, 1:], new], 1)
         for held, new in zip(cache.common[0], (key, value), strict=True)

@@ -5,6 +5,7 @@ Knows the families whose cache and masks it has seen; `serves` says which.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 from peralta_zmq import policy
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
-from peralta_zmq.engines.native.compiled import Attend, OneToken, attention
+from peralta_zmq.engines.native.compiled import OneToken, library_for
 from peralta_zmq.engines.native.graphs import Graphs, capture_for
 from peralta_zmq.engines.native.linears import Weights
 
@@ -150,12 +151,13 @@ def _graphs_for(model: Any) -> Graphs | None:
     return Graphs(capture, model.device)
 
 
-def _compiled_for(config: Any, dtype: torch.dtype, device: torch.device) -> Attend | None:
-    if config.model_type not in forward.FAMILIES or _window(config) is not None:
+def _compiled_for(config: Any, dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
+    ours = config.model_type in forward.FAMILIES and config.hidden_act == "silu"
+    if not ours or _window(config) is not None:
         return None
     shape = cache_shape(config)
     shared = config.num_attention_heads // shape["num_heads"]
-    return attention(dtype, device, shared=shared, width=shape["head_dim"])
+    return library_for(dtype, device, shared=shared, width=shape["head_dim"])
 
 
 def serves(model: policy.Model) -> bool:

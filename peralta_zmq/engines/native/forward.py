@@ -42,12 +42,18 @@ class Turn:
 
 
 class Between(Protocol):
-    """What lies between the products of queries, keys and values and the one of what comes out."""
+    """What a decoder layer computes between its products of matrices."""
 
-    def __call__(
-        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """RMS norm of [n, S, H]."""
+        ...
+
+    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[n, S, heads * D] each, of new tokens in an attention layer of that kind."""
+        ...
+
+    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
+        """[n, S, I] each."""
         ...
 
 
@@ -59,15 +65,21 @@ class ByTorch(NamedTuple):
     masks: Mapping[str, Tensor]  # for each kind of layer
     attention: Attention
 
-    def __call__(
-        self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """As Between says."""
+        return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
+        """As Between says."""
+        return mlp.act_fn(gates) * ups
+
+    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Between says."""
         query, key, value = (
             each.unflatten(-1, (-1, module.head_dim)) for each in (query, key, value)
         )
         if hasattr(module, "q_norm"):
-            query, key = _normed(module.q_norm, query), _normed(module.k_norm, key)
+            query, key = self.norm(module.q_norm, query), self.norm(module.k_norm, key)
         query, key = self.turn.of(query.transpose(1, 2)), self.turn.of(key.transpose(1, 2))
         keys, values = self.window.update(key, value.transpose(1, 2), module.layer_idx)
         mask = self.masks[kind]
@@ -80,13 +92,10 @@ def last_hidden(model: Any, ids: Tensor, between: Between) -> Tensor:
     hidden = model.embed_tokens(ids)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.layers)
     for layer, kind in zip(model.layers, kinds, strict=True):
-        rows, own = _normed(layer.input_layernorm, hidden), layer.self_attn
-        asked = own.q_proj(rows), own.k_proj(rows), own.v_proj(rows)
-        hidden = hidden + own.o_proj(between(own, kind, *asked))
-        rows, mlp = _normed(layer.post_attention_layernorm, hidden), layer.mlp
-        hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(rows)) * mlp.up_proj(rows))
-    return _normed(model.norm, hidden)
-
-
-def _normed(norm: Any, rows: Tensor) -> Tensor:
-    return rms_norm(rows, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        rows, own = between.norm(layer.input_layernorm, hidden), layer.self_attn
+        heads = own.q_proj(rows), own.k_proj(rows), own.v_proj(rows)
+        hidden = hidden + own.o_proj(between.attend(own, kind, *heads))
+        rows, mlp = between.norm(layer.post_attention_layernorm, hidden), layer.mlp
+        gated = between.gate(mlp, mlp.gate_proj(rows), mlp.up_proj(rows))
+        hidden = hidden + mlp.down_proj(gated)
+    return between.norm(model.norm, hidden)

@@ -1,6 +1,6 @@
-/* One new token a row: from the products of queries, keys and values to what the output product
-   multiplies. Norms, rotary embedding, taking in the key and the value, attention with a softmax
-   that is taken block by block (arXiv 1805.02867).
+/* What a decoder layer of Llama's kind computes between its products of matrices, for one new
+   token a row: RMS norm, SwiGLU, and attention with the norms of its heads, rotary embedding, the
+   taking in of key and value, and a softmax that is taken block by block (arXiv 1805.02867).
 
    Knows plain memory. compiled.py builds it, with NUMBER_IS_BF16 for bfloat16 and else for float,
    for heads of MAX_WIDTH numbers at most, a multiple of LANES. */
@@ -60,17 +60,20 @@ typedef struct { /* of the queries that share a head of keys */
     float top[MAX_SHARED], total[MAX_SHARED];
 } State;
 
+/* By what RMS norm multiplies (arXiv 1910.07467). */
+INLINE float factor_of(const number *in, int64_t width, float epsilon) {
+    float squares = 0;
+    for (int64_t d = 0; d < width; d++) squares += wide(in[d]) * wide(in[d]);
+    return 1 / sqrtf(squares / width + epsilon);
+}
+
 /* A head, normed if it is to be, turned to its place. */
 static void turn(const number *in, const number *norm, const number *cosine, const number *sine,
                  float epsilon, int64_t width, float *out) {
-    float head[MAX_WIDTH], squares = 0;
+    float head[MAX_WIDTH], factor = norm ? factor_of(in, width, epsilon) : 1;
     int64_t half = width / 2;
-    for (int64_t d = 0; d < width; d++) head[d] = wide(in[d]);
-    if (norm) {
-        for (int64_t d = 0; d < width; d++) squares += head[d] * head[d];
-        float by = 1 / sqrtf(squares / width + epsilon);
-        for (int64_t d = 0; d < width; d++) head[d] = wide(narrow(head[d] * by * wide(norm[d])));
-    }
+    for (int64_t d = 0; d < width; d++)
+        head[d] = norm ? wide(narrow(wide(in[d]) * factor * wide(norm[d]))) : wide(in[d]);
     for (int64_t d = 0; d < half; d++)
         out[d] = head[d] * wide(cosine[d]) - head[d + half] * wide(sine[d]);
     for (int64_t d = half; d < width; d++)
@@ -188,4 +191,27 @@ void attend(const Attention *a) {
             default: attend_one(a, row, head, a->shared);
         }
     }
+}
+
+/* RMS norm of rows that lie one after the other. */
+void norm(const number *in, const number *weight, number *out, int64_t rows, int64_t width,
+          float epsilon, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = in + row * width;
+        float factor = factor_of(from, width, epsilon);
+        for (int64_t d = 0; d < width; d++)
+            out[row * width + d] = narrow(wide(from[d]) * factor * wide(weight[d]));
+    }
+}
+
+/* SwiGLU of rows of which each begins `stride` numbers after the one before (arXiv 2002.05202). */
+void gate(const number *gates, const number *ups, number *out, int64_t rows, int64_t stride,
+          int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < width; d++) {
+            float x = wide(gates[row * stride + d]), up = wide(ups[row * stride + d]);
+            out[row * width + d] = narrow(wide(narrow(x / (1 + expf(-x)))) * up);
+        }
 }
