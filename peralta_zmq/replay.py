@@ -68,7 +68,7 @@ def replay(
     """Every step with its metrics and the sha256 of the weights that it would publish.
 
     Steps before `first` back to a checkpoint (or the base model) are trained again too, unseen.
-    Raises JournalError when the journal does not reach back far enough.
+    Raises JournalError when the journal does not reach back far enough or has a gap.
     """
     policy.use_threads(config.train.num_workers)
     model = adapted.load_policy(config, policy.model_folder(config.model.name))
@@ -82,6 +82,7 @@ def replay(
         while last is None or learner.step < last:
             groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
             if not parts.is_full(config, groups):
+                _check_last(folder, learner.step + 1, there)
                 return
             metrics = learner.learn(groups)
             progress.hide()
@@ -167,6 +168,16 @@ def _groups_of(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
         wire.decode_group(each.content, vocab_size=vocab_size)
         for each in records if each.kind == journal.GROUP
     ]  # fmt: skip
+
+
+def _check_last(folder: Path, step: int, there: Sequence[int]) -> None:
+    """Raise JournalError when a step that is no batch is not the last: groups of it are gone."""
+    if step < max(there):
+        raise JournalError(
+            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups, and there "
+            "are later steps; put a copy back, or replay only what comes before it (--to) or after "
+            "a later checkpoint (--from)"
+        )
 
 
 def _published(config: Config) -> dict[int, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from peralta_zmq.config import (
     earlier_config,
     load_config,
     run_door,
+    run_plain_door,
     toml_text,
     write_resolved,
 )
@@ -432,6 +435,19 @@ def test_a_door_prints_an_error_of_its_loop_as_one_line_and_exits_with_2(
 ) -> None:
     assert door(monkeypatch, error=WireError("port 5555 is taken")) == 2
     assert capsys.readouterr().err == "bin/x: error: port 5555 is taken\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [("builtins:sum", 0), ("peralta_zmq.errors:none", 1)])
+def test_once_a_door_has_imported_its_loop_garbage_is_collected_again(
+    monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with ExitStack() as stack:
+        if code:
+            stack.enter_context(pytest.raises(AttributeError))
+        assert run_plain_door(name, "bin/x") == code
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0  # what stays is looked at no more
 
 
 def test_an_interrupted_door_exits_with_130_and_says_nothing(

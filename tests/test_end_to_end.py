@@ -24,6 +24,7 @@ import torch
 from benchmarks.throttle import Link
 from peralta_zmq import policy, replay
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import JournalError
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.observe.names import meaning_of
 from peralta_zmq.recovery.journal import read_records
@@ -195,6 +196,11 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
         assert not again.unfinished
         again.finish()
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
+
+    (machine.run / "journal" / "step_000002.msgpack").unlink()
+    with pytest.raises(JournalError, match=r"step_000002\.msgpack is missing .* \(--to\) or after"):
+        replay.main([str(machine.run)])
+    assert "step=1 " in capsys.readouterr().out
 
 
 @pytest.mark.timeout(120)

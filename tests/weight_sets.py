@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from peralta_zmq import failpoints
+from peralta_zmq.stores.directory import DirectoryStore
+from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.publisher import Publisher, Report
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
@@ -27,6 +32,27 @@ def publish(
         step, weights_at(step), companions=COMPANIONS, keep_last=keep_last,
         base=(base, weights_at(base.step)) if base else None,
     )  # fmt: skip
+
+
+def publish_and_follow(root: Path, plan: str) -> None:
+    """Publish four more versions, each read as it comes; killed where `plan` says.
+
+    A process of its own runs it. The steps that are published are added to `root/said`.
+    """
+    failpoints._left = failpoints.parse(plan)
+    store = DirectoryStore(root / "weights")
+    store.claim("run-1")
+    base = store.newest()
+    first = 0 if base is None else base.step + 1
+    follower = Follower(DirectoryStore(root / "weights"), root / "copy", poll_seconds=0.01)
+    with (root / "said").open("a", buffering=1) as said:
+        for step in range(first, first + 4):
+            base = publish(store, step, base=base if step % 3 else None, keep_last=1)
+            said.write(f"{step}\n")
+            while follower.ready(timeout=60).version.step != step:
+                follower.settle()
+            follower.settle()
+    follower.close()
 
 
 def chain_of(store: WeightStore, count: int) -> list[Version]:

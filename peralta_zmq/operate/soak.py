@@ -30,6 +30,7 @@ from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
 
 NUM_GENERATORS = 3
 CHUNK = 600  # optimizer steps after which the trainer ends, and is started for as many more
+CHUNK_A_MINUTE = 100  # of a soak too short for so many
 LAST = 20  # steps in peace at the end
 PAUSE = (2.0, 6.0)  # seconds between two faults
 TRAINER_LIFE = 15.0  # seconds that the trainer has at least between two kills
@@ -136,13 +137,13 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
     """Run for so long under faults, then in peace to the end; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
     record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
-    over, target = False, 0
+    over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
     with ExitStack() as stack:
         links = [stack.enter_context(Link(port)) for _ in range(NUM_GENERATORS)]
         monkey = Monkey(links, weights, record, seed=seed, seconds=60 * minutes)
         while not over:
             over = monkey.over  # then this is the last time, in peace
-            target = (last_step(folder / METRICS) or 0) + (LAST if over else CHUNK)
+            target = (last_step(folder / METRICS) or 0) + (LAST if over else chunk)
             monkey.trainer_starts()
             workers = soak_workers(folder, links, port=port, max_steps=target)
             if code := supervise(workers, record=record, look=monkey.look):

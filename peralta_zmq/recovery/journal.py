@@ -166,7 +166,7 @@ class Journal:
 
     def file_of(self, step: int) -> Path:
         """Where the records of a step are."""
-        return _file_of(self._folder, step)
+        return file_of(self._folder, step)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -176,13 +176,13 @@ def steps_in(folder: Path) -> list[int]:
 
 def read_records(folder: Path, step: int) -> tuple[list[Record], int]:
     """The whole records of a step, and the bytes of a torn tail; changes nothing."""
-    file = _file_of(folder, step)
+    file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
     records, good = _decoded(content)
     return records, len(content) - good
 
 
-def _file_of(folder: Path, step: int) -> Path:
+def file_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.msgpack"
 
 

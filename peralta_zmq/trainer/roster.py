@@ -31,9 +31,12 @@ class Roster:
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._greeted: set[str] = set()  # of those, who has said hello
 
-    def hear(self, *, step: int) -> None:
-        """Take in what generators report of themselves: who reports is alive."""
-        came = self._counters.receive()
+    def hear(self, *, step: int, timeout: float = 0.0) -> None:
+        """Take in what generators report of themselves: who reports is alive.
+
+        Waits for so many seconds at most until there is a report.
+        """
+        came = self._counters.receive(timeout=timeout)
         if not came:
             return
         before, self.reports = self.reports, dict(self._counters.latest)
@@ -48,9 +51,11 @@ class Roster:
         """Wait a moment for the last report of each, which they send when they hear the end."""
         deadline = time.monotonic() + LAST_SECONDS
         self.hear(step=step)
-        while set(self.live()) - self.last_reports().keys() and time.monotonic() < deadline:
-            time.sleep(0.01)
-            self.hear(step=step)
+        while set(self.live()) - self.last_reports().keys():
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                return
+            self.hear(step=step, timeout=left)
 
     def last_reports(self) -> dict[str, int]:
         """Senders that have said that they make no more, and how many groups each has made."""

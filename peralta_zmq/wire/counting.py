@@ -15,7 +15,7 @@ from peralta_zmq.wire import strict
 from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
 from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.keys import GeneratorKeys
-from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket
+from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
 FIRST_SECONDS, REPORT_SECONDS = 0.05, 2.0  # doubles: what goes out before a PUB is joined is lost
 MAX_SENDERS = 4096  # remembered; the one unheard for longest goes first
@@ -67,8 +67,13 @@ class CounterReceiver:
             gate.guard(self._socket)
         self.address = bind(self._socket, address)
 
-    def receive(self) -> dict[str, Counters]:
-        """The reports that came meanwhile, the latest of each sender; never blocks."""
+    def receive(self, *, timeout: float = 0.0) -> dict[str, Counters]:
+        """The reports that came meanwhile, the latest of each sender.
+
+        When there is none yet, waits for so many seconds at most until one comes.
+        """
+        if timeout > 0.0:
+            ready(self._socket, zmq.POLLIN, timeout)
         came: dict[str, Counters] = {}
         for _ in range(MAX_AT_ONCE):
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 
 import pytest
 from field import REPO, Field, Program, chance, ended_within, until
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 NUM_KILLS = 30
 STEPS = ("--train.max-steps", "60")
 ELSEWHERE = ("durable.", "load.", "prune.")  # tests/stores/test_faults.py kills at these
+IN_GENERATORS = ("generator.", "wire.send")
 PLACES = sorted(
     {
         place
@@ -89,33 +91,44 @@ def test_generators_killed_30_times_in_the_middle_of_sending_tear_nothing(field:
 
 def test_whoever_dies_at_a_named_place_ledger_and_weights_agree(field: Field) -> None:
     settings = (*STEPS, "--checkpoint.interval", "2")
-    trainer, generator = field.trainer(*settings), field.generator("ann")
-    reached: list[str] = []
-    for place in PLACES:
-        for each in (trainer, generator):
-            each.kill()
-        doomed = {VARIABLE: place}
-        trainer = field.trainer(*settings, environment=doomed)
-        generator = field.generator("ann", environment=doomed)
-        starts, target = num_starts(field), field.step + 4
-        until(lambda s=starts, t=target, one=trainer, two=generator: (
-            not (one.alive and two.alive) or (num_starts(field) > s and field.step >= t)
-        ))  # fmt: skip
-        died = [each for each in (trainer, generator) if not each.alive]
-        assert all(each.ends() in (-signal.SIGKILL, 0) for each in died), printed(died)
-        reached += [place for each in died[:1] if each.ends() == -signal.SIGKILL]
-        if field.step >= 50:
-            break
-    for each in (trainer, generator):
-        each.kill()
-    trainer, generator = field.trainer(*settings), field.generator("ann")
+    running: dict[str, Program] = {}
+
+    def start(who: str, environment: Mapping[str, str]) -> None:
+        if who in running:
+            running[who].kill()
+        running[who] = (
+            field.trainer(*settings, environment=environment) if who == "trainer"
+            else field.generator("ann", environment=environment)
+        )  # fmt: skip
+
+    def dies_at(place: str) -> bool:
+        """Whether it comes there, while the other one goes on as it was."""
+        who, other = "trainer", "generator"
+        if place.startswith(IN_GENERATORS):
+            who, other = other, who
+        starts, target = num_starts(field) + (who == "trainer"), field.step + 4
+        start(who, {VARIABLE: place})
+        if other not in running or not running[other].alive:
+            start(other, {})
+        until(
+            lambda: (
+                not running[who].alive or (num_starts(field) >= starts and field.step >= target)
+            ),
+            running[other],
+        )
+        if running[who].alive:
+            running[who].kill()
+            return False
+        assert running[who].ends() == -signal.SIGKILL, running[who].printed[-3000:]
+        return True
+
+    reached = [place for place in PLACES if field.step < 50 and dies_at(place)]
+    for who in ("trainer", "generator"):
+        start(who, {})
+    trainer, generator = running["trainer"], running["generator"]
     assert trainer.ends(timeout=120) == 0, trainer.printed
     assert generator.ends(timeout=30) == 0, generator.printed
     print(f"reached: {reached}")
     assert set(PLACES) - set(reached) <= {"publish.identity"}
     assert field.broken() == {}
     assert is_as_published(field)
-
-
-def printed(programs: list[Program]) -> str:
-    return "\n".join(each.printed[-3000:] for each in programs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -70,18 +71,18 @@ def test_the_second_signal_leaves_at_once(field: Field) -> None:
 
 
 @chaos
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(
-    field: Field, number: signal.Signals
-) -> None:
+def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(field: Field) -> None:
     eager = ("--train.max-async-level", "16")
-    trainer, generator = field.trainer(*LONG, *eager), field.generator("ann", *eager)
-    until(lambda: field.step >= 2, trainer, generator)
+    trainer = field.trainer(*LONG, *eager)
+    generators = [field.generator(name, *eager) for name in ("ann", "bob")]
+    until(lambda: field.step >= 2, trainer, *generators)
     trainer.kill()
-    until(lambda: "waiting for the trainer to take a group" in generator.printed, generator)
-    generator.signal(number)
-    assert generator.ends(timeout=3) == -number
-    assert "Traceback" not in generator.printed
+    for number, generator in zip((signal.SIGINT, signal.SIGTERM), generators, strict=True):
+        full = "waiting for the trainer to take a group"
+        until(lambda one=generator, full=full: full in one.printed, generator)
+        generator.signal(number)
+        assert generator.ends(timeout=3) == -number
+        assert "Traceback" not in generator.printed
 
 
 @pytest.mark.parametrize("door", ["trainer", "generator"])
@@ -115,24 +116,24 @@ def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> No
 
 
 @chaos
-def test_a_trainer_without_generators_says_so_within_half_a_minute(field: Field) -> None:
-    trainer = field.trainer(*LONG)
-    until(lambda: any(row["event"] == "start" for row in field.events), trainer)
-    started = time.monotonic()
-    until(lambda: "no rollouts for" in trainer.printed, trainer)
-    assert time.monotonic() - started < 32
-    assert "Start a generator: bin/generator" in trainer.printed
-
-
-@chaos
-def test_groups_without_signal_are_named_within_half_a_minute(field: Field, tmp_path: Path) -> None:
+def test_no_generator_and_groups_without_signal_are_named_within_half_a_minute(
+    field: Field, tmp_path: Path
+) -> None:
+    (tmp_path / "alone").mkdir()
     task, found = ("--task.name", "lab.dull"), task_in(tmp_path, "dull", DULL)
-    trainer = field.trainer(*LONG, *task, environment=found)
-    generator = field.generator("ann", *LONG, *task, environment=found)
-    until(lambda: field.step >= 1, trainer, generator)
-    started = time.monotonic()
-    until(lambda: "no learning signal" in trainer.printed, trainer, generator)
-    assert time.monotonic() - started < 32
+    with closing(Field(tmp_path / "alone")) as lonely:
+        alone = lonely.trainer(*LONG)
+        trainer = field.trainer(*LONG, *task, environment=found)
+        generator = field.generator("ann", *LONG, *task, environment=found)
+        until(lambda: any(row["event"] == "start" for row in lonely.events), alone)
+        started = time.monotonic()
+        until(lambda: field.step >= 1, trainer, generator)
+        stepped = time.monotonic()
+        until(lambda: "no rollouts for" in alone.printed, alone)
+        assert time.monotonic() - started < 32
+        assert "Start a generator: bin/generator" in alone.printed
+        until(lambda: "no learning signal" in trainer.printed, trainer, generator)
+        assert time.monotonic() - stepped < 32
 
 
 def task_in(folder: Path, name: str, source: str) -> dict[str, str]:

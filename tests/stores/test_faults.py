@@ -7,55 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from weight_sets import publish, same, weights_at
+from weight_sets import publish, publish_and_follow, same, weights_at
 
 from peralta_zmq import durable
 from peralta_zmq.errors import StoreError
-from peralta_zmq.failpoints import VARIABLE
 from peralta_zmq.stores.copy import Copy
 from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore
 from peralta_zmq.stores.store import MAX_LOOKED_AT_AGAIN, WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
 from peralta_zmq.stores.version import name_of
 
-TESTS = Path(__file__).parent.parent
-PACKAGE = TESTS.parent / "peralta_zmq"
+FORKS = multiprocessing.get_context("forkserver")  # of one process that has imported torch
+FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest"])
+PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
 SOURCES = [PACKAGE / "durable.py", *sorted((PACKAGE / "stores").glob("*.py"))]
 PLACES = sorted(
     {name for file in SOURCES for name in re.findall(r'failpoint\("(\S+)"\)', file.read_text())}
 )
-CHILD = """
-import sys
-from pathlib import Path
-from peralta_zmq.stores.directory import DirectoryStore
-from peralta_zmq.stores.follow import Follower
-from weight_sets import publish
-
-root = Path(sys.argv[1])
-store = DirectoryStore(root / "weights")
-store.claim("run-1")
-base = store.newest()
-first = 0 if base is None else base.step + 1
-follower = Follower(DirectoryStore(root / "weights"), root / "copy", poll_seconds=0.01)
-for step in range(first, first + 4):
-    base = publish(store, step, base=base if step % 3 else None, keep_last=1)
-    print(step, flush=True)
-    while follower.ready(timeout=60).version.step != step:
-        follower.settle()
-    follower.settle()
-follower.close()
-"""
 
 
 def test_there_are_enough_places_to_die_at() -> None:
@@ -66,13 +45,13 @@ def test_there_are_enough_places_to_die_at() -> None:
 
 def run_child(root: Path, plan: str) -> tuple[int, list[int]]:
     """Exit code, and the steps that were published."""
-    environment = {**os.environ, VARIABLE: plan, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(root)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode, [int(line) for line in done.stdout.split()]
+    said = root / "said"
+    said.write_text("")
+    child = FORKS.Process(target=publish_and_follow, args=(root, plan))
+    child.start()
+    child.join(120)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode, [int(line) for line in said.read_text().split()]
 
 
 @pytest.mark.chaos
