@@ -6,6 +6,7 @@
     prompts   what is computed once: the common prefix per weights, a prompt per group
     decoder   a model's forward over our cache: transformers' code, or for Llama's kind
     forward   our own
+    compiled  the part of it between the products, in C (between.c)
     graphs    a decode step recorded for a GPU
     memory    whether all of that has room
     cache     keys and values of every row, allocated once

@@ -1,8 +1,8 @@
-"""One new token a row in C, where Linux has a compiler: what lies between a layer's products.
+"""What lies between a layer's products in C, for one new token a row, where Linux has a compiler.
 
-torch needs some twenty operations for it, each over all of its rows once more, and small products
-of each row's own keys at a third of the memory's speed. between.c is compiled once for a machine
-and tried before it is used; without a compiler torch's operators do the same.
+torch needs some forty operations a layer for it, each over all rows once more, and one product for
+each row's own keys. between.c is compiled once for a machine and tried before it is used; without
+a compiler torch's operators do the same. Knows plain memory; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ class _Attention(ctypes.Structure):
     )  # fmt: skip
 
 
+_AT, _LONG = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = {
+    "norm": (_AT, _AT, _AT, _LONG, _LONG, ctypes.c_float, ctypes.c_int),
+    "gate": (_AT, _AT, _AT, _LONG, _LONG, _LONG, ctypes.c_int),
+    "attend": (ctypes.POINTER(_Attention),),
+}
+
+
 class OneToken:
     """`forward.Between` of a step with one new token a row."""
 
@@ -80,8 +88,8 @@ class OneToken:
         """As Between says."""
         out = torch.empty_like(hidden)
         self._library.norm(
-            _at(hidden), _at(norm.weight), _at(out), _long(len(hidden)), _long(hidden.shape[-1]),
-            ctypes.c_float(norm.variance_epsilon), self._threads,
+            hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), len(hidden),
+            hidden.shape[-1], norm.variance_epsilon, self._threads,
         )  # fmt: skip
         return out
 
@@ -89,8 +97,8 @@ class OneToken:
         """As Between says."""
         out = gates.new_empty(gates.shape)
         self._library.gate(
-            _at(gates), _at(ups), _at(out), _long(len(gates)), _long(gates.stride(0)),
-            _long(gates.shape[-1]), self._threads,
+            gates.data_ptr(), ups.data_ptr(), out.data_ptr(), len(gates), gates.stride(0),
+            gates.shape[-1], self._threads,
         )  # fmt: skip
         return out
 
@@ -116,13 +124,6 @@ class OneToken:
         return out
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-_long = ctypes.c_int64
-
-
 @functools.cache
 def library_for(
     dtype: torch.dtype, device: torch.device, *, shared: int, width: int
@@ -134,9 +135,11 @@ def library_for(
         return None
     try:
         library = ctypes.CDLL(str(_built(DEFINES[dtype])))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("no C for decoding, which takes up to a third longer: %s", error)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home is the second
+        logger.info("decoding by torch alone, which takes about a third longer: %s", error)
         return None
+    for name, kinds in ARGUMENTS.items():
+        getattr(library, name).argtypes = kinds
     return library if _is_right(library, dtype, shared, width) else None
 
 
@@ -145,16 +148,16 @@ def _built(defines: tuple[str, ...]) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler here (cc); Debian's is in the package gcc")
-    compile_ = [compiler, *FLAGS, *defines, "-c", str(SOURCE), "-o"]
-    known = repr(compile_) + _processor() + str(_openmp())
-    key = hashlib.sha256(SOURCE.read_bytes() + known.encode()).hexdigest()[:16]
+    flags = [compiler, *FLAGS, *defines]
+    known = repr((flags, _processor(), _openmp())).encode()
+    key = hashlib.sha256(SOURCE.read_bytes() + known).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
     built = folder / f"between-{key}.so"
     if not built.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            object_, library = Path(beside) / "attend.o", Path(beside) / "attend.so"
-            _run([*compile_, str(object_)])
+            object_, library = Path(beside) / "between.o", Path(beside) / "between.so"
+            _run([*flags, "-c", str(SOURCE), "-o", str(object_)])
             # Without FLAGS: some compilers let a library of such flags change the process's floats.
             _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
             os.replace(library, built)

@@ -48,7 +48,7 @@ class Decoder:
         self._places = torch.arange(capacity, device=self.device)
         self._like = torch.empty(0, dtype=self.dtype, device=self.device)
         self._weights = Weights(model, pack=not live)
-        self._compiled = _compiled_for(config, self.dtype, self.device)
+        self._compiled = _compiled_for(model)
         self._graphs = _graphs_for(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
@@ -82,28 +82,32 @@ class Decoder:
         start: Tensor,  # [n, 1]
         end: Tensor,  # [n, 1]
     ) -> Tensor:
-        own = positions - (end - start)
-        ours = self._config.model_type in forward.FAMILIES
-        turned = self._model.model.rotary_emb(self._like, positions) if ours else ()
-        if self._compiled is not None and ids.shape[1] == 1:
-            token = OneToken(
-                self._compiled, self.cache, first, turned=turned, spans=(start, end), own=own
-            )
-            return forward.last_hidden(self._model.model, ids, token)
-        masks: Any = self._masks(own, start, end)
-        window = Window(self.cache, first, own)
-        if ours:
-            between = forward.ByTorch(forward.Turn(*turned), window, masks, _attention)
+        if self._config.model_type in forward.FAMILIES:
+            between = self._between(first, positions, start, end)
             return forward.last_hidden(self._model.model, ids, between)
+        own = positions - (end - start)
+        masks: Any = self._masks(own, start, end)
         with self._our_attention():
             out = self._model.model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=window,
+                past_key_values=Window(self.cache, first, own),
                 attention_mask=masks["full_attention"] if self._one_mask else masks,
                 use_cache=True,
             )
         return out.last_hidden_state
+
+    def _between(
+        self, first: int, positions: Tensor, start: Tensor, end: Tensor
+    ) -> forward.Between:
+        own = positions - (end - start)
+        turned = self._model.model.rotary_emb(self._like, positions)
+        if self._compiled is not None and positions.shape[1] == 1:
+            return OneToken(
+                self._compiled, self.cache, first, turned=turned, spans=(start, end), own=own
+            )
+        window, masks = Window(self.cache, first, own), self._masks(own, start, end)
+        return forward.ByTorch(forward.Turn(*turned), window, masks, _attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] from [n, H]."""
@@ -151,13 +155,16 @@ def _graphs_for(model: Any) -> Graphs | None:
     return Graphs(capture, model.device)
 
 
-def _compiled_for(config: Any, dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
-    ours = config.model_type in forward.FAMILIES and config.hidden_act == "silu"
-    if not ours or _window(config) is not None:
+def _compiled_for(model: Any) -> ctypes.CDLL | None:
+    config = model.config
+    if config.model_type not in forward.FAMILIES or config.hidden_act != "silu":
+        return None
+    one_kind = all(each.dtype == model.dtype for each in model.parameters() if each.ndim == 1)
+    if _window(config) is not None or not one_kind:
         return None
     shape = cache_shape(config)
     shared = config.num_attention_heads // shape["num_heads"]
-    return library_for(dtype, device, shared=shared, width=shape["head_dim"])
+    return library_for(model.dtype, model.device, shared=shared, width=shape["head_dim"])
 
 
 def serves(model: policy.Model) -> bool:

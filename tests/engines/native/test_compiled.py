@@ -1,0 +1,128 @@
+"""What is compiled gives what torch's operators give, and torch does it where nothing compiles."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peralta_zmq.engines.native import compiled, decoder, forward
+from peralta_zmq.engines.native.cache import KeyValues, Window
+
+ROWS, HEADS, COMMON, CAPACITY = 5, 2, 70, 160
+SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]
+OWN = [130, 0, 63, 64, 100]  # blocks are of 64
+CPU = torch.device("cpu")
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: Any) -> torch.dtype:
+    return request.param
+
+
+class Drawn:
+    """The same numbers for both ways, and a cache that is full of them."""
+
+    def __init__(self, dtype: torch.dtype, shared: int, width: int, *, normed: bool) -> None:
+        self._chance, self._dtype = torch.Generator().manual_seed(0), dtype
+        self.cache = KeyValues(
+            num_layers=2, num_rows=ROWS + 1, num_heads=HEADS, capacity=CAPACITY, head_dim=width,
+            dtype=dtype, device=CPU,
+        )  # fmt: skip
+        self.cache.widen(max(OWN) + 1)
+        for rows in self.cache.layers[1]:
+            rows.copy_(self(*rows.shape))
+        self.cache.common[1] = self(HEADS, COMMON, width), self(HEADS, COMMON, width)
+        angles = torch.cat([6 * torch.rand(ROWS, 1, width // 2, generator=self._chance)] * 2, -1)
+        self.turned = angles.cos().to(dtype), angles.sin().to(dtype)
+        sizes = [shared * HEADS * width, HEADS * width, HEADS * width]
+        self.asked = self(ROWS, 1, sum(sizes)).split(sizes, -1)  # as one product gives them
+        self.start, self.end = torch.tensor(SPANS).T.contiguous()[..., None]
+        self.own = torch.tensor(OWN)[:, None]
+        self.layer = SimpleNamespace(layer_idx=1, scaling=0.2, head_dim=width)
+        if normed:
+            self.layer.q_norm, self.layer.k_norm = self.norm(width), self.norm(width)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._chance).to(self._dtype)
+
+    def norm(self, width: int) -> Any:
+        return SimpleNamespace(weight=self(width), variance_epsilon=1e-6)
+
+    def compiled(self, library: Any) -> compiled.OneToken:
+        return compiled.OneToken(
+            library, self.cache, 1, turned=self.turned, spans=(self.start, self.end), own=self.own
+        )
+
+    def by_torch(self) -> forward.ByTorch:
+        unseen = torch.cat([
+            (torch.arange(COMMON) < self.start) | (torch.arange(COMMON) >= self.end),
+            torch.arange(self.cache.width) > self.own,
+        ], -1)  # fmt: skip
+        mask = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill(unseen, -torch.inf)
+        return forward.ByTorch(
+            forward.Turn(*self.turned), Window(self.cache, 1, self.own),
+            {"": mask[:, None, None]}, decoder._attention,
+        )  # fmt: skip
+
+
+def library(dtype: torch.dtype, shared: int = 2, width: int = 64) -> Any:
+    found = compiled.library_for(dtype, CPU, shared=shared, width=width)
+    if found is None:
+        pytest.skip("no C compiler for Linux here")
+    return found
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("shared", "width"), [(1, 16), (2, 128), (3, 48), (4, 64), (8, 256)])
+def test_attention_is_that_of_torch(
+    shared: int, width: int, normed: bool, dtype: torch.dtype
+) -> None:
+    drawn = Drawn(dtype, shared, width, normed=normed)
+    ours = drawn.compiled(library(dtype, shared, width)).attend(drawn.layer, "", *drawn.asked)
+    written = [each.clone() for each in drawn.cache.layers[1]]
+    theirs = drawn.by_torch().attend(drawn.layer, "", *drawn.asked)
+    assert ours.float().sub(theirs.float()).abs().max() < CLOSE[dtype] * theirs.abs().max()
+    for mine, its in zip(written, drawn.cache.layers[1], strict=True):
+        assert torch.allclose(mine.float(), its.float(), rtol=0, atol=3 * CLOSE[dtype])
+    assert not any(each.any() for each in drawn.cache.layers[0])
+
+
+def test_norms_and_gates_are_those_of_torch(dtype: torch.dtype) -> None:
+    drawn = Drawn(dtype, 2, 64, normed=False)
+    ours, theirs = drawn.compiled(library(dtype)), drawn.by_torch()
+    hidden, norm = 3 * drawn(ROWS, 1, 48), drawn.norm(48)
+    assert torch.allclose(ours.norm(norm, hidden), theirs.norm(norm, hidden), rtol=CLOSE[dtype])
+    gates, ups = (40 * drawn(ROWS, 1, 2 * 80)).split(80, -1)
+    mlp = SimpleNamespace(act_fn=torch.nn.functional.silu)
+    expected = theirs.gate(mlp, gates, ups)
+    assert torch.allclose(ours.gate(mlp, gates, ups), expected, rtol=CLOSE[dtype], atol=1e-6)
+
+
+def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> None:
+    drawn = Drawn(dtype, 2, 64, normed=True)
+    drawn.asked[0][1] = torch.nan
+    drawn.asked[2][3, 0, 5] = torch.nan
+    out = drawn.compiled(library(dtype)).attend(drawn.layer, "", *drawn.asked)
+    assert out.isnan().any(-1).flatten().tolist() == [False, True, False, True, False]
+    assert drawn.compiled(library(dtype)).norm(drawn.norm(256), out).isnan().any(-1).sum() == 2
+
+
+def test_without_a_compiler_torch_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    compiled.library_for.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert compiled.library_for(torch.float32, CPU, shared=2, width=64) is None
+    compiled.library_for.cache_clear()
+    assert "no C compiler here (cc)" in caplog.text
+
+
+@pytest.mark.parametrize(("shared", "width"), [(2, 24), (2, 272), (9, 64)])
+def test_other_shapes_are_left_to_torch(shared: int, width: int) -> None:
+    assert compiled.library_for(torch.float32, CPU, shared=shared, width=width) is None
