@@ -26,9 +26,9 @@ INLINE float wide(number x) {
     return both.value;
 }
 
-INLINE number narrow(float x) { /* to the nearest, to even between two */
+INLINE number narrow(float x) { /* to the nearest, to even between two; what is NaN here stays so */
     union { float value; uint32_t bits; } both = {x};
-    return x != x ? 0x7fc0 : (number)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
+    return (number)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
 }
 
 INLINE lanes load(const number *at) {
@@ -60,7 +60,7 @@ typedef struct { /* of the queries that share a head of keys */
     float top[MAX_SHARED], total[MAX_SHARED];
 } State;
 
-/* e to the x, within a millionth of itself, in operations that compilers put in lanes; libm's is
+/* e to the x, within five millionths of itself, in operations that compilers put in lanes; libm's is
    called number by number. A power of two, and for the rest Cephes' polynomial. */
 INLINE float exp_of(float x) {
     x = x < -87 ? -87 : x > 88 ? 88 : x; /* a NaN stays one */

@@ -55,6 +55,8 @@ class KeyValues:
 
     def widen(self, length: int) -> None:
         """Make rows wide enough for `length` tokens of their own; what they hold stays."""
+        if length > self._capacity:
+            raise ValueError(f"{length} tokens in a row of {self._capacity}")
         if length <= self._width:
             return
         before, width = self.layers, self._width

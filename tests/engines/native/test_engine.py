@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
+HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
 END = 2
 PROMPTS = [
     [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
@@ -52,7 +55,9 @@ def tokenizer() -> Any:
 
 def sharp_model(seed: int = 0, **settings: Any) -> Any:
     """A random model whose context, biases, temperature and truncation make a difference."""
-    settings = {"tie_word_embeddings": False, "attn_implementation": "eager", **settings}
+    settings = {
+        "head_dim": 16, "tie_word_embeddings": False, "attn_implementation": "eager", **settings,
+    }  # fmt: skip
     model = tiny_model(seed=seed, **settings)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -106,7 +111,13 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("head_dim", [8, 16])  # attend.c knows the wider ones only
+def test_what_is_compiled_is_used(engine: NativeEngine) -> None:
+    decoder = engine._decoder
+    assert decoder is not None
+    assert (decoder._compiled is not None) == HAS_COMPILER
+
+
+@pytest.mark.parametrize("head_dim", [8, 16])  # of the first torch's operators do all
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
@@ -175,8 +186,9 @@ def test_what_penalizes_does_so_as_in_transformers(options: dict[str, Any], toke
 
 
 def ending_soon() -> Any:
-    """A model whose favourite token ends a completion."""
-    model = sharp_model()
+    """A model whose favourite token ends a completion, and that never says a pad, which
+    transformers takes for a part of shorter prompts and penalizes."""
+    model = sharp_model(head_dim=8)
     favourite = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, favourite]
     return model
