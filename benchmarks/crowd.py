@@ -22,6 +22,8 @@ from typing import IO, NamedTuple
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: whoever loses its parent becomes our child
 TICKS = os.sysconf("SC_CLK_TCK")
 PERIOD = 0.25  # seconds between two looks
+KINDS = {"trainer": ("bin/trainer", "ray::Trainer"),
+         "generators": ("bin/generator", "ray::Generator")}  # fmt: skip
 
 
 class Look(NamedTuple):
@@ -30,6 +32,7 @@ class Look(NamedTuple):
     time: float  # seconds since the epoch
     cpu: float  # seconds since the command's start
     memory: int  # bytes of their own: no mapped files
+    kinds: Mapping[str, float]  # seconds of the living of each of KINDS since they began
 
 
 class Crowd:
@@ -46,7 +49,7 @@ class Crowd:
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         self.looks: list[Look] = []
         self.started = time.time()
-        self._gone = _reaped()  # seconds of children that ended before
+        self._before = _spent(family(os.getpid()))
         self.process = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, **environment}, start_new_session=True,
             stdout=subprocess.PIPE, stderr=errors,
@@ -71,9 +74,7 @@ class Crowd:
         self._thread.join()
         members = family(os.getpid())
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for member in members:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member, number)
+            _send(number, members)
             ends = time.monotonic() + 3
             while time.monotonic() < ends and any(map(runs, members)):
                 self.process.poll()
@@ -82,18 +83,22 @@ class Crowd:
         assert self.process.stdout
         self.process.stdout.close()
         self.process.wait()
-        with contextlib.suppress(ChildProcessError):  # those who became ours
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        ends = time.monotonic() + 10
+        with contextlib.suppress(ChildProcessError):  # nobody is left, of those who became ours too
+            while time.monotonic() < ends:
+                if not os.waitpid(-1, os.WNOHANG)[0]:
+                    _send(signal.SIGKILL, family(os.getpid()))
+                    time.sleep(0.02)
 
     def said(self) -> str:
         """What it wrote to standard output since we last asked; never waits."""
         assert self.process.stdout
         return (self.process.stdout.read() or b"").decode(errors="replace")
 
-    def cpu_at(self, moment: float) -> float:
-        """Processor seconds up to that moment, between two looks in proportion."""
-        return between(self.looks, moment)
+    def cpu_at(self, moment: float, kind: str = "") -> float:
+        """Processor seconds up to that moment, of all or of a kind, between two looks in
+        proportion."""
+        return between(self.looks, moment, kind)
 
     @property
     def peak_memory(self) -> int:
@@ -103,25 +108,47 @@ class Crowd:
     def _watch(self) -> None:
         while not self._ended.is_set():
             members = family(os.getpid())
-            cpu = sum(map(_cpu_seconds, members)) + _reaped() - self._gone
-            self.looks.append(Look(time.time(), cpu, sum(map(own_bytes, members))))
+            cpu, kinds = _spent(members) - self._before, dict.fromkeys(KINDS, 0.0)
+            for member in members:
+                if kind := _kind(member):
+                    kinds[kind] += _cpu_seconds(member)
+            self.looks.append(Look(time.time(), cpu, sum(map(own_bytes, members)), kinds))
             self._ended.wait(PERIOD)
 
 
-def between(looks: Sequence[Look], moment: float) -> float:
-    """Processor seconds at a moment: a straight line between the looks around it."""
-    at = bisect_left([each.time for each in looks], moment)
+def between(looks: Sequence[Look], moment: float, kind: str = "") -> float:
+    """Processor seconds, of all or of a kind, at a moment: a straight line between the looks
+    around it.
+    """
+    times = [each.time for each in looks]
+    taken = [each.kinds[kind] if kind else each.cpu for each in looks]
+    at = bisect_left(times, moment)
     if at == 0 or at == len(looks):
-        return looks[max(0, at - 1)].cpu
-    before, after = looks[at - 1], looks[at]
-    share = (moment - before.time) / (after.time - before.time)
-    return before.cpu + share * (after.cpu - before.cpu)
+        return taken[max(0, at - 1)]
+    share = (moment - times[at - 1]) / (times[at] - times[at - 1])
+    return taken[at - 1] + share * (taken[at] - taken[at - 1])
 
 
-def _reaped() -> float:
-    """Processor seconds of our children that have ended and of theirs."""
+def _spent(members: Sequence[int]) -> float:
+    """Processor seconds of these, and of our children that have ended and of theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return sum(map(_cpu_seconds, members)) + used.ru_utime + used.ru_stime
+
+
+def _kind(process: int) -> str:
+    """Which of KINDS it is by its command; empty for others."""
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    command = " ".join(words[:2])
+    return next((kind for kind, marks in KINDS.items() if any(m in command for m in marks)), "")
+
+
+def _send(number: int, members: Sequence[int]) -> None:
+    for member in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, number)
 
 
 def family(root: int) -> list[int]:

@@ -4,8 +4,8 @@ One trainer and two generators (`bin/lan local`) against TRL's GRPOTrainer and a
 original's two actors on Ray, each alone on the machine, by turns: same data, 8 completions a
 problem, 128 rollouts a step, learning rate 2e-4 falling to 0 over 80 steps, until the mean reward
 of the last five steps is 0.9. Seconds count from the moment when everything is loaded; the claims
-`..._with_start_...` from the command; `time_SIDE_PART` says where they went. `--quick`: a few steps
-of each, without that goal.
+`..._with_start_...` from the command; `time_SIDE_PART` and `cpu_SIDE_KIND` say where they
+went. `--quick`: a few steps of each, without that goal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.crowd import Crowd
+from benchmarks.crowd import KINDS, Crowd
 from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task, written
@@ -55,6 +55,7 @@ class Course:
     steps: int
     reached: bool
     parts: Mapping[str, float]  # seconds of the trainer's side, and of others `..._meanwhile`
+    kinds: Mapping[str, float]  # processor seconds of the trainer and of the generators
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
@@ -207,6 +208,7 @@ def measured(
     ended = rows[steps - 1]["time"]
     rollouts = sum(each.get("rollouts", BATCH) for each in rows[:steps])
     whole, cpu = ended - began, crowd.cpu_at(ended)
+    kinds = {kind: crowd.cpu_at(ended, kind) - crowd.cpu_at(began, kind) for kind in KINDS}
     share = steps if short else 1
     return Course(
         wall=whole / share,
@@ -219,6 +221,7 @@ def measured(
         steps=steps,
         reached=goal is not None,
         parts={part: each / share for part, each in parts_of(rows[:steps], whole).items()},
+        kinds={kind: each / share for kind, each in kinds.items()},
     )
 
 
@@ -264,15 +267,29 @@ def compared(peer: str, ours: Sequence[Course], theirs: Sequence[Course]) -> Ite
 
 
 def divided(side: str, courses: Sequence[Course]) -> Iterator[Claim]:
-    """Where the wall seconds of one side went; the share is of them."""
+    """Where the wall seconds of one side went, and its processor seconds where its processes can
+    be told apart; the share is of them.
+    """
+    walls, cpus = [each.wall for each in courses], [each.cpu for each in courses]
+    busy = [each.cpu / each.wall for each in courses]
+    yield Claim(f"cores_{side}", statistics.median(busy), "cores busy", n=len(busy),
+                spread=spread(busy))  # fmt: skip
     for part in courses[0].parts:
         taken = [each.parts[part] for each in courses]
-        shares = [each.parts[part] / each.wall for each in courses]
-        yield Claim(
-            f"time_{side}_{part}", statistics.median(taken), "s, share of wall",
-            share=statistics.median(shares), n=len(taken),
-            spread=spread(taken) if statistics.median(taken) else None,
-        )  # fmt: skip
+        yield shared(f"time_{side}_{part}", taken, walls, "s, share of wall")
+    for kind in courses[0].kinds:
+        taken = [each.kinds[kind] for each in courses]
+        if any(taken):
+            yield shared(f"cpu_{side}_{kind}", taken, cpus, "CPU s, share of all")
+
+
+def shared(name: str, taken: Sequence[float], wholes: Sequence[float], unit: str) -> Claim:
+    """A part of a whole in each round."""
+    return Claim(
+        name, statistics.median(taken), unit,
+        share=statistics.median(a / b for a, b in zip(taken, wholes, strict=True)),
+        n=len(taken), spread=spread(taken) if statistics.median(taken) else None,
+    )  # fmt: skip
 
 
 def claim(

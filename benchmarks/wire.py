@@ -2,8 +2,8 @@
 
 A rate is groups sent by another process, received and checked; the peer sends as many bytes over
 bare PUSH/PULL sockets with the same options and looks at none of them. The bound is what one core
-would do that takes each message as the peer does and then checks it, both measured in the same
-round. The codec is timed with the rollouts cut from the checked columns.
+checks when nothing has to be received, in the same round: libzmq's thread receives beside it.
+The codec is timed with the rollouts cut from the checked columns.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _rates(
         repeats=repeats,
     )
     ours, raw, locked = taken["ours"], taken["raw"], taken["with keys"]
-    bounds = [_one_after_the_other(*both) for both in zip(raw, taken["checks"], strict=True)]
+    bounds = taken["checks"]
     unit = f"groups/s of {size} bytes"
     yield Claim(
         f"rate_vs_raw_pyzmq_{senders}{kind}", statistics.median(ours), unit,
@@ -136,11 +136,6 @@ def _rates(
             peer=statistics.median(cutting), ratio=_ratio(cutting, judging), n=repeats,
             spread=spread(judging),
         )  # fmt: skip
-
-
-def _one_after_the_other(receives: float, checks: float) -> float:
-    """Groups per second of one core that first receives each and then checks it."""
-    return 1 / (1 / receives + 1 / checks)
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -331,7 +326,11 @@ def journal_share(*, steps: int) -> Claim:
     writing, whole = (
         sum(number(row, name) for row in rows) for name in ("time/journal", "step_time")
     )
-    return Claim("journal_share", 100 * writing / whole, "% of step time", n=len(rows))
+    taken, asked = 100 * writing / whole, 2.0
+    return Claim(
+        "journal_share", taken, "% of step time, under 2 asked", bound=asked, share=taken / asked,
+        n=len(rows),
+    )  # fmt: skip
 
 
 def _lan(folder: str) -> list[str]:

@@ -68,7 +68,8 @@ def replay(
     """Every step with its metrics and the sha256 of the weights that it would publish.
 
     Steps before `first` back to a checkpoint (or the base model) are trained again too, unseen.
-    Raises JournalError when the journal does not reach back far enough or has a gap.
+    Raises JournalError when the journal does not reach back far enough or has a gap, and when
+    `first` is beyond its last step.
     """
     policy.use_threads(config.train.num_workers)
     model = adapted.load_policy(config, policy.model_folder(config.model.name))
@@ -82,13 +83,15 @@ def replay(
         while last is None or learner.step < last:
             groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
             if not parts.is_full(config, groups):
-                _check_last(folder, learner.step + 1, there)
-                return
+                _check_last(folder, learner.step + 1, there, empty=not groups)
+                break
             metrics = learner.learn(groups)
             progress.hide()
             if first is None or learner.step >= first:
                 yield learner.step, metrics, fingerprint(adapters.published_weights(model))
             progress.reach(learner.step - begin)
+    if first is not None and learner.step < first:
+        raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -170,13 +173,17 @@ def _groups_of(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
     ]  # fmt: skip
 
 
-def _check_last(folder: Path, step: int, there: Sequence[int]) -> None:
-    """Raise JournalError when a step that is no batch is not the last: groups of it are gone."""
+def _check_last(folder: Path, step: int, there: Sequence[int], *, empty: bool) -> None:
+    """Raise JournalError when a step that is no batch is not the last: groups of it are gone.
+
+    Unless some are there (not `empty`): then the batch may just be larger than the run's.
+    """
     if step < max(there):
+        larger = "" if empty else " (or train.batch_size is larger than the run's)"
         raise JournalError(
-            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups, and there "
-            "are later steps; put a copy back, or replay only what comes before it (--to) or after "
-            "a later checkpoint (--from)"
+            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups{larger}, and "
+            "there are later steps; put a copy back, or replay only what comes before it (--to) or "
+            "after a later checkpoint (--from)"
         )
 
 

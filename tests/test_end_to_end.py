@@ -197,8 +197,17 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
         again.finish()
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
 
+    with pytest.raises(JournalError, match=r"--from 9: the last step that can be replayed is 3"):
+        replay.main([str(machine.run), "--from", "9"])
+    larger = 2 * machine.config().train.batch_size
+    with pytest.raises(JournalError, match=r"000001\.msgpack .* train\.batch_size is larger than"):
+        replay.main([str(machine.run), "--train.batch-size", str(larger)])
+    assert "step=" not in capsys.readouterr().out
+
     (machine.run / "journal" / "step_000002.msgpack").unlink()
-    with pytest.raises(JournalError, match=r"step_000002\.msgpack is missing .* \(--to\) or after"):
+    with pytest.raises(
+        JournalError, match=r"000002\.msgpack is missing or lacks groups, .* \(--to\)"
+    ):
         replay.main([str(machine.run)])
     assert "step=1 " in capsys.readouterr().out
 
@@ -265,7 +274,7 @@ def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=20) == 0
+    assert trainer.ends(timeout=3) == 0, trainer.printed
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
     until(lambda: "no TCP answer" in generator.printed, generator)
@@ -274,7 +283,7 @@ def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
-    generator.ends(timeout=20)
+    assert generator.ends(timeout=3) == -signal.SIGTERM, generator.printed
     for each in (trainer, generator):
         assert "Traceback" not in each.printed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
@@ -80,10 +80,11 @@ def opened(
     groups: int,
     trickle: Trickle | None = None,
     easy_threshold: float | None = None,
+    settings: Sequence[str] = (),
 ) -> tuple[Intake, Heard, str]:
     """An intake whose steps take so many groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
-                 f"--train.batch-size={2 * groups}"]  # fmt: skip
+                 f"--train.batch-size={2 * groups}", *settings]  # fmt: skip
     receiver = stack.enter_context(closing(receiver_at()))
     counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
     books = stack.enter_context(Books(folder, run="demo", max_steps=1))
@@ -239,3 +240,24 @@ def test_what_came_is_written_when_nothing_more_comes(
     intake.collect(1, until_safe)
     assert trickle.now < begun + COMMIT_SECONDS  # sooner than while more comes
     assert intake.journal.num_waiting == 0
+
+
+def test_batch_counted_in_tokens_is_full_with_the_first_group_that_reaches_them_at_every_step(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    tokens = ("--train.token-batch-size=40",)
+    intake, _, address = opened(stack, tmp_path, Stop(), groups=100, settings=tokens)
+    sender = sender_to(address, stack)
+    lengths = [[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]  # and 3 of the prompt in each rollout
+    for number, each in enumerate(lengths):  # 11, 23 and 9 tokens; 46; 40
+        frame = wire.encode_group(group_of([1.0, 0.0], sequence=number, lengths=each))
+        assert sender.send(frame, timeout=DEADLINE)
+    for step, expected in ((1, [0, 1, 2]), (2, [3]), (3, [4])):
+        groups, _ = intake.collect(step, lambda idle: None)
+        intake.commit()
+        assert [each.sequence for each in groups] == expected
+        assert not intake.has_batch
+    again, _, _ = opened(stack, tmp_path, Stop(), groups=100, settings=tokens)
+    for step, expected in ((1, 3), (2, 1), (3, 1)):
+        assert again.replay(step) and len(again.take()) == expected
+    assert not again.replay(4)

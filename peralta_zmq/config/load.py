@@ -63,7 +63,7 @@ def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None
     """What a dotted name stands for.
 
     No garbage is collected meanwhile, and what was imported is never looked at for any again:
-    half a million objects that all stay, a quarter of the time that torch takes to import.
+    very many objects that all stay, and to look at them takes long while torch is imported.
     """
     if not isinstance(main, str):
         return main

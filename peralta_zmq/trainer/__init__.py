@@ -282,6 +282,7 @@ class Trainer:
 
     def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         row = self._learner.learn(groups)
+        failpoint("trainer.learned")
         self._intake.commit()  # nothing is told or published of groups that are not on disk
         if problem := self._learner.problem:
             self._books.event("skip", step=self._learner.step, reason=problem)

@@ -16,6 +16,7 @@ SIDE = {"rates": [1.0], "costs": [1.0], "memory": 1, "announcement": 1, "stalene
 COURSE = endtoend.Course(
     wall=10.0, wall_with_start=15.0, cpu=20.0, cpu_with_start=25.0, rollouts_per_s=10.0,
     bytes_per_update=1e6, memory=1e9, steps=20, reached=True, parts={"wait": 4.0, "rest": 6.0},
+    kinds={},
 )  # fmt: skip
 OUTCOME = losses.Outcome("x", first=0.1, last=0.9, held_out=0.9, mismatch_kl=0.0, seconds=1.0)
 

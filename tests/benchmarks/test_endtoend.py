@@ -26,6 +26,7 @@ def course(wall: float, *, reached: bool = True) -> endtoend.Course:
         wall=wall, wall_with_start=wall + 5, cpu=2 * wall, cpu_with_start=2 * wall + 5,
         rollouts_per_s=100 / wall, bytes_per_update=1e6, memory=1e9, steps=20, reached=reached,
         parts={"wait": wall / 4, "rest": 3 * wall / 4},
+        kinds={"trainer": wall / 2, "generators": 0.0},
     )  # fmt: skip
 
 
@@ -43,8 +44,10 @@ def test_a_high_reward_that_falls_again_is_no_goal() -> None:
 
 
 def test_processor_seconds_lie_on_a_line_between_two_looks() -> None:
-    looks = [crowd.Look(10.0, 4.0, 0), crowd.Look(12.0, 8.0, 0)]
+    first, second = {"trainer": 1.0}, {"trainer": 2.0}
+    looks = [crowd.Look(10.0, 4.0, 0, first), crowd.Look(12.0, 8.0, 0, second)]
     assert crowd.between(looks, 10.5) == pytest.approx(5.0)
+    assert crowd.between(looks, 10.5, "trainer") == pytest.approx(1.25)
     assert crowd.between(looks, 9.0) == 4.0
     assert crowd.between(looks, 13.0) == 8.0
 
@@ -79,9 +82,11 @@ def test_what_another_process_did_meanwhile_is_not_in_the_line() -> None:
 
 
 def test_the_share_of_a_part_is_that_of_its_own_round() -> None:
-    first, second = endtoend.divided("trl", [course(10), course(30), course(20)])
+    cores, first, second, cpu = endtoend.divided("trl", [course(10), course(30), course(20)])
     assert (first.name, first.ours, first.share) == ("time_trl_wait", 5.0, 0.25)
     assert (second.name, second.n) == ("time_trl_rest", 3)
+    assert (cores.name, cores.ours) == ("cores_trl", 2.0)
+    assert (cpu.name, cpu.ours, cpu.share) == ("cpu_trl_trainer", 10.0, 0.25)
 
 
 ORPHAN = """
@@ -105,3 +110,27 @@ def test_what_a_command_left_behind_is_counted_and_ended() -> None:
         assert left.said() == "begun\n"
     assert not [each for each in before if crowd.runs(each)]
     assert left.peak_memory > 1 << 20
+
+
+def burn(seconds: float, name: str) -> list[str]:
+    """A command that works so long, says so and stays."""
+    work = "import time\nwhile time.process_time() < {}: pass\nprint(1, flush=True)\ntime.sleep(60)"
+    return [sys.executable, "-c", work.format(seconds), name]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_second_crowd_does_not_pay_for_who_is_there_before_it() -> None:
+    with subprocess.Popen(burn(1.0, "before"), stdout=subprocess.PIPE) as before:
+        assert before.stdout
+        before.stdout.readline()
+        with crowd.Crowd(
+            burn(0.0, "next"), cwd=REPO, environment={}, errors=subprocess.DEVNULL
+        ) as second:
+            ends = time.monotonic() + 20
+            while not second.said() and time.monotonic() < ends:
+                time.sleep(0.02)
+            count = len(second.looks)
+            while len(second.looks) == count and time.monotonic() < ends:
+                time.sleep(0.02)
+            assert 0 <= second.looks[-1].cpu < 0.5
+    assert not crowd.family(os.getpid())

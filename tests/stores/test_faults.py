@@ -47,9 +47,13 @@ def run_child(root: Path, plan: str) -> tuple[int, list[int]]:
     """Exit code, and the steps that were published."""
     said = root / "said"
     said.write_text("")
-    child = FORKS.Process(target=publish_and_follow, args=(root, plan))
+    child = FORKS.Process(target=publish_and_follow, args=(root, plan), daemon=True)
     child.start()
     child.join(120)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+        raise AssertionError(f"{plan!r}: not at its end after two minutes")
     assert child.exitcode in (0, -signal.SIGKILL)
     return child.exitcode, [int(line) for line in said.read_text().split()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -12,7 +13,7 @@ import zmq
 from fakes import BOOT, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sockets import ANYWHERE, eventually, raw_socket, until
+from sockets import ANYWHERE, DEADLINE, eventually, raw_socket, until
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
@@ -69,6 +70,21 @@ def test_latest_report_of_each_sender_is_kept(stack: ExitStack) -> None:
     reported(ann, receiver, later)
     assert receiver.latest == {later.sender: later, of_bob.sender: of_bob}
     assert not receiver.receive()  # nothing came since
+
+
+def test_receiving_waits_for_a_report_as_long_as_it_was_told_to_and_no_longer_than_it_takes(
+    stack: ExitStack,
+) -> None:
+    receiver = receiving(stack)
+    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    reported(sender, receiver, SAID)
+    begun = time.monotonic()
+    assert receiver.receive(timeout=0.2) == {}  # nothing comes
+    assert time.monotonic() - begun >= 0.19
+    later = dataclasses.replace(SAID, made=8)
+    sender.send(later)
+    assert receiver.receive(timeout=DEADLINE) == {later.sender: later}
+    assert time.monotonic() - begun < DEADLINE
 
 
 def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
