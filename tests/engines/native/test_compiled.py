@@ -84,7 +84,9 @@ def library(dtype: torch.dtype, shared: int = 2, width: int = 64) -> Any:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("shared", "width"), [(1, 16), (2, 128), (3, 48), (2, 96), (4, 64), (8, 256)])
+@pytest.mark.parametrize(
+    ("shared", "width"), [(1, 16), (2, 128), (3, 48), (2, 96), (4, 64), (8, 256)]
+)
 def test_attention_is_that_of_torch(
     shared: int, width: int, normed: bool, dtype: torch.dtype
 ) -> None:
