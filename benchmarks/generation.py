@@ -57,6 +57,7 @@ REQUIRED = {
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
+    policy.keep_memory()
     policy.use_threads()
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")

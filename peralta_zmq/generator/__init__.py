@@ -48,6 +48,7 @@ def run(config: Config) -> None:
 
     Raises ConfigError, TaskError; waits, saying so, for weights and for the trainer.
     """
+    policy.keep_memory()
     threads = policy.use_threads(config.generator.num_workers)
     device = policy.choose_device(config.model.device)
     hello = policy.facts_of(device, policy.choose_dtype(device, config.model.dtype)[0])
