@@ -152,9 +152,7 @@ def _built(defines: tuple[str, ...]) -> Path:
     """The library for this machine, built when it is not there yet."""
     compiler = shutil.which("cc")
     if compiler is None:
-        raise FileNotFoundError(
-            "no C compiler here (cc); Debian's is in the packages gcc and libc6-dev"
-        )
+        raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
     flags = [compiler, *FLAGS, *defines]
     known = repr((flags, _processor(), _openmp())).encode()
     key = hashlib.sha256(SOURCE.read_bytes() + known).hexdigest()[:16]
