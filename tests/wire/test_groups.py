@@ -365,10 +365,13 @@ def test_array_that_breaks_a_rule_is_refused(arrays: dict[str, Any], reason: str
 
 
 def test_logprob_a_rounding_above_zero_is_accepted() -> None:
-    slightly = np.array([5e-4, -1, -1, -1], "<f4")
-    assert decoded(with_arrays(tokens=TOKENS, logprobs=slightly)).rollouts[0].logprobs[3] == (
-        np.float32(5e-4)
-    )
+    slack = np.float32(1e-3)
+    slightly = np.array([slack, -0.0, -3.4e38, -1], "<f4")
+    group = decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+    assert group.rollouts[0].logprobs[3:].tolist() == slightly.tolist()
+    slightly[0] = np.nextafter(slack, np.float32(1))
+    with pytest.raises(WireError, match="above zero"):
+        decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
 
 
 def test_any_damaged_byte_is_caught() -> None:
