@@ -37,7 +37,7 @@ from peralta_zmq.tasks import calculator
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
-NUM_STEPS = 16  # of a short round, those in the middle of NUM_NEW
+NUM_STEPS = 12  # of a short round, those in the middle of NUM_NEW
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -64,7 +64,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")
     setting.original(4)
-    setting.hf_batched(8, 4)
+    setting.hf_batched(1, 4)
     list(setting.native.generate(requests(1, 4), DRAWN))
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
     rounds = 3 if quick else 7
@@ -101,7 +101,8 @@ class Setting:
         tokenizer = policy.load_tokenizer(policy.EMBEDDED)
         self.device, (self.dtype, _) = device, policy.choose_dtype(device)
         self.plain = without_end(shape).to(device)
-        self.hf, own = (copy.deepcopy(self.plain).to(self.dtype) for _ in range(2))
+        self.hf = copy.deepcopy(self.plain).to(self.dtype)
+        own = copy.deepcopy(self.hf)
         self.num_parameters = sum(each.numel() for each in policy.weights_of(own).values())
         self.native = NativeEngine(own, tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW)
         self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned

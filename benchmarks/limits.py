@@ -16,7 +16,7 @@ def reader(num_bytes: int, device: torch.device) -> Callable[[], float]:
     A sum of fp32 is the fastest reader that torch has: it writes nothing, and two threads wait for
     the memory, not for their adders. The array is as large as the model, and no smaller than
     512 MiB (2 GiB on a GPU), so that no cache holds a part worth the name. On Linux it lies in
-    huge pages, which `policy` asks torch for; small ones were read 0 to 7% slower.
+    huge pages, which `policy` asks torch for; small ones were read up to 8% slower.
     """
     num_bytes = max(num_bytes, 2**29 if device.type == "cpu" else 2**31)
     numbers = torch.ones(num_bytes // 4, device=device)
