@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from struct import Struct, pack
@@ -42,6 +42,7 @@ VERSION = 2
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
 MAX_TOKENS = 1 << 20  # of one group; a shared prompt could make a small message large
 MAX_COUNT = 1 << 12  # of rollouts, of spans, of changes of the policy step
+MAX_VALUES = 1 << 16  # parts of rewards, of all rollouts
 MAX_STEP = 2**31 - 1
 MAX_DRAW = 2**53
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -56,8 +57,6 @@ FIELDS = strict.Fields({
     "prompt": bytes, "tokens": bytes, "logprobs": bytes, "versions": bytes, "rewards": bytes,
     "parts": str, "values": bytes, "finish": bytes, "v": int, "crc32": bytes,
 }, draw=-1, evaluates=-1)  # older generators do not send these two  # fmt: skip
-# A frozen dataclass sets its fields three times as slowly; a draft becomes one when it is filled.
-_Draft = make_dataclass("_Draft", [each.name for each in fields(RolloutGroup)], slots=True)
 
 
 # Encoding.
@@ -187,6 +186,8 @@ def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], 
         )
     if max(len(columns.spans) // 2, len(fields["versions"]) // 8) > MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} rollouts, spans or changes of the policy step")
+    if len(fields["values"]) > 8 * MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} parts of rewards")
     for name in (*NAMES, "parts"):
         if len(fields[name]) * 4 > strict.MAX_TEXT and len(fields[name].encode()) > strict.MAX_TEXT:
             raise ValueError(f"{name} is longer than {strict.MAX_TEXT} bytes; shorten it")
@@ -234,9 +235,7 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     except MALFORMED as error:
         refused = RolloutGroup(*envelope, rollouts=(), floor=said["floor"])
         raise InvalidGroupError(_malformed(error), refused) from None
-    group = _Draft(*envelope, siblings, *since)
-    group.__class__ = RolloutGroup
-    return group
+    return RolloutGroup(*envelope, siblings, *since)
 
 
 def _malformed(error: Exception) -> str:
@@ -268,6 +267,8 @@ def _siblings_of(
     step: int, vocab_size: int, turns_: bytes, spans_: bytes, prompt: bytes, tokens: bytes,
     logprobs: bytes, versions: bytes, rewards_: bytes, parts: str, values: bytes, finish: bytes,
 ) -> Siblings:  # fmt: skip
+    if max(len(turns_) >> 1, len(spans_) >> 3) > MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} rollouts or spans")
     turns, spans = _shorts(len(turns_) >> 1)(turns_), _longs(len(spans_) >> 2)(spans_)
     _check_lengths(turns, spans, prompt, tokens, logprobs)
     _check_tokens(prompt + tokens, vocab_size)
@@ -386,8 +387,8 @@ def _check_lengths(
         raise ValueError("a rollout without prompt or completion")
     if 2 * sum(turns) != len(spans):
         raise ValueError("turns and spans of unequal length")
-    if len(spans) > 2 * MAX_COUNT or num_tokens > MAX_TOKENS:
-        raise ValueError(f"more than {MAX_COUNT} spans or {MAX_TOKENS} tokens")
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} tokens")
     if len(prompt) * len(turns) + len(tokens) != 4 * num_tokens:
         raise ValueError("tokens and spans of unequal length")
     if len(logprobs) != 4 * generated:
@@ -438,6 +439,8 @@ def _check_logprobs(content: bytes) -> None:
 def _named(parts: str, values: bytes, count: int) -> list[dict[str, float]]:
     """The named parts of each rollout's reward."""
     *names, rest = parts.split("\0")
+    if count * len(names) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} parts of rewards")
     numbers = iter(_doubles(count * len(names))(values))
     if rest:
         raise ValueError("the last name of a part does not end")

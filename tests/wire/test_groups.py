@@ -228,6 +228,14 @@ def test_sender_refuses_text_that_is_not_unicode() -> None:
         wire.encode_group(dataclasses.replace(GROUP, problem_id="half a pair: \ud800"))
 
 
+def test_no_group_is_sent_with_more_parts_of_rewards_than_are_taken() -> None:
+    parts = {f"{number:x}": 0.0 for number in range(256)}
+    one = dataclasses.replace(GROUP.rollouts[0], rewards=parts)
+    decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 256)))
+    with pytest.raises(WireError, match="parts of rewards"):
+        wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 257))
+
+
 # What a receiver refuses, and by which rule.
 
 
@@ -483,6 +491,13 @@ BOMBS = {
     "a prompt of millions": lambda: changed(
         turns=shorts(*[1] * 16), spans=longs(*[2**21, 1] * 16), prompt=bytes(4 * 2**21),
         tokens=bytes(4 * 16), logprobs=bytes(4 * 16), versions=longs(0, 16),
+    ),
+    "millions of rollouts": lambda: changed(turns=b"\1\0" * 8_000_000),
+    "millions of spans": lambda: changed(spans=longs(1, 1) * 2_000_000),
+    "millions of parts": lambda: changed(
+        turns=shorts(*[1] * 4000), spans=longs(*[1, 1] * 4000), prompt=b"", tokens=bytes(8 * 4000),
+        logprobs=bytes(4 * 4000), versions=longs(0, 4000), rewards=bytes(8 * 4000),
+        parts="a\0" * 500, values=bytes(8 * 500 * 4000), finish=bytes(4000),
     ),
 }  # fmt: skip
 
