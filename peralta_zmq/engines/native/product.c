@@ -13,9 +13,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { WIDE = 64, ROWS = 6 };    /* 24 sums in registers, beside 4 of the weight and one of the row */
-enum { LINE = 64, AHEAD = 8192 };/* bytes that come together; between what is read and fetched */
-enum { ALONE = 1 << 18 };        /* products that one thread has done before a second one comes */
+enum { WIDE = 64, ROWS = 6 };     /* 24 sums in registers, beside 4 of the weight and one of the row */
+enum { LINE = 64, AHEAD = 8192 }; /* bytes that come together; between what is read and fetched */
+enum { ALONE = 1 << 18 };         /* products that one thread has done before a second one comes */
 
 typedef uint16_t number;
 
@@ -55,12 +55,12 @@ void pack(const number *weight, number *packed, int64_t outs, int64_t in, int th
 }
 
 typedef struct { /* where a block of rows and a panel meet */
-    const number *rows, *panel; /* [.., in] */
-    const char *next;           /* what to fetch meanwhile, `pace` bytes for each pair of numbers */
+    const number *rows, *panel; /* [.., in]; [in / 2][WIDE][2] */
+    const char *next;     /* what to fetch meanwhile, `pace` bytes for each pair of numbers */
     int64_t in, outs, pace;
-    const float *begin; /* [WIDE], of the sums */
-    __mmask32 low, high;/* which of the outputs there are */
-    number *out;        /* [.., outs] */
+    const float *begin;   /* [WIDE], of the sums */
+    __mmask32 low, high;  /* which of the outputs there are */
+    number *out;          /* [.., outs] */
 } Meeting;
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)

@@ -91,16 +91,22 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
 
 
+def suits_panels(processor: str) -> bool:
+    """Whether product.c is the fastest for what `build.processor` says: oneDNN's products by tiles
+    (AMX) are faster where rows are many."""
+    able = processor.split()
+    return "avx512_bf16" in able and "amx_bf16" not in able
+
+
 @functools.cache
 def library_of_panels() -> ctypes.CDLL | None:
-    """product.c; None where the processor has no such instructions, or it cannot be built, or
-    does not give what torch gives."""
-    if "avx512_bf16" not in build.processor().split():
+    """product.c; None where the processor is not for it, or it cannot be built, or does not give what torch gives."""
+    if not suits_panels(build.processor()):
         return None
     library = build.load("product.c", ARGUMENTS)
     if library is None or _is_right(functools.partial(Panels, library), torch.bfloat16):
         return library
-    logger.warning("multiplying by oneDNN, which is slower: what cc made of product.c is not right")
+    logger.warning("multiplying by oneDNN, which is slower: what cc made of it gives otherwise")
     return None
 
 

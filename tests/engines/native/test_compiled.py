@@ -121,8 +121,8 @@ def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> 
 
 
 def panels(weight: torch.Tensor) -> products.Panels:
-    if not HAS_COMPILER or "avx512_bf16" not in build.processor().split():
-        pytest.skip("no C compiler, or no AVX512-BF16 here")
+    if not (HAS_COMPILER and products.suits_panels(build.processor())):
+        pytest.skip("no C compiler, or no processor for it here")
     packed = products.pack(weight)
     assert isinstance(packed, products.Panels)
     return packed
@@ -166,6 +166,12 @@ def test_a_product_with_what_is_none_is_none() -> None:
     weight[66, 3] = rows[7, 5] = torch.nan
     none = panels(weight).multiply(rows, None).isnan()
     assert none[7].all() and none[:, 66].all() and none.sum() == 70 + 7
+
+
+def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
+    assert products.suits_panels("flags : avx512f avx512_bf16 sse")
+    assert not products.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
+    assert not products.suits_panels("flags : avx512f") and not products.suits_panels("")
 
 
 def test_what_panels_have_no_case_for_is_multiplied_by_onednn() -> None:
