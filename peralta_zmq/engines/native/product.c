@@ -1,8 +1,8 @@
 /* Rows times a weight, both in bfloat16 and summed in float, on processors that multiply pairs of
    such numbers (AVX512-BF16).
 
-   A weight lies in panels of WIDE outputs, [panels][in / 2][WIDE][2]: what few rows need of it comes
-   from memory in one stream. At most ROWS rows are multiplied at a time, whose sums then stay in
+   A weight lies in panels of WIDE outputs, [panels][in / 2][WIDE][2]: for few rows it comes from
+   memory in one stream. At most ROWS rows are multiplied at a time, whose sums then stay in
    registers over all inputs; the panel lies in the cache for the next of them, while the next panel
    is fetched. Each sum is taken in one order, however many rows there are.
 
@@ -13,7 +13,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { WIDE = 64, ROWS = 6 };     /* 24 sums in registers, beside 4 of the weight and one of the row */
+enum { WIDE = 64, ROWS = 6 };     /* 24 registers of sums, 4 of the weight, one of the row */
 enum { LINE = 64, AHEAD = 8192 }; /* bytes that come together; between what is read and fetched */
 enum { ALONE = 1 << 18 };         /* products that one thread has done before a second one comes */
 
@@ -116,12 +116,13 @@ INLINE __mmask32 first_of(int64_t count) {
     return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
 }
 
-/* `rows` is [num, in], `bias` [outs] or none, `out` [num, outs]. Where panels are fewer than threads,
-   several threads take a panel, each for some blocks of rows. */
-void multiply(const number *rows, const number *packed, const number *bias, number *out, int64_t num,
-              int64_t in, int64_t outs, int threads) {
+/* `rows` is [num, in], `bias` [outs] or none, `out` [num, outs]. Where panels are fewer than
+   threads, several threads take a panel, each for some blocks of rows. */
+void multiply(const number *rows, const number *packed, const number *bias, number *out,
+              int64_t num, int64_t in, int64_t outs, int threads) {
     const int64_t panels = (outs + WIDE - 1) / WIDE, blocks = (num + ROWS - 1) / ROWS;
-    const int64_t wanted = (threads + panels - 1) / panels, shares = wanted < blocks ? wanted : blocks;
+    const int64_t wanted = (threads + panels - 1) / panels; /* threads for a panel */
+    const int64_t shares = wanted < blocks ? wanted : blocks;
 #pragma omp parallel for schedule(static) num_threads(threads) if (num * in * outs > ALONE)
     for (int64_t task = 0; task < panels * shares; task++) {
         const int64_t from = task / shares * WIDE, share = task % shares;

@@ -100,7 +100,8 @@ def suits_panels(processor: str) -> bool:
 
 @functools.cache
 def library_of_panels() -> ctypes.CDLL | None:
-    """product.c; None where the processor is not for it, or it cannot be built, or does not give what torch gives."""
+    """product.c; None where the processor is not for it, or it cannot be built, or does not give
+    what torch gives."""
     if not suits_panels(build.processor()):
         return None
     library = build.load("product.c", ARGUMENTS)
