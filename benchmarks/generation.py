@@ -30,7 +30,7 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops, reader
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears
+from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears, products
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.stores.tensors import MappedTensors, check_finite
 from peralta_zmq.tasks import calculator
@@ -174,21 +174,20 @@ class Setting:
     def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
         """Seconds of packing every matrix that is multiplied, one after another, and of copying
         the others into a model that is there; the head is the embedding, so it is both."""
-        pack = linears._pack  # pyright: ignore[reportPrivateUsage]
         matrices = {
             f"{name}.weight" for name, module in self.hf.named_modules()
             if isinstance(module, torch.nn.Linear)
-            and self.device == CPU and linears.can_pack(self.dtype)
+            and self.device == CPU and products.can_pack(self.dtype)
         }  # fmt: skip
 
         def work() -> None:
             for name, tensor in policy.weights_of(self.hf).items():
                 if name in matrices:
-                    pack(staged[name])
+                    products.pack(staged[name])
                 else:
                     tensor.copy_(staged[name])
             if matrices:
-                pack(staged["model.embed_tokens.weight"])
+                products.pack(staged["model.embed_tokens.weight"])
 
         return seconds(work)
 

@@ -7,10 +7,12 @@
     decoder   a model's forward over our cache: transformers' code, or for Llama's kind
     forward   our own
     compiled  the part of it between the products, in C (between.c)
+    build     what compiles it once for a machine
     graphs    a decode step recorded for a GPU
     memory    whether all of that has room
     cache     keys and values of every row, allocated once
     linears   weights packed for the machine, replaced in place
+    products  a packed weight times rows, by oneDNN or in C (product.c)
     sampler   from logits to a token and its logprob
 
 Knows a model and token ids; knows nothing of rewards, sockets or the run.

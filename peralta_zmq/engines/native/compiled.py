@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peralta_zmq.engines.native import build
 from peralta_zmq.engines.native.cache import KeyValues
 
-SOURCE = Path(__file__).with_name("between.c")
 LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
-DEFINES = {torch.bfloat16: ("-DNUMBER_IS_BF16",), torch.float32: ()}
-# What lets sums be reordered; a NaN stays a NaN.
-FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
-    f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}",
-)  # fmt: skip
-BUILD_SECONDS = 60.0
-REMEDY = "Debian's is in the packages gcc and libc6-dev"
+SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}")
+DEFINES = {torch.bfloat16: (*SIZES, "-DNUMBER_IS_BF16"), torch.float32: SIZES}
 logger = logging.getLogger(__name__)
 
 
@@ -133,64 +119,13 @@ def library_for(
     """between.c for heads of `width` numbers of which `shared` read the same keys; None where it
     has no case for them, cannot be built, or does not give what torch gives."""
     served = not width % LANES and width <= MAX_WIDTH and shared <= MAX_SHARED
-    if device.type != "cpu" or sys.platform != "linux" or dtype not in DEFINES or not served:
+    if device.type != "cpu" or dtype not in DEFINES or not served:
         return None
-    try:
-        library = ctypes.CDLL(str(_built(DEFINES[dtype])))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home is the second
-        logger.info("decoding by torch alone, which is slower: %s", error)
-        return None
-    for name, kinds in ARGUMENTS.items():
-        getattr(library, name).argtypes = kinds
-    if _is_right(library, dtype, shared, width):
+    library = build.load("between.c", ARGUMENTS, DEFINES[dtype])
+    if library is None or _is_right(library, dtype, shared, width):
         return library
     logger.warning("decoding by torch alone, which is slower: what cc made of it gives otherwise")
     return None
-
-
-def _built(defines: tuple[str, ...]) -> Path:
-    """The library for this machine, built when it is not there yet."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
-    flags = [compiler, *FLAGS, *defines]
-    known = repr((flags, _processor(), _openmp())).encode()
-    key = hashlib.sha256(SOURCE.read_bytes() + known).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
-    built = folder / f"between-{key}.so"
-    if not built.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            object_, library = Path(beside) / "between.o", Path(beside) / "between.so"
-            _run([*flags, "-c", str(SOURCE), "-o", str(object_)])
-            # Without FLAGS: some compilers let a library of such flags change the process's floats.
-            _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
-            with library.open("rb") as whole:
-                os.fsync(whole.fileno())
-            os.replace(library, built)
-    return built
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    if done.returncode:
-        why = (done.stderr.strip() or "nothing said").splitlines()[-1]
-        raise OSError(f"{command[0]} fails ({why}); {REMEDY}")
-
-
-def _openmp() -> Path:
-    """torch's own: the threads of another one would wait beside its, each busily."""
-    packages = Path(torch.__file__).parent
-    for folder in (packages / "lib", packages.with_name("torch.libs")):
-        for library in sorted(folder.glob("libgomp*")):
-            return library
-    raise FileNotFoundError("torch brings no libgomp")
-
-
-def _processor() -> str:
-    """What it can do: a home that is shared by machines holds a library for each."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _is_right(library: ctypes.CDLL, dtype: torch.dtype, shared: int, width: int) -> bool:

@@ -1,26 +1,24 @@
 """Weights packed for the machine, and replaced in place. Knows modules and tensors.
 
-oneDNN multiplies a weight that lies in its own order 1.5-2 times as fast as a plain one. The two
-operators are private to torch, so we try them before we use them.
+What multiplies them is chosen in products.py.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from peralta_zmq import policy
+from peralta_zmq.engines.native.products import can_pack, pack
 
-ROWS = 32  # the order is chosen for about so many rows at once
 SAME_ROWS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in all families served
 
 
 class Product:
-    """Linear layers over the same rows, as one weight that lies in oneDNN's order only.
+    """Linear layers over the same rows, as one weight that lies in its packed order only.
 
     A wide product reads its weight faster than three narrow ones, and is one call.
     """
@@ -37,7 +35,7 @@ class Product:
 
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """Pack `weights`, each [out, in], and take `biases`, each [out], for the old ones."""
-        self._packed = _pack(self._together(weights))
+        self._packed = pack(self._together(weights))
         self._bias = self._together(biases).clone() if biases else None  # not the caller's memory
         self._rows = None
 
@@ -48,10 +46,10 @@ class Product:
     def part(self, number: int, rows: Tensor) -> Tensor:
         """What layer `number` makes of `rows`; the others' parts are kept until other rows come."""
         if len(self._sizes) == 1:
-            return _multiply(rows, self._packed, self._bias)
+            return self._packed.multiply(rows, self._bias)
         if rows is not self._rows:
             self._rows = rows
-            self._parts = _multiply(rows, self._packed, self._bias).split(self._sizes, -1)
+            self._parts = self._packed.multiply(rows, self._bias).split(self._sizes, -1)
         return self._parts[number]
 
     def _together(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -126,27 +124,3 @@ def _together(parent: nn.Module) -> Iterator[tuple[str, ...]]:
 def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:
     biases = cast("list[Tensor | None]", [each.bias for each in linears])
     return [each for each in biases if each is not None]
-
-
-@functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build packs weights of `dtype` and then multiplies like a plain linear."""
-    weight = torch.linspace(-1, 1, 64 * 48).reshape(64, 48).to(dtype)
-    rows = torch.linspace(-1, 1, 4 * 48).reshape(4, 48).to(dtype)
-    bias = torch.ones(64, dtype=dtype)
-    try:
-        ours = _multiply(rows, _pack(weight), bias)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    plain = torch.nn.functional.linear(rows, weight, bias)
-    return torch.allclose(ours, plain, rtol=0.02 if dtype != torch.float32 else 1e-5, atol=1e-4)
-
-
-def _pack(weight: Tensor) -> Tensor:
-    operators = cast(Any, torch.ops.mkldnn)
-    return operators._reorder_linear_weight(weight, ROWS)
-
-
-def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    operators = cast(Any, torch.ops.mkldnn)
-    return operators._linear_pointwise(rows, packed, bias, "none", [], "")

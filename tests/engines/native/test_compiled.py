@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from peralta_zmq.engines.native import compiled, decoder, forward
+from peralta_zmq.engines.native import build, compiled, decoder, forward, products
 from peralta_zmq.engines.native.cache import KeyValues, Window
 
 ROWS, HEADS, COMMON, CAPACITY = 5, 2, 70, 160
@@ -118,6 +118,67 @@ def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> 
     out = drawn.compiled(library(dtype)).attend(drawn.layer, "", *drawn.asked)
     assert out.isnan().any(-1).flatten().tolist() == [False, True, False, True, False]
     assert drawn.compiled(library(dtype)).norm(drawn.norm(256), out).isnan().any(-1).sum() == 2
+
+
+def panels(weight: torch.Tensor) -> products.Panels:
+    if not (HAS_COMPILER and products.suits_panels(build.processor())):
+        pytest.skip("no C compiler, or no processor for it here")
+    packed = products.pack(weight)
+    assert isinstance(packed, products.Panels)
+    return packed
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (62, 63), (64, 64), (96, 225)])
+def test_panels_multiply_as_torch_does_however_many_the_rows(
+    inputs: int, outputs: int, biased: bool
+) -> None:
+    chance = torch.Generator().manual_seed(0)
+    weight, bias = (
+        torch.randn(outputs, inputs + 1, generator=chance).bfloat16().split([inputs, 1], -1)
+    )  # neither lies in one piece
+    bias = bias[:, 0].contiguous() if biased else None
+    packed = panels(weight)
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 20, 41):
+        rows = torch.randn(num_rows, inputs, generator=chance).bfloat16()
+        exact = torch.nn.functional.linear(
+            rows.double(), weight.double(), None if bias is None else bias.double()
+        )
+        ours = packed.multiply(rows, bias).double()
+        assert torch.allclose(ours, exact, rtol=2**-8, atol=1e-5)  # to the nearest
+
+
+def test_a_row_has_the_same_product_among_others_and_threads() -> None:
+    chance = torch.Generator().manual_seed(0)
+    packed = panels(torch.randn(128, 512, generator=chance).bfloat16())
+    rows = torch.randn(3, 16, 512, generator=chance).bfloat16()
+    threads, together = torch.get_num_threads(), packed.multiply(rows, None)
+    try:
+        torch.set_num_threads(5)  # more than panels
+        assert torch.equal(packed.multiply(rows, None), together)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(packed.multiply(rows[:, 8:9], None), together[:, 8:9])
+
+
+def test_a_product_with_what_is_none_is_none() -> None:
+    weight, rows = torch.ones(70, 64).bfloat16(), torch.ones(8, 64).bfloat16()
+    weight[66, 3] = rows[7, 5] = torch.nan
+    none = panels(weight).multiply(rows, None).isnan()
+    assert none[7].all() and none[:, 66].all() and none.sum() == 70 + 7
+
+
+def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
+    assert products.suits_panels("flags : avx512f avx512_bf16 sse")
+    assert not products.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
+    assert not products.suits_panels("flags : avx512f") and not products.suits_panels("")
+
+
+def test_what_panels_have_no_case_for_is_multiplied_by_onednn() -> None:
+    if not products.can_pack(torch.bfloat16):
+        pytest.skip("this build cannot pack")
+    assert isinstance(products.pack(torch.ones(4, 3).bfloat16()), products.Ordered)
+    assert isinstance(products.pack(torch.ones(4, 4)), products.Ordered)
 
 
 @pytest.fixture
