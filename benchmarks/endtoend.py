@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks import harness
 from benchmarks.crowd import KINDS, Crowd
 from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.peers import environment
@@ -303,8 +304,4 @@ def claim(
 ) -> Claim:
     """One figure of both sides."""
     mine, peer = ([float(getattr(each, field)) for each in side] for side in (ours, theirs))
-    ratios = [b / a if less_is_better else a / b for a, b in zip(mine, peer, strict=True)]
-    return Claim(
-        name, statistics.median(mine), unit, peer=statistics.median(peer),
-        ratio=statistics.median(ratios), n=len(mine), spread=spread(mine),
-    )  # fmt: skip
+    return harness.compared(name, mine, peer, unit, less_is_better=less_is_better)

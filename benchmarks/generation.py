@@ -9,12 +9,13 @@ that nothing tells its parts apart.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from benchmarks.harness import Claim, bounded, interleaved, progress, seconds, spread
-from benchmarks.limits import bandwidth, flops
+from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds, spread
+from benchmarks.limits import flops, reader
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears
@@ -36,6 +37,7 @@ from peralta_zmq.tasks import calculator
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
+NUM_STEPS = 12  # of a short round, those in the middle of NUM_NEW
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -62,14 +64,14 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")
     setting.original(4)
-    setting.hf_batched(8, 4)
+    setting.hf_batched(1, 4)
     list(setting.native.generate(requests(1, 4), DRAWN))
-    rates = interleaved(variants(setting), repeats=1 if quick else 3)
-    yield from against_peers(rates)
-    yield from against_bounds(setting)
-    yield from against_copy(setting)
+    yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
+    rounds = 3 if quick else 7
+    yield from against_bounds(setting, rounds)
+    yield from against_copy(setting, rounds)
     del setting
-    yield tiny(repeats=3 if quick else 7, device=device)
+    yield tiny(repeats=rounds, device=device)
 
 
 class Step(NamedTuple):
@@ -98,12 +100,11 @@ class Setting:
     def __init__(self, shape: dict[str, Any], device: torch.device = CPU) -> None:
         tokenizer = policy.load_tokenizer(policy.EMBEDDED)
         self.device, (self.dtype, _) = device, policy.choose_dtype(device)
-        self.plain, self._hf, own = (without_end(shape).to(device) for _ in range(3))
-        self._hf.to(self.dtype)
+        self.plain = without_end(shape).to(device)
+        self.hf = copy.deepcopy(self.plain).to(self.dtype)
+        own = copy.deepcopy(self.hf)
         self.num_parameters = sum(each.numel() for each in policy.weights_of(own).values())
-        self.native = NativeEngine(
-            own.to(self.dtype), tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW
-        )
+        self.native = NativeEngine(own, tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW)
         self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned
 
     def original(self, num_new: int) -> float:
@@ -119,15 +120,17 @@ class Setting:
     def hf_batched(self, num_prompts: int, num_new: int) -> float:
         """Seconds of transformers' generate on all prompts x 4 together, without logprobs."""
         with torch.inference_mode():
-            return seconds(lambda: generated(self._hf, num_prompts, num_new))
+            return seconds(lambda: generated(self.hf, num_prompts, num_new))
 
-    def ours(self, num_prompts: int, lengths: Sequence[int] | None = None) -> float:
+    def ours(self, num_prompts: int, num_new: int | Sequence[int] = NUM_NEW) -> float:
         """Tokens per second of our engine; the weights count as new, so no prefix is kept."""
-        asked = requests(num_prompts, NUM_NEW, lengths)
+        asked = requests(num_prompts, num_new)
         started = time.perf_counter()
         completions = list(self.native.generate(asked, DRAWN))
         seconds = time.perf_counter() - started
-        return sum(len(each.token_ids) for each in completions) / seconds
+        num_made = sum(len(each.token_ids) for each in completions)
+        assert num_made == sum(each.max_completion_length or 0 for each in asked)
+        return num_made / seconds
 
     def step(self, num_prompts: int) -> Step:
         """The medians of decode steps with 4 rows for each prompt."""
@@ -159,27 +162,27 @@ class Setting:
 
         def between_steps() -> None:
             at.append(time.perf_counter())
-            if len(at) == NUM_NEW // 2:
+            if len(at) == NUM_STEPS // 2:
                 if looks:
                     check_finite(staged)
                 self.native.apply(staged, self.native.step + 1)
 
         self._decode(1, between_steps)
         steps = [after - before for before, after in pairwise(at)]
-        return steps[NUM_NEW // 2 - 1] - statistics.median(steps)
+        return steps[NUM_STEPS // 2 - 1] - statistics.median(steps)
 
     def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
         """Seconds of packing every matrix that is multiplied, one after another, and of copying
         the others into a model that is there; the head is the embedding, so it is both."""
         pack = linears._pack  # pyright: ignore[reportPrivateUsage]
         matrices = {
-            f"{name}.weight" for name, module in self._hf.named_modules()
+            f"{name}.weight" for name, module in self.hf.named_modules()
             if isinstance(module, torch.nn.Linear)
             and self.device == CPU and linears.can_pack(self.dtype)
         }  # fmt: skip
 
         def work() -> None:
-            for name, tensor in policy.weights_of(self._hf).items():
+            for name, tensor in policy.weights_of(self.hf).items():
                 if name in matrices:
                     pack(staged[name])
                 else:
@@ -189,12 +192,10 @@ class Setting:
 
         return seconds(work)
 
-    def save(self, file: Path) -> None:
-        """The weights in our dtype, as a generator finds them."""
-        save_file(policy.weights_of(self._hf), file)
-
     def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
-        list(self.native.generate(requests(num_prompts, NUM_NEW), DRAWN, between_steps))
+        asked = requests(num_prompts, NUM_STEPS, longer=(NUM_NEW - NUM_STEPS) // 2)
+        drawn = replace(DRAWN, max_completion_length=NUM_STEPS)
+        list(self.native.generate(asked, drawn, between_steps))
 
 
 @contextmanager
@@ -229,21 +230,21 @@ def without_end(shape: dict[str, Any]) -> Any:
     return model
 
 
-def prompts(count: int) -> list[Int32Array]:
-    """Prompts whose first tokens are common."""
+def prompts(count: int, longer: int = 0) -> list[Int32Array]:
+    """Prompts whose first tokens are common, some tokens longer than elsewhere if asked for."""
     random = np.random.default_rng(0)
     common = random.integers(3, 30000, NUM_COMMON)
-    rest = random.integers(3, 30000, (count, NUM_PROMPT - NUM_COMMON))
+    rest = random.integers(3, 30000, (count, NUM_PROMPT + longer - NUM_COMMON))
     return [np.concatenate([common, each]).astype(np.int32) for each in rest]
 
 
-def requests(num_prompts: int, num_new: int, lengths: Sequence[int] | None = None) -> list[Request]:
+def requests(num_prompts: int, num_new: int | Sequence[int], longer: int = 0) -> list[Request]:
     """Four for each prompt, of one length or of their own."""
-    arrays = [each for each in prompts(num_prompts) for _ in range(SIBLINGS)]
-    planned = lengths or [num_new] * len(arrays)
+    arrays = [each for each in prompts(num_prompts, longer) for _ in range(SIBLINGS)]
+    lengths = [num_new] * len(arrays) if isinstance(num_new, int) else num_new
     return [
         Request(index, array, length)
-        for index, (array, length) in enumerate(zip(arrays, planned, strict=True))
+        for index, (array, length) in enumerate(zip(arrays, lengths, strict=True))
     ]
 
 
@@ -257,27 +258,35 @@ def generated(model: Any, num_prompts: int, num_new: int) -> torch.Tensor:
     )  # fmt: skip
 
 
-def variants(setting: Setting) -> dict[str, Callable[[], float]]:
-    """Tokens per second of each way. Varied lengths are of 16 groups, two for each that our slots
-    hold; whoever cannot refill computes up to the longest of a batch and is paid for the planned
-    ones. The original takes the first four groups, one after another."""
+def planned() -> dict[str, list[int]]:
+    """New tokens of each completion where lengths vary, by whose they are. Ours are of 32 groups,
+    four for each that our slots hold: a generator's pace while it refills, with little of the end,
+    when slots fall empty. Transformers' are of the first 16, the original's of the first four."""
     random = np.random.default_rng(1)
-    lengths = random.integers(*LENGTHS, size=64, endpoint=True).tolist()
-    batches = lengths[:32], lengths[32:]
-    groups = [lengths[first : first + SIBLINGS] for first in range(0, 16, SIBLINGS)]
+    lengths = random.integers(*LENGTHS, size=32 * SIBLINGS, endpoint=True).tolist()
+    return {"ours": lengths, "hf": lengths[: 16 * SIBLINGS], "original": lengths[: 4 * SIBLINGS]}
+
+
+def variants(setting: Setting) -> dict[str, Callable[[], float]]:
+    """Tokens per second of each way, prompts included. Where lengths vary, whoever cannot refill
+    computes up to the longest of a batch and is paid for the planned ones: transformers with 8
+    groups together, the original with one."""
+    plans = planned()
+
+    def batched(name: str, num_groups: int, taking: Callable[[int], float]) -> float:
+        lengths, size = plans[name], num_groups * SIBLINGS
+        batches = (lengths[first : first + size] for first in range(0, len(lengths), size))
+        return sum(lengths) / sum(taking(max(each)) for each in batches)
+
     return {
         "original": lambda: SIBLINGS * NUM_NEW / setting.original(NUM_NEW),
-        "original_varied": lambda: (
-            sum(map(sum, groups)) / sum(setting.original(max(each)) for each in groups)
-        ),
+        "original_varied": lambda: batched("original", 1, setting.original),
         "hf_8x4": lambda: 32 * NUM_NEW / setting.hf_batched(8, NUM_NEW),
-        "hf_varied": lambda: (
-            sum(lengths) / sum(setting.hf_batched(8, max(each)) for each in batches)
-        ),
+        "hf_varied": lambda: batched("hf", 8, functools.partial(setting.hf_batched, 8)),
         "native_1x4": lambda: setting.ours(1),
         "native_4x4": lambda: setting.ours(4),
         "native_8x4": lambda: setting.ours(8),
-        "native_varied": lambda: setting.ours(16, lengths),
+        "native_varied": lambda: setting.ours(32, plans["ours"]),
     }
 
 
@@ -295,41 +304,41 @@ def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
         yield compared(name, rates[ours], rates[peer], "tokens/s")
 
 
-def compared(name: str, ours: Sequence[float], peer: Sequence[float], unit: str) -> Claim:
-    """A claim of two interleaved series."""
-    return Claim(
-        name, statistics.median(ours), unit, peer=statistics.median(peer),
-        ratio=statistics.median(a / b for a, b in zip(ours, peer, strict=True)),
-        n=len(ours), spread=spread(ours),
-    )  # fmt: skip
-
-
-def against_bounds(setting: Setting) -> Iterator[Claim]:
-    """Decode steps against what the machine's memory and multipliers allow, three times each; and
-    how they divide into products of matrices, attention and the rest."""
+def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
+    """Short rounds of decode steps against what the machine's memory and multipliers allow just
+    before and after; and how the steps divide into products of matrices, attention and the rest."""
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
-    for name, num_prompts in (("bandwidth_share", 1), ("flop_share", 8)):
+    read = reader(size, setting.device)
+    per_token = 2 * setting.num_parameters  # operations
+    for name, num_prompts, bound in (
+        ("bandwidth_share", 1, lambda: SIBLINGS * read() / size),
+        ("flop_share", 8, lambda: flops(setting.dtype, setting.device) / per_token),
+    ):
         rows = num_prompts * SIBLINGS
         steps, by_torch, bounds = list[Step](), list[Step](), list[float]()
-        for _ in range(3):
-            reads = rows * bandwidth(setting.device) / size
-            multiplies = flops(setting.dtype, setting.device)
-            by_flops = multiplies / (2 * setting.num_parameters)
-            bounds.append(reads if num_prompts == 1 else by_flops)
-            steps.append(setting.step(num_prompts))
+        for _ in range(rounds):
+            step, allowed = beside(bound, functools.partial(setting.step, num_prompts))
+            steps.append(step)
+            bounds.append(allowed)
             if setting.device == CPU:
                 by_torch.append(setting.step_by_torch(num_prompts))
-            progress(f"{name}: {rows / steps[-1].whole:.4g} of {bounds[-1]:.4g} tokens/s")
+            progress(f"{name}: {rows / step.whole:.4g} of {allowed:.4g} tokens/s")
         rates = [rows / each.whole for each in steps]
         yield bounded(f"{name}_{rows}_rows", rates, bounds, "tokens/s")
         if setting.device != CPU:
             continue
-        rates = [rows / each.products for each in steps]
-        yield bounded(f"products_alone_{rows}_rows", rates, bounds, "tokens/s")
+        products = [rows / each.products for each in steps]
+        yield bounded(f"products_alone_{rows}_rows", products, bounds, "tokens/s")
         yield from divided(f"step_{rows}_rows", steps)
         before = [rows / each.whole for each in by_torch]
-        ours = [rows / each.whole for each in steps]
-        yield compared(f"compiled_vs_torch_{rows}_rows", ours, before, "tokens/s")
+        yield compared(f"compiled_vs_torch_{rows}_rows", rates, before, "tokens/s")
+
+
+def beside(bound: Callable[[], float], work: Callable[[], Step]) -> tuple[Step, float]:
+    """What `work` returns, and the mean of the bound just before it and just after: what others
+    leave of a shared machine's memory changes within minutes."""
+    before, done = bound(), work()
+    return done, (before + bound()) / 2
 
 
 def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
@@ -343,11 +352,11 @@ def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
         )  # fmt: skip
 
 
-def against_copy(setting: Setting) -> Iterator[Claim]:
-    """Newer weights between two decode steps, three times, by turns with the copy alone and
-    with the look at every number that was once taken there."""
+def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
+    """Newer weights between two decode steps, by turns with the copy alone and with the look at
+    every number that was once taken there."""
     with TemporaryDirectory(prefix="bench-generation-") as folder:
-        setting.save(file := Path(folder) / "model.safetensors")
+        save_file(policy.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
         staged = MappedTensors(file)
         check_finite(staged)  # as is done beside the sampling, which brings the pages here
         taken = interleaved(
@@ -356,19 +365,17 @@ def against_copy(setting: Setting) -> Iterator[Claim]:
                 "stall": lambda: setting.stall(staged),
                 "stall with looks": lambda: setting.stall(staged, looks=True),
             },
-            repeats=3,
+            repeats=rounds,
         )
     stalls, copies, looks = taken["stall"], taken["copy"], taken["stall with looks"]
-    yield Claim(
-        "apply_stall", statistics.median(stalls), "s", peer=statistics.median(looks),
-        ratio=statistics.median(b / a for a, b in zip(stalls, looks, strict=True)),
+    yield replace(
+        compared("apply_stall", stalls, looks, "s", less_is_better=True),
         bound=statistics.median(copies),
         share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
-        n=3, spread=spread(stalls),
-    )  # fmt: skip
+    )
     beyond = statistics.median(a - b for a, b in zip(stalls, copies, strict=True))
     yield Claim(
-        "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=3
+        "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=rounds
     )
 
 

@@ -23,8 +23,8 @@ from benchmarks.report import REPO, Claim, document, place_of, report_of, table
 from peralta_zmq.observe.progress import duration
 
 __all__ = [
-    "REPO", "Claim", "bounded", "interleaved", "main", "progress", "progress_of", "seconds",
-    "spread",
+    "REPO", "Claim", "bounded", "compared", "interleaved", "main", "progress", "progress_of",
+    "seconds", "spread",
 ]  # fmt: skip
 BENCHES = ("generation", "training", "weights", "wire", "endtoend", "original_size", "scale")
 ON_DEVICE = ("generation", "training", "weights")
@@ -70,6 +70,22 @@ def interleaved(
 def spread(values: Sequence[float]) -> float:
     """(max - min) / median."""
     return (max(values) - min(values)) / statistics.median(values)
+
+
+def compared(
+    name: str,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    unit: str,
+    *,
+    less_is_better: bool = False,
+) -> Claim:
+    """Two interleaved series; the ratio is the median of those of the same round."""
+    ratios = [b / a if less_is_better else a / b for a, b in zip(ours, peer, strict=True)]
+    return Claim(
+        name, statistics.median(ours), unit, peer=statistics.median(peer),
+        ratio=statistics.median(ratios), n=len(ours), spread=spread(ours),
+    )  # fmt: skip
 
 
 def bounded(name: str, ours: Sequence[float], bounds: Sequence[float], unit: str) -> Claim:

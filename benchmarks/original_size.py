@@ -78,7 +78,7 @@ def claims(ours: Mapping[str, float], original: Mapping[str, float]) -> Iterator
 def ours_generate(shape: dict[str, Any]) -> Seconds:
     """All completions with their logprobs, and the groups through a socket."""
     engine = engine_of(shape)
-    asked = generation.requests(NUM_GROUPS, max(LENGTHS), list(LENGTHS) * NUM_GROUPS)
+    asked = generation.requests(NUM_GROUPS, list(LENGTHS) * NUM_GROUPS)
     list(engine.generate(asked[:4], generation.DRAWN))
     sampling = seconds(lambda: list(engine.generate(asked, generation.DRAWN)))
     return {"generate": sampling, "score": 0.0, "transfer": sent(shape)}

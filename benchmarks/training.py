@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import resource
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Claim, bounded, interleaved, progress, seconds, spread
+from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds
 from benchmarks.limits import flops
 from peralta_zmq import policy
 from peralta_zmq.learning.advantages import group_mean
@@ -200,11 +199,7 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
 
 def per_group(name: str, ours: Sequence[float], peer: Sequence[float]) -> Claim:
     """Seconds per group; the ratio is the median of those of the same round."""
-    return Claim(
-        name, statistics.median(ours), "seconds/group", peer=statistics.median(peer),
-        ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
-        n=len(ours), spread=spread(ours),
-    )  # fmt: skip
+    return compared(name, ours, peer, "seconds/group", less_is_better=True)
 
 
 def flop_share(setting: Setting, *, repeats: int) -> Claim:

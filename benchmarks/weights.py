@@ -39,6 +39,7 @@ SHAPE = {
 QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
          "num_attention_heads": 8, "intermediate_size": 1536}  # fmt: skip
 RATES = (2e-6, 1e-6, 1e-5)
+REQUIRED = {"delta_vs_full_bf16_lr2e-6": 40.0, "entropy_share": 0.75}
 MANY = 10_000  # generators, on paper: docs/scaling.md
 WARM_UP = 2  # steps at the first rate, so that AdamW has seen some gradients
 CPU = torch.device("cpu")

@@ -147,13 +147,13 @@ def _no_signal(view: View) -> Verdict | None:
 
 
 def _solved(view: View) -> Verdict | None:
-    """The same, since all answers are right: the speed of it does not matter any more."""
+    """The same, since all answers are right: who waits for whom is told, but matters no more."""
     share, reward = _equal_groups(view)
     if share < NO_SIGNAL or reward < SOLVED:
         return None
     return Verdict(
-        f"the task is solved: mean reward {reward:.2f}, and {_percent(share)} of groups have "
-        "equal rewards",
+        f"the task is solved: mean reward {reward:.2f}, {_percent(share)} of groups have equal "
+        f"rewards; {_balance(view).sentence}",
         "stop here, or train on harder problems", "ok",
     )  # fmt: skip
 

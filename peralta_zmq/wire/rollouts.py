@@ -73,6 +73,7 @@ class RolloutReceiver:
         self.refused: Counter[str] = Counter()  # reason -> messages
         self._run_id, self._vocab_size = run_id, vocab_size
         self._guarded = gate is not None
+        self._timeout = -1.0  # seconds, as the socket has it: it waits without end
         self._socket = open_socket(zmq.PULL, hwm=hwm)
         keep_alive(self._socket)
         if gate is not None:
@@ -100,20 +101,18 @@ class RolloutReceiver:
 
     def _next(self, timeout: float) -> tuple[bytes, int, str | None] | None:
         """The first frame of a message, how many it had, and whose key it came with."""
-        owner = None
         # To try, to poll and to try again costs twice as much when the queue is often empty.
-        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+        if timeout != self._timeout:  # to set the option costs as much as to receive
+            self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+            self._timeout = timeout
         try:
-            if self._guarded:
-                frame = self._socket.recv(copy=False)
-                first, owner = frame.bytes, str(frame["User-Id"])
-            else:
-                first = self._socket.recv()
+            frame = self._socket.recv(copy=False)  # knows whether more comes; to ask costs more
         except zmq.Again:
             return None
-        count = 1
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv()
+        owner = str(frame["User-Id"]) if self._guarded else None
+        first, more, count = frame.bytes, frame.more, 1
+        while more:
+            more = self._socket.recv(copy=False).more
             count += 1
         return first, count, owner
 

@@ -15,12 +15,6 @@ from peralta_zmq.errors import WireError
 MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
 MAX_TEXT = 1 << 10  # bytes of one name
 MAX_FACTS, MAX_FACT = 32, 128  # facts in one hello; letters of a name or a value
-LIMITS = {
-    "max_str_len": MAX_TEXT,
-    "max_bin_len": MAX_MESSAGE,
-    "max_array_len": 0,
-    "max_ext_len": 0,
-}
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
@@ -37,8 +31,9 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
     try:
         fields = cast(Any, msgpack).unpackb(
-            frame, object_hook=counted, max_map_len=max_map_len, **LIMITS
-        )
+            frame, object_hook=counted, max_map_len=max_map_len, max_str_len=MAX_TEXT,
+            max_bin_len=MAX_MESSAGE, max_array_len=0, max_ext_len=0,
+        )  # fmt: skip
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"not a message: {error}") from None
     if type(fields) is not dict:
@@ -47,17 +42,24 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
 
 class Fields:
-    """The fields of a message in a fixed order, each of exactly its type."""
+    """The fields of a message in a fixed order, each of exactly its type.
 
-    def __init__(self, kinds: dict[str, type]) -> None:
+    One that has a default may be missing.
+    """
+
+    def __init__(self, kinds: dict[str, type], **defaults: object) -> None:
         self._kinds = tuple(kinds.items())
         self._get = itemgetter(*kinds)
-        self._types = tuple(kinds.values())
+        self._types = list(kinds.values())
+        self._defaults = defaults
 
     def of(self, fields: dict[str, Any]) -> tuple[Any, ...]:
         """Their values. Raises KeyError or ValueError with the name of the first wrong one."""
-        values = self._get(fields)
-        if tuple(map(type, values)) != self._types:
+        try:
+            values = self._get(fields)
+        except KeyError:
+            values = self._get({**self._defaults, **fields})
+        if [*map(type, values)] != self._types:
             for (name, kind), value in zip(self._kinds, values, strict=True):
                 typed(value, kind, name)
         return values

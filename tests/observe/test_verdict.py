@@ -221,14 +221,16 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "solved": (
         run(frac_reward_zero_std=1.0, reward=0.98), [], None,
         Verdict(
-            "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
+            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; balanced: "
+            "the trainer waits 8% of its time for rollouts, generators 5% for the trainer",
             "stop here, or train on harder problems", "ok",
         ),
     ),
     "solved, and the trainer waits": (
         run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.24), [], None,
         Verdict(
-            "the task is solved: mean reward 0.98, and 100% of groups have equal rewards",
+            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; the trainer "
+            "waits 62% of its time for rollouts",
             "stop here, or train on harder problems", "ok",
         ),
     ),

@@ -273,6 +273,7 @@ def doubles(*numbers: float) -> bytes:
     [
         ({"v": 1}, "version 1 is not 2"),
         ({"v": 3}, "version 3 is not 2"),
+        ({"v": 2.0}, "v: float is not int"),
         ({"crc32": b"1234"}, "checksum"),
         ({"boot": b"seven.."}, "boot"),
         ({"boot": b"nine byte"}, "boot"),
@@ -300,6 +301,7 @@ def doubles(*numbers: float) -> bytes:
         ({"prompt": b"\0" * 4}, "unequal"),
         ({"prompt": b"\0" * 2, "tokens": bytes(4 * 21 - 3 * 2)}, "not whole tokens"),
         ({"versions": longs(0, 11)}, "unequal"),
+        ({"versions": longs(0, 11), "logprobs": bytes(4 * 11)}, "logprobs and spans"),
         ({"versions": longs(0, 12, 1)}, "unequal|malformed"),
         ({"versions": longs(2**31, 12)}, "malformed"),
         ({"versions": longs(0, 12) + longs(0, 0) * 4096}, "changes of the policy step"),
@@ -307,11 +309,13 @@ def doubles(*numbers: float) -> bytes:
         ({"rewards": doubles(1, 0, np.nan)}, "reward nan is not finite"),
         ({"rewards": doubles(1, 0, -np.inf)}, "not finite"),
         ({"rewards": doubles(1, 0, 1e308)}, "out of bounds"),
+        ({"rewards": doubles(0, 0, -np.nextafter(1e6, 2e6))}, "out of bounds"),
         ({"parts": "x\0"}, "malformed"),
         ({"parts": "x", "values": b""}, "does not end"),
         ({"parts": "x\0", "values": doubles(1, 0, np.inf)}, "not finite"),
         ({"values": doubles(1, 0, 1)}, "malformed"),
         ({"finish": b"\0\0\2"}, "finish"),
+        ({"finish": b"\0\2\1"}, "finish"),
         ({"finish": b"\0\0"}, "finish"),
         ({"finish": b"\0\0\0\0"}, "finish"),
     ],
@@ -352,6 +356,7 @@ TOKENS = np.array([3, 4, 5, 6, 7, 8, 9], "<i4")
         ({"tokens": TOKENS[:6]}, "unequal"),
         ({"tokens": TOKENS.astype("<i2")}, "unequal"),
         ({"logprobs": np.where(LOGPROBS == -2, np.nan, LOGPROBS).astype("<f4")}, "finite"),
+        ({"logprobs": np.where(LOGPROBS == -2, -np.nan, LOGPROBS).astype("<f4")}, "finite"),
         ({"logprobs": np.where(LOGPROBS == -2, -np.inf, LOGPROBS).astype("<f4")}, "finite"),
         ({"logprobs": np.where(LOGPROBS == -2, np.inf, LOGPROBS).astype("<f4")}, "finite"),
         ({"logprobs": -LOGPROBS}, "above zero"),
@@ -365,10 +370,20 @@ def test_array_that_breaks_a_rule_is_refused(arrays: dict[str, Any], reason: str
 
 
 def test_logprob_a_rounding_above_zero_is_accepted() -> None:
-    slightly = np.array([5e-4, -1, -1, -1], "<f4")
-    assert decoded(with_arrays(tokens=TOKENS, logprobs=slightly)).rollouts[0].logprobs[3] == (
-        np.float32(5e-4)
-    )
+    slack = np.float32(1e-3)
+    slightly = np.array([slack, -0.0, -3.4e38, -1], "<f4")
+    group = decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+    assert group.rollouts[0].logprobs[3:].tolist() == slightly.tolist()
+    slightly[0] = np.nextafter(slack, np.float32(1))
+    with pytest.raises(WireError, match="above zero"):
+        decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+
+
+def test_checksum_that_is_not_the_end_of_the_frame_is_refused() -> None:
+    said = msgpack.unpackb(FRAME)
+    assert same(decoded(sealed(said)), GROUP)
+    with pytest.raises(WireError, match="checksum"):
+        decoded(sealed({**said, "later": bytes(4)}))
 
 
 def test_any_damaged_byte_is_caught() -> None:

@@ -78,6 +78,13 @@ def test_bad_message_is_counted_and_the_next_good_one_received(
     assert reason in said and count == 1
 
 
+def test_each_receive_waits_as_long_as_it_is_told(stack: ExitStack) -> None:
+    receiver = stack.enter_context(closing(receiver_at()))
+    for milliseconds in (3, 1, 1, 3, 0):
+        assert receiver.receive(timeout=milliseconds / 1000) is None
+        assert receiver._socket.getsockopt(zmq.RCVTIMEO) == milliseconds
+
+
 def test_group_whose_rollouts_break_a_rule_comes_without_them(stack: ExitStack) -> None:
     receiver = wire.RolloutReceiver(ANYWHERE, run_id=RUN, vocab_size=2)
     stack.enter_context(closing(receiver))
