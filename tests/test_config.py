@@ -106,8 +106,11 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 # The shipped files.
 
 
-def test_demo_file_says_what_holds_anyway() -> None:
-    assert load("@", str(CONFIGS / "demo.toml")) == Config()
+def test_demo_file_says_what_holds_anyway_but_for_the_slots() -> None:
+    config = load("@", str(CONFIGS / "demo.toml"))
+    engine = config.engine
+    assert engine.slots == config.train.batch_size // 2  # a step's share of two generators
+    assert config.model_copy(update={"engine": engine.model_copy(update={"slots": 32})}) == Config()
 
 
 def test_calculator_file_is_the_original_experiment() -> None:

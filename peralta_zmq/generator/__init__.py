@@ -39,6 +39,7 @@ from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
+IDLE_SECONDS = 0.002  # without work, between two looks for weights and announcements
 MAX_FAILURES = 16  # groups in a row that could not be scored, before we stop
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class Generator:
                 return
             if not self._under_way:  # else the engine has work
                 started = time.monotonic()
-                self._hear(timeout=0.02)
+                self._hear(timeout=IDLE_SECONDS)
                 self._blocked += time.monotonic() - started
             yield None
 

@@ -7,6 +7,7 @@ before anything is computed. Knows nothing of tasks, rewards or models; never ca
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
@@ -29,6 +30,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)  # siblings share a target, and often say the same
 def evaluate(text: str) -> Fraction:
     """The exact value of an arithmetic expression, whitespace around it ignored.
 

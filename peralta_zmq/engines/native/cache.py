@@ -111,17 +111,16 @@ class KeyValues:
         """A sequence of `length` tokens from one row to another."""
         self.spans[target] = start, end = self.spans[source]
         own = length - (end - start)
-        for each in self.layers:
-            for rows in each:
-                rows[target, :, :own] = rows[source, :, :own]
+        self._all[:, :, target, :, :own] = self._all[:, :, source, :, :own]
 
     def _lay_out(self, length: int) -> None:
         self.layout += 1
         num_rows, num_heads, head_dim = self._shape
         self._width = min(self._capacity, -(-max(length, 1) // WIDTH) * WIDTH)
         shape = (num_rows, num_heads, self._width, head_dim)
-        rows = self._room[:, :, : num_rows * num_heads * self._width * head_dim].unflatten(2, shape)
-        self.layers = [(each[0], each[1]) for each in rows]  # two of [rows, H, W, D]
+        used = num_rows * num_heads * self._width * head_dim
+        self._all = self._room[:, :, :used].unflatten(2, shape)  # [layers, 2, rows, H, W, D]
+        self.layers = [(each[0], each[1]) for each in self._all]  # two of [rows, H, W, D]
 
 
 class Part(NamedTuple):

@@ -48,6 +48,7 @@ class Decoder:
         self._places = torch.arange(capacity, device=self.device)
         self._like = torch.empty(0, dtype=self.dtype, device=self.device)
         self._weights = Weights(model, pack=not live)
+        self._turns = _turns_for(model, self._places, self._like)
         self._compiled = _compiled_for(model)
         self._graphs = _graphs_for(model)
 
@@ -101,13 +102,19 @@ class Decoder:
         self, first: int, positions: Tensor, start: Tensor, end: Tensor
     ) -> forward.Between:
         own = positions - (end - start)
-        turned = self._model.model.rotary_emb(self._like, positions)
+        turned = self._turned(positions)
         if self._compiled is not None and positions.shape[1] == 1:
             return OneToken(
                 self._compiled, self.cache, first, turned=turned, spans=(start, end), own=own
             )
         window, masks = Window(self.cache, first, own), self._masks(own, start, end)
         return forward.ByTorch(forward.Turn(*turned), window, masks, _attention)
+
+    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, S, D] of `positions`."""
+        if self._turns is None:
+            return self._model.model.rotary_emb(self._like, positions)
+        return self._turns[0][positions], self._turns[1][positions]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] from [n, H]."""
@@ -146,6 +153,15 @@ class Decoder:
             yield
         finally:
             self._config._attn_implementation = theirs
+
+
+def _turns_for(model: Any, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [capacity, D] of all places; None where they may change, or need not be
+    known."""
+    if not forward.is_recordable(model.model):
+        return None
+    cosines, sines = model.model.rotary_emb(like, places[None])
+    return cosines[0], sines[0]
 
 
 def _graphs_for(model: Any) -> Graphs | None:

@@ -113,7 +113,7 @@ class Loop:
     def _ended(self) -> list[int]:
         """Rows whose newest token is their last, the highest first."""
         tokens, _ = self._rows.newest()
-        ended = np.isin(tokens, self._end_ids)
+        ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self._rows.num_tokens == self._rows.limits)[: self._rows.count]
         if self._sampling.stop:
             ended |= np.array([self._has_stopped(row) for row in range(self._rows.count)])
@@ -133,7 +133,7 @@ class Loop:
             token_ids=self._rows.tokens[row, :length],
             logprobs=self._rows.logprobs[row, :length],
             policy_steps=self._rows.steps[row, :length],
-            ended=bool(np.isin(self._rows.tokens[row, length - 1], self._end_ids)),
+            ended=bool((self._rows.tokens[row, length - 1] == self._end_ids).any()),
         )  # fmt: skip
 
 

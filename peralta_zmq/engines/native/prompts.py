@@ -17,6 +17,7 @@ from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.rollout import Int32Array
 
 ROWS = 8  # prompts computed together
+SHORT = 16  # a prefix of fewer tokens costs more to compute apart than it saves
 
 
 class Prompts:
@@ -67,7 +68,7 @@ class Prompts:
         prefix = prompts[0] if self._prefix is None else self._prefix
         for prompt in prompts:
             prefix = prefix[: min(_common(prefix, prompt), len(prompt) - 1)]
-        self._prefix = prefix
+        self._prefix = prefix = prefix if len(prefix) >= SHORT else prefix[:0]
         start, end = self._cache.spans[self._first].tolist()
         if start == end and len(prefix):
             self._forward(prefix[None].astype(np.int64), 0)

@@ -137,7 +137,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 def test_a_long_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: Any) -> None:
     """Longer than a sliding window; the last prompt ends inside it, so that it shrinks."""
     prefix, settings = list(range(10, 30)), FAMILIES[family]
-    prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:12]]
+    prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:18]]
     expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in prompts]
     engine = engine_of(sharp_model(**settings), tokenizer, slots=3)
     completions = sampled(engine, GREEDY, requests(prompts))
