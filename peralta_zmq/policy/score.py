@@ -269,25 +269,12 @@ def _attention(
         return AttentionInterface()[THEIRS](module, query, key, value, mask, **options)
     if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
-    scaling = options["scaling"]
-    autocast = query.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    if autocast and not any(size in PLAIN for size in segments.sizes):
-        with torch.autocast("cpu", enabled=False):  # cast once, not segment by segment
-            wide = query.float(), key.float(), value.float()
-            return _seen_apart(*wide, segments, scaling=scaling), None
-    return _seen_apart(query, key, value, segments, scaling=scaling), None
-
-
-def _seen_apart(
-    query: Tensor, key: Tensor, value: Tensor, segments: _Layout, *, scaling: float
-) -> Tensor:
-    """Attention within each segment, [1, M, heads, D]."""
     queries, keys, values = (each.split(segments.sizes, 2) for each in (query, key, value))
     seen = [
-        _seen(*each, scaling=scaling)
+        _seen(*each, scaling=options["scaling"])
         for each in zip(queries, keys, values, segments.masks, strict=True)
     ]
-    return torch.cat(seen, 2).transpose(1, 2)
+    return torch.cat(seen, 2).transpose(1, 2), None
 
 
 def _seen(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, *, scaling: float) -> Tensor:
