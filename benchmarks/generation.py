@@ -70,6 +70,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
     yield from against_copy(setting, rounds)
+    yield from against_onednn(setting, rounds)
     del setting
     yield tiny(repeats=rounds, device=device)
 
@@ -349,6 +350,31 @@ def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
             f"{name}_{part}", statistics.median(taken), "s", share=statistics.median(shares),
             n=len(taken), spread=spread(taken),
         )  # fmt: skip
+
+
+def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
+    """All weights multiplied in the order that is taken here, by turns with oneDNN's."""
+    if setting.device != CPU or not products.can_pack(setting.dtype):
+        return
+    linear = [each for each in setting.hf.modules() if isinstance(each, torch.nn.Linear)]
+    with torch.inference_mode():
+        packed = [products.pack(each.weight) for each in linear]
+        ordered = [products.Ordered(each.weight) for each in linear]
+
+    @torch.inference_mode()
+    def rate(weights: Sequence[products.Packed], rows: int) -> float:
+        taken = [torch.ones(rows, each.in_features, dtype=setting.dtype) for each in linear]
+        pairs = list(zip(weights, taken, strict=True))
+        return rows / seconds(lambda: [each.multiply(own, None) for each, own in pairs])
+
+    for rows in (SIBLINGS, 8 * SIBLINGS):
+        rates = interleaved(
+            {"ours": functools.partial(rate, packed, rows),
+             "oneDNN": functools.partial(rate, ordered, rows)},
+            repeats=rounds,
+        )  # fmt: skip
+        name = f"products_vs_onednn_{rows}_rows"
+        yield compared(name, rates["ours"], rates["oneDNN"], "tokens/s")
 
 
 def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:

@@ -23,6 +23,7 @@ from peralta_zmq.observe.report import SUMMARY
 ANY_TOKEN = 1 << 31  # what the tokens mean is the trainer's business
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records
+STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
 MADE = re.compile(r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)")
 LOST = re.compile(r"lost group=(\S+)/(\d+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) wid=(\w+)")
@@ -122,9 +123,10 @@ def read_logs(files: Sequence[Path]) -> Logs:
 
 def _read_line(line: str, sender: str, logs: Logs) -> str:
     """Take in one line; returns who speaks, known from the first group it makes."""
+    if STARTED.search(line):
+        logs.complete.discard(sender)  # it saw the end of a shorter run, which was continued
+        return ""
     if found := MADE.search(line):
-        if sender != found[1]:
-            logs.complete.discard(sender)  # it saw the end of a shorter run, which was continued
         sender, key = found[1], (found[1], int(found[2]))
         if key in logs.made:
             logs.made_twice.append(key)

@@ -233,9 +233,19 @@ def test_p3_a_shorter_run_that_was_continued_ends_its_generators(tmp_path: Path)
     run = Run()
     run.log.insert(5, "10:00:02 bin/generator run complete: groups=4")
     assert run.check(tmp_path) == {}  # else the unsent group of `aa` would have no fate
-    run.log = [line for line in run.log if B not in line]
+    run.log = [line for line in run.log if B not in line and "generator=" not in line]
     (tmp_path / "again").mkdir()
     assert run.check(tmp_path / "again")["P3"] == (f"{A}/3 of step 0 has no fate",)
+
+
+def test_p3_who_comes_back_after_the_last_step_does_not_speak_for_the_one_killed(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    del run.journal[3][0]
+    run.accounting |= {"stale": 0, "in_flight": 1}
+    run.log.insert(-1, "10:00:06 bin/generator generator=ann threads=1 version=3")
+    assert run.check(tmp_path) == {}
 
 
 def test_p4_a_group_older_than_the_limit(tmp_path: Path) -> None:
