@@ -37,6 +37,7 @@ MALFORMED = (
     RecursionError,  # a hundred thousand brackets
 )  # fmt: skip
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+MAX_NAME = 128  # bytes of the name of a run or a generator, which names files too
 
 
 class CorruptError(ValueError):

@@ -351,6 +351,12 @@ def test_a_run_name_that_is_no_folder_name_is_refused(name: str) -> None:
     assert refusal(f"--run.name={name}").startswith("run.name ")
 
 
+@pytest.mark.parametrize("key", ["run.name", "generator.name"])
+def test_a_name_has_128_letters_at_most(key: str) -> None:
+    load(f"--{key}", "x" * 128)
+    assert refusal(f"--{key}", "x" * 129) == f"{key} has 129 letters; use 128 at most"
+
+
 # Command lines and files that cannot be read.
 
 

@@ -43,6 +43,7 @@ from peralta_zmq.config.sections import (
     WeightsSection,
     WireSection,
 )
+from peralta_zmq.durable import MAX_NAME
 from peralta_zmq.errors import ConfigError
 
 
@@ -163,6 +164,8 @@ def _check_names(config: Config) -> None:
     for key, name in names.items():
         if name is not None and not PLAIN_NAME.fullmatch(name):
             raise ConfigError(f"{key} {name!r} is not a plain name; use letters, digits, . _ and -")
+        if name is not None and len(name) > MAX_NAME:
+            raise ConfigError(f"{key} has {len(name)} letters; use {MAX_NAME} at most")
 
 
 def _check_batch(config: Config) -> None:

@@ -13,6 +13,7 @@ import msgpack
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import strict
 
+MAX_ANNOUNCEMENT = 4 << 20  # bytes; of 4,096 senders with the longest names it has 2.7 million
 MAX_SENDERS = 1 << 14  # in one announcement
 MAX_BITS = 1 << 19  # of problems that rest or are answered
 
@@ -68,8 +69,10 @@ def encode_announcement(announcement: Announcement) -> bytes:
 def decode_announcement(frame: bytes) -> Announcement:
     """The announcement in a frame; fields of a later version are passed over.
 
-    Raises WireError when `run_id` is missing or a field is of another type.
+    Raises WireError when it is too large, `run_id` is missing or a field is of another type.
     """
+    if len(frame) > MAX_ANNOUNCEMENT:
+        raise WireError(f"an announcement of {len(frame)} bytes")
     told = strict.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
     try:
         return Announcement(**_known(told))

@@ -14,6 +14,7 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.announcements import (
+    MAX_ANNOUNCEMENT,
     Announcement,
     decode_announcement,
     encode_announcement,
@@ -86,6 +87,7 @@ class Listener:
         self.latest: Announcement | None = None
         self.heard_at = float("-inf")  # monotonic seconds
         self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANNOUNCEMENT)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self._socket.subscribe(b"")

@@ -73,6 +73,7 @@ def _counters_of(fields: dict[str, Any]) -> Counters:
     counters = Counters(
         **{name: strict.typed(fields[name], kind, name) for name, kind in known.items()}
     )
+    strict.check_name(counters.generator_id)
     if len(counters.boot) != 8:
         raise ValueError("boot is not 8 bytes")
     for name in (*COUNTS, *MEASURES):

@@ -101,7 +101,7 @@ class CounterReceiver:
             counters.generator_id, str(frames[0]["User-Id"]) if self._guarded else None
         )
         if counters.run_id != self._run_id:
-            raise WireError(f"counters of another run, {counters.run_id}")
+            raise WireError(f"counters of another run, {counters.run_id[:40]!a}")
         self.latest.pop(counters.sender, None)
         self.latest[counters.sender] = counters
         if len(self.latest) > MAX_SENDERS:

@@ -86,6 +86,8 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 def _frame_of(group: RolloutGroup) -> bytes:
     rollouts = group.rollouts
+    if not rollouts:
+        raise ValueError("it has no rollouts")
     columns = _columns_of(rollouts)
     prompt = _shared_prompt(columns)
     rewards = [each.reward for each in rollouts]
@@ -188,6 +190,7 @@ def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], 
         raise ValueError(f"more than {MAX_COUNT} rollouts, spans or changes of the policy step")
     if len(fields["values"]) > 8 * MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} parts of rewards")
+    strict.check_name(group.generator_id)
     for name in (*NAMES, "parts"):
         if len(fields[name]) * 4 > strict.MAX_TEXT and len(fields[name].encode()) > strict.MAX_TEXT:
             raise ValueError(f"{name} is longer than {strict.MAX_TEXT} bytes; shorten it")
@@ -246,12 +249,13 @@ def _opened(
     said: dict[str, Any], frame: bytes
 ) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[Any, ...]]:
     """The fields of RolloutGroup before the rollouts and after them, and the rollouts' columns."""
-    if said["v"] != VERSION:
-        raise ValueError(f"version {said['v']!a:.20} is not {VERSION}")
+    if (version := strict.typed(said["v"], int, "v")) != VERSION:
+        raise ValueError(f"version {version} is not {VERSION}")
     values = FIELDS.of(said)
-    _, _, boot, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
+    _, generator, boot, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
     if zlib.crc32(frame) != SEALED or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
+    strict.check_name(generator)
     if len(boot) != 8:
         raise ValueError("boot is not 8 bytes")
     if not 0 <= floor <= sequence:

@@ -127,7 +127,7 @@ class RolloutReceiver:
             invalid = None
         strict.check_claim(group.generator_id, owner)
         if group.run_id != self._run_id:
-            raise WireError(f"group of another run, {group.run_id}")
+            raise WireError(f"group of another run, {group.run_id[:40]!a}")
         if invalid is not None:
             self._refuse(invalid)
         return group, frame

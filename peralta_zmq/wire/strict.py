@@ -10,10 +10,13 @@ from typing import Any, cast
 
 import msgpack
 
+from peralta_zmq.durable import MAX_NAME
 from peralta_zmq.errors import WireError
 
 MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
-MAX_TEXT = 1 << 10  # bytes of one name
+MAX_TEXT = 1 << 10  # bytes of one text
+LARGE = 1 << 18  # bytes of a message whose maps are counted before any of it is kept
+MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}  # what the first byte of one is
 MAX_FACTS, MAX_FACT = 32, 128  # facts in one hello; letters of a name or a value
 
 
@@ -30,6 +33,8 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
         return inner
 
     try:
+        if len(frame) > LARGE:
+            _count_maps(frame, max_map_len, max_maps)
         fields = cast(Any, msgpack).unpackb(
             frame, object_hook=counted, max_map_len=max_map_len, max_str_len=MAX_TEXT,
             max_bin_len=MAX_MESSAGE, max_array_len=0, max_ext_len=0,
@@ -39,6 +44,24 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
     if type(fields) is not dict:
         raise WireError(f"not a message: {type(fields).__name__} is not a map")
     return fields
+
+
+def _count_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
+    """Raise ValueError or UnpackException for too many maps, or too long ones. unpackb counts one
+    when it closes; a thousand open ones hold far more than the message.
+    """
+    look = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
+    look.feed(frame)
+    maps, items = 0, 1
+    while items:
+        items -= 1
+        if not MAPS.intersection(frame[look.tell() : look.tell() + 1]):
+            look.skip()
+            continue
+        maps, length = maps + 1, look.read_map_header()
+        if maps > max_maps or length > max_map_len:
+            raise ValueError(f"more than {max_maps} maps, or than {max_map_len} names in one")
+        items += 2 * length
 
 
 class Fields:
@@ -72,10 +95,16 @@ def typed(value: Any, kind: type, name: str) -> Any:
     return value
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError for a generator's name that is too long to be spoken of."""
+    if len(name.encode()) > MAX_NAME:
+        raise ValueError(f"a generator's name of more than {MAX_NAME} bytes; shorten it")
+
+
 def check_claim(claimed: str, owner: str | None) -> None:
     """Raise WireError unless a key's owner speaks in his own name; None = there are no keys."""
     if owner is not None and claimed != owner:
-        raise WireError(f"the key of {owner} was used in another name, {claimed:.40}")
+        raise WireError(f"the key of {owner} was used in another name, {claimed[:40]!a}")
 
 
 def check_facts(facts: dict[Any, Any]) -> None:

@@ -25,6 +25,8 @@ from sockets import (
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import Ledger
+from peralta_zmq.trainer.roster import MAX_LIVE
+from peralta_zmq.wire import announcements
 
 # Announcements.
 
@@ -135,6 +137,22 @@ def test_announcement_holds_a_thousand_senders() -> None:
     assert wire.decode_announcement(msgpack.packb(dataclasses.asdict(said))) == said
 
 
+def test_largest_announcement_of_a_trainer_is_understood_and_a_larger_one_refused() -> None:
+    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
+    bits = bytes(announcements.MAX_BITS // 8)
+    said = wire.Announcement(
+        "x" * 1024, recv=senders, durable=senders, seen=senders, taken=senders, resting=bits,
+        answered=bits,
+    )  # fmt: skip
+    frame = wire.encode_announcement(said)
+    assert wire.decode_announcement(frame) == said
+    spare = announcements.MAX_ANNOUNCEMENT - len(frame)
+    fields = msgpack.unpackb(frame)
+    larger = msgpack.packb({**fields, "mood": bytes(spare)})
+    with pytest.raises(WireError, match=f"an announcement of {len(larger)} bytes"):
+        wire.decode_announcement(larger)
+
+
 def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
     publisher = zmq.Context.instance().socket(zmq.PUB)
     stack.callback(publisher.close, linger=0)
@@ -193,8 +211,8 @@ def test_last_word_is_said_once_more_at_the_end(stack: ExitStack) -> None:
 
 def test_listener_pings_a_trainer_that_may_be_gone(stack: ExitStack) -> None:
     _, listener = announcing(stack)
-    options = (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.RCVHWM)
-    assert [listener._socket.getsockopt(each) for each in options] == [2000, 10_000, 100]
+    options = (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.RCVHWM, zmq.MAXMSGSIZE)
+    assert [listener._socket.getsockopt(each) for each in options] == [2000, 10_000, 100, 4 << 20]
 
 
 def test_announcer_names_a_port_in_use(stack: ExitStack) -> None:

@@ -8,12 +8,13 @@ import resource
 import sys
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
-from fakes import VOCAB_SIZE, group_of, rollout_with
+from fakes import RUN, VOCAB_SIZE, group_of, rollout_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sockets import GROUP
@@ -91,6 +92,27 @@ def test_round_trip_keeps_the_largest_sequence() -> None:
 def test_round_trip_keeps_names_beyond_ascii() -> None:
     group = dataclasses.replace(GROUP, problem_id="π/7", generator_id="jürgen's mac")
     assert same(decoded(wire.encode_group(group)), group)
+
+
+def test_group_without_rollouts_cannot_be_sent() -> None:
+    with pytest.raises(WireError, match="cannot be sent: it has no rollouts"):
+        wire.encode_group(dataclasses.replace(GROUP, rollouts=()))
+
+
+def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> None:
+    longest = "ü" * 64
+    group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
+    said = wire.Announcement(RUN, recv={group.sender: 5})
+    assert wire.decode_announcement(wire.encode_announcement(said)) == said
+    report = wire.Counters(RUN, longest, GROUP.boot)
+    assert wire.decode_counters(wire.encode_counters(report)).sender == group.sender
+    longer = longest + "x"
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        decoded(changed(gen=longer))
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        wire.decode_counters(wire.encode_counters(dataclasses.replace(report, generator_id=longer)))
 
 
 def test_message_holds_little_endian_buffers_on_every_machine() -> None:
@@ -195,7 +217,7 @@ def test_group_at_the_limit_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wire.encode_group(GROUP) == FRAME
 
 
-@pytest.mark.parametrize("field", ["run_id", "generator_id", "wid", "problem_id", "task"])
+@pytest.mark.parametrize("field", ["run_id", "wid", "problem_id", "task"])
 @pytest.mark.parametrize("letter", ["x", "\N{EURO SIGN}"])
 def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
     longest = letter * (1024 // len(letter.encode()))
@@ -485,6 +507,8 @@ BOMBS = {
     "maps in a depth": lambda: b"\x81\xa1x" * 4_000_000,
     "empty lists": lambda: maps_of(b"\x90"),
     "a long list": lambda: b"\x81\xa1v\xdd\x00\xff\xff\xff" + b"\x01" * 0xFFFF,
+    "one long version": lambda: changed(v=bytes(strict.MAX_MESSAGE - 2000)),
+    "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, strict.MAX_MESSAGE),
     "one long name": lambda: changed(run=bytes(strict.MAX_MESSAGE - 2000)),
     "a long name": lambda: changed(run="x" * (strict.MAX_MESSAGE - 2000)),
     "a prompt for thousands": lambda: prompt_for_thousands(256),
@@ -514,6 +538,49 @@ def prompt_for_thousands(length: int) -> bytes:
 def maps_of(element: bytes) -> bytes:
     """A map of 64 equal elements."""
     return b"\xde\x00\x40" + b"".join(b"\xa1%c" % (33 + n) + element for n in range(64))
+
+
+def open_maps(key: str, count: int, size: int) -> bytes:
+    """Maps of `count` keys, each the last value of the one before, up to so many bytes or 1,000
+    maps; they do not end.
+    """
+    content, number = bytearray(), 0
+    for _ in range(1000):
+        keys = [msgpack.packb(key.format(number + n)) for n in range(count)]
+        one = b"\xde" + count.to_bytes(2, "big") + b"\1".join(keys)
+        number += count
+        if len(content) + len(one) > size:
+            break
+        content += one
+    return bytes(content)
+
+
+OTHERS: dict[str, Callable[[bytes], object]] = {
+    "announcement": wire.decode_announcement, "counters": wire.decode_counters,
+    "greeting": wire.decode_greeting, "request": wire.decode_request,
+}  # fmt: skip
+OPEN_MAPS = {
+    "many maps": lambda: open_maps("{:x}", 700, strict.MAX_MESSAGE),
+    "long maps": lambda: open_maps("{:x}", 10_950, strict.MAX_MESSAGE),
+    "as large as an announcement": lambda: open_maps("{:x}", 1366, 4 << 20),
+    "wide names": BOMBS["wide names in open maps"],
+    "in a small message": lambda: open_maps("{:x}", 64, strict.LARGE),
+    "texts": lambda: msgpack.packb(
+        {"recv": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_MAPS)
+@pytest.mark.parametrize("decoder", OTHERS)
+def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(decoder: str, name: str) -> None:
+    frame = OPEN_MAPS[name]()
+    tracemalloc.start()
+    with pytest.raises(WireError):
+        OTHERS[decoder](frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
 
 
 @pytest.mark.parametrize("name", list(BOMBS))

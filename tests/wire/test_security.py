@@ -163,7 +163,7 @@ def test_group_in_anothers_name_is_counted_and_dropped(
     assert sender.send(numbered(6, generator_id="bob"), timeout=IN_TIME)
     assert received(receiver).sequence == 6
     ((reason, count),) = receiver.refused.items()
-    assert "key of bob was used in another name, ann" in reason and count == 1
+    assert "key of bob was used in another name, 'ann'" in reason and count == 1
 
 
 def test_announcements_reach_known_generators_only(

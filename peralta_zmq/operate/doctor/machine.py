@@ -22,6 +22,7 @@ from peralta_zmq.operate.doctor.check import Check
 
 PACKAGE = "peralta_zmq"
 OLDEST_PYTHON = (3, 10)
+LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))  # from, and below: github.com/python/cpython gh-113993
 AT_LEAST = re.compile(r"([A-Za-z0-9_-]+)(?:\[\w+\])?[^;]*?>=([\d.]+)[^;]*(;.*)?")
 SHOWN = ("torch", "transformers", "pyzmq")  # of the libraries that are all right
 POWER = Path("/sys/class/power_supply")
@@ -75,6 +76,9 @@ def check_versions(
         return Check("versions", False, ", ".join(wrong),
                      "run make setup, or pip install --editable . in this Python")  # fmt: skip
     shown = ", ".join(f"{name} {found.get(name) or version_of(name)}" for name in SHOWN)
+    if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
+        return Check("versions", True, f"Python {here} never frees names that it has read, {shown}",
+                     "use Python 3.12.6 or newer, or 3.11, for a trainer")  # fmt: skip
     return Check("versions", True, f"Python {here}, {shown}")
 
 

@@ -25,14 +25,26 @@ Currently in use:
 """
 
 
-def versions(python: tuple[int, ...] = (3, 12, 1), **here: str | None) -> Check:
+def versions(python: tuple[int, ...] = (3, 12, 6), **here: str | None) -> Check:
     return machine.check_versions(python, ASKED, {**HERE, **here}.get)
 
 
 def test_versions_are_all_right() -> None:
     assert versions() == Check(
-        "versions", True, "Python 3.12.1, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
+        "versions", True, "Python 3.12.6, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
     )
+
+
+@pytest.mark.parametrize(
+    ("python", "leaks"),
+    [((3, 11, 9), False), ((3, 12, 0), True), ((3, 12, 5), True), ((3, 12, 6), False)],
+)
+def test_python_that_never_frees_the_names_in_a_message_is_told(
+    python: tuple[int, ...], leaks: bool
+) -> None:
+    found = versions(python)
+    assert found.ok and bool(found.remedy) == leaks
+    assert ("never frees" in found.detail) == leaks
 
 
 def test_versions_of_this_very_python_are_all_right() -> None:
