@@ -17,6 +17,7 @@ import zmq
 from fakes import BOOT, RUN
 from sockets import (
     ANYWHERE,
+    DEADLINE,
     GROUP,
     eventually,
     numbered,
@@ -29,7 +30,7 @@ from sockets import (
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import gate as gates
-from peralta_zmq.wire import keys
+from peralta_zmq.wire import keys, strict
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
@@ -325,3 +326,26 @@ def test_one_key_has_one_name(folder: Path) -> None:
 def test_trainer_is_no_generator(folder: Path) -> None:
     assert set(known_generators(folder).values()) == {"ann", "bob"}
     assert keys.TRAINER == "trainer" and GROUP.generator_id == "ann"
+
+
+def test_name_that_somebody_claims_makes_no_line_of_the_log() -> None:
+    with pytest.raises(WireError) as refused:
+        strict.check_claim("ann\ntrainer: all is well", "bob")
+    assert "\n" not in str(refused.value)
+
+
+def test_name_of_another_run_makes_no_line_of_the_log(stack: ExitStack) -> None:
+    opened = stack.enter_context(closing(receiver_at()))
+    sender = sender_to(opened.address, stack)
+    foreign = dataclasses.replace(GROUP, run_id="other\ntrainer: all is well")
+    assert sender.send(wire.encode_group(foreign), timeout=DEADLINE)
+    for _ in until():
+        opened.receive(timeout=0.1)
+        if opened.refused:
+            break
+    (reason,) = opened.refused
+    assert reason == r"group of another run, 'other\ntrainer: all is well'"
+    report = wire.Counters(foreign.run_id, "ann", BOOT)
+    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
+    with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
+        counters._keep([zmq.Frame(wire.encode_counters(report))])
