@@ -66,7 +66,6 @@ def _built(source: Path, defines: tuple[str, ...]) -> Path:
     for built in folder.glob(f"{name}-*.so"):
         if built.stem == f"{name}-{_hash(built.read_bytes())}":
             return built
-        built.unlink(missing_ok=True)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as beside:
         object_, library = Path(beside) / "its.o", Path(beside) / "its.so"
