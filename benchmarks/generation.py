@@ -37,7 +37,7 @@ from peralta_zmq.tasks import calculator
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
-NUM_STEPS = 12  # of a short round, those in the middle of NUM_NEW
+NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; of its steps 10 are timed
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -147,7 +147,7 @@ class Setting:
         return Step(*np.median(taken, axis=0).tolist())
 
     def step_by_torch(self, num_prompts: int) -> Step:
-        """The same without what is compiled."""
+        """The same without between.c."""
         decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
         assert decoder is not None
         attend, decoder._compiled = decoder._compiled, None  # pyright: ignore[reportPrivateUsage]
@@ -368,11 +368,11 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
         return rows / seconds(lambda: [each.multiply(own, None) for each, own in pairs])
 
     for rows in (SIBLINGS, 8 * SIBLINGS):
-        rates = interleaved(
-            {"ours": functools.partial(rate, packed, rows),
-             "oneDNN": functools.partial(rate, ordered, rows)},
-            repeats=rounds,
-        )  # fmt: skip
+        ways = {"ours": packed, "oneDNN": ordered}
+        measures = {way: functools.partial(rate, own, rows) for way, own in ways.items()}
+        for warm_up in measures.values():
+            warm_up()
+        rates = interleaved(measures, repeats=rounds)
         name = f"products_vs_onednn_{rows}_rows"
         yield compared(name, rates["ours"], rates["oneDNN"], "tokens/s")
 

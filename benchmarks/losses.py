@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def trained(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
-    """Take the steps on the demo's settings, changed by `flags`."""
+    """Take the steps on the default settings, changed by `flags`."""
     started = time.monotonic()
     config = load_config("benchmarks.losses", [f"--train.max-steps={num_steps}", *flags])
     torch.manual_seed(config.run.seed)

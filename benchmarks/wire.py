@@ -45,7 +45,7 @@ REQUIRED = {
 def run(*, quick: bool) -> Iterable[Claim]:
     """All claims of the wire; `quick` leaves out the recovery and repeats less."""
     repeats = 3 if quick else 7
-    count = 3000 if quick else 20_000
+    count = 3000 if quick else 40_000
     small, large = group_of(4, 21, 31), group_of(16, 200, 180)
     yield from _codec(small, repeats=repeats)
     with _opened_lock() as lock:

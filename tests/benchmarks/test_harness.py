@@ -152,7 +152,7 @@ def test_a_ratio_or_without_one_a_share_says_what_was_asked_for(
     assert "| other | 1 |  |  |  |  | s |" in page
 
 
-@pytest.mark.parametrize("name", ["generation", "training", "wire", "endtoend"])
+@pytest.mark.parametrize("name", ["generation", "training", "weights", "wire", "endtoend"])
 def test_what_is_asked_for_is_of_claims_that_are_there(name: str) -> None:
     """Their names stand in the page, which the bench itself wrote."""
     asked = importlib.import_module(f"benchmarks.{name}").REQUIRED

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def load(
     try:
         library = ctypes.CDLL(str(_built(Path(__file__).with_name(source), defines)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home is the second
-        logger.info("decoding by torch alone, which is slower: %s", error)
+        logger.info("%s is not compiled, which is slower: %s", source, error)
         return None
     for name, kinds in functions.items():
         getattr(library, name).argtypes = kinds
@@ -45,33 +46,41 @@ def load(
 
 def processor() -> str:
     """What it can do: a home that is shared by machines holds a library for each."""
-    if sys.platform != "linux":
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:  # not Linux, or hidden
         return ""
-    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _built(source: Path, defines: tuple[str, ...]) -> Path:
-    """The library for this machine, built when it is not there yet."""
+    """The library for this machine, built when it is not there yet; its name tells its content, as
+    to load a damaged one may end the process."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
     flags = [compiler, *FLAGS, *defines]
-    known = repr((flags, processor(), _openmp())).encode()
-    key = hashlib.sha256(source.read_bytes() + known).hexdigest()[:16]
+    known = repr((flags, processor(), platform.libc_ver(), _openmp())).encode()
+    name = f"{source.stem}-{_hash(source.read_bytes() + known)}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
-    built = folder / f"{source.stem}-{key}.so"
-    if not built.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            object_, library = Path(beside) / "its.o", Path(beside) / "its.so"
-            _run([*flags, "-c", str(source), "-o", str(object_)])
-            # Without FLAGS: some compilers let a library of such flags change the process's floats.
-            _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
-            with library.open("rb") as whole:
-                os.fsync(whole.fileno())
-            os.replace(library, built)
+    for built in folder.glob(f"{name}-*.so"):
+        if built.stem == f"{name}-{_hash(built.read_bytes())}":
+            return built
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        object_, library = Path(beside) / "its.o", Path(beside) / "its.so"
+        _run([*flags, "-c", str(source), "-o", str(object_)])
+        # Without FLAGS: some compilers let a library of such flags change the process's floats.
+        _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
+        with library.open("rb") as whole:
+            os.fsync(whole.fileno())
+            built = folder / f"{name}-{_hash(whole.read())}.so"
+        os.replace(library, built)
     return built
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:

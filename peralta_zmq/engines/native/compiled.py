@@ -124,7 +124,7 @@ def library_for(
     library = build.load("between.c", ARGUMENTS, DEFINES[dtype])
     if library is None or _is_right(library, dtype, shared, width):
         return library
-    logger.warning("decoding by torch alone, which is slower: what cc made of it gives otherwise")
+    logger.warning("between.c is not used, which is slower: what cc made of it gives otherwise")
     return None
 
 

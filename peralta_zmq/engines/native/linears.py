@@ -44,13 +44,17 @@ class Product:
         return [weights[name] for name in self.names], [weights[name] for name in self.biases]
 
     def part(self, number: int, rows: Tensor) -> Tensor:
-        """What layer `number` makes of `rows`; the others' parts are kept until other rows come."""
+        """What layer `number` makes of `rows`. The parts are kept until the last is asked for, as
+        callers ask in order."""
         if len(self._sizes) == 1:
             return self._packed.multiply(rows, self._bias)
         if rows is not self._rows:
             self._rows = rows
             self._parts = self._packed.multiply(rows, self._bias).split(self._sizes, -1)
-        return self._parts[number]
+        part = self._parts[number]
+        if number == len(self._sizes) - 1:
+            self._rows, self._parts = None, ()
+        return part
 
     def _together(self, tensors: Sequence[Tensor]) -> Tensor:
         plain = [each.detach().to(self._dtype) for each in tensors]

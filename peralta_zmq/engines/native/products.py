@@ -1,9 +1,9 @@
 """A weight in the order in which this machine multiplies it fastest. Knows tensors.
 
-oneDNN multiplies a weight that lies in its own order 1.5-2 times as fast as a plain one. Where the
-processor multiplies pairs of bfloat16 numbers, product.c reads one faster than that, and multiplies
-at least as fast however many the rows. Both are tried before they are used: oneDNN's operators are
-private to torch, and product.c is what a compiler made of it.
+oneDNN multiplies a weight that lies in its own order faster than a plain one. Where the processor
+multiplies pairs of bfloat16 numbers, product.c is faster than that for few rows and for many, as
+products_vs_onednn of `bin/bench generation` measures it here. Both are tried before they are used:
+oneDNN's operators are private to torch, and product.c is what a compiler made of it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class Panels:
         )
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """As Packed says."""
+        """As Packed says; RuntimeError, as a plain linear's, for rows that do not fit."""
+        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self._in:
+            wanted = f"[..., {self._in}] of torch.bfloat16"
+            raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {wanted}")
         plain = rows.contiguous()
         out = plain.new_empty(*rows.shape[:-1], self._out)
         self._library.multiply(
@@ -107,7 +110,7 @@ def library_of_panels() -> ctypes.CDLL | None:
     library = build.load("product.c", ARGUMENTS)
     if library is None or _is_right(functools.partial(Panels, library), torch.bfloat16):
         return library
-    logger.warning("multiplying by oneDNN, which is slower: what cc made of it gives otherwise")
+    logger.warning("product.c is not used, which is slower: what cc made of it gives otherwise")
     return None
 
 

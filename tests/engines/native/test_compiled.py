@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import shutil
 import sys
@@ -168,6 +169,13 @@ def test_a_product_with_what_is_none_is_none() -> None:
     assert none[7].all() and none[:, 66].all() and none.sum() == 70 + 7
 
 
+@pytest.mark.parametrize("rows", [torch.ones(2, 64), torch.ones(2, 62).bfloat16()])
+def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor) -> None:
+    packed = panels(torch.ones(4, 64).bfloat16())
+    with pytest.raises(RuntimeError, match=r"rows are \[2, 6[24]\] of .*, not \[..., 64\]"):
+        packed.multiply(rows, None)
+
+
 def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
     assert products.suits_panels("flags : avx512f avx512_bf16 sse")
     assert not products.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
@@ -188,9 +196,12 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
         pytest.skip("elsewhere nothing is compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiled.library_for.cache_clear()
+    cached = (compiled.library_for, products.library_of_panels)
+    for each in cached:
+        each.cache_clear()
     yield tmp_path
-    compiled.library_for.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
 def test_without_a_compiler_torch_does_it(
@@ -198,7 +209,78 @@ def test_without_a_compiler_torch_does_it(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert compiled.library_for(torch.float32, CPU, shared=2, width=64) is None
-    assert "no C compiler here (cc)" in caplog.text
+    assert "between.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
+
+
+@pytest.fixture
+def for_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that product.c is for, whatever this one is."""
+    if not products.can_pack(torch.bfloat16):
+        pytest.skip("this build cannot pack")
+    monkeypatch.setattr(build, "processor", lambda: "flags : avx512_bf16")
+
+
+def test_without_a_compiler_onednn_multiplies(
+    nothing_built: Path, for_panels: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.Ordered)
+    assert "product.c is not compiled, which is slower: no C compiler here" in caplog.text
+
+
+def test_panels_that_multiply_wrongly_are_not_used(
+    nothing_built: Path, for_panels: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def multiply(rows: int, packed: int, bias: int, out: int, num: int, *sizes: int) -> None:
+        ctypes.memset(out, 0, 2 * num * sizes[1])
+
+    wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
+    monkeypatch.setattr(build, "load", lambda *_: wrong)
+    assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.Ordered)
+    assert "product.c is not used, which is slower: what cc made of it" in caplog.text
+
+
+def test_a_processor_that_says_nothing_of_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(*_: Any) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert build.processor() == ""
+
+
+def built_here() -> Path:
+    source = Path(build.__file__).with_name("between.c")
+    return build._built(source, compiled.DEFINES[torch.float32])
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 1], ids=["empty", "cut", "zeroed"])
+def test_a_damaged_library_is_built_anew(
+    kept: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not HAS_COMPILER:
+        pytest.skip("no C compiler for Linux here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    content = (damaged := built_here()).read_bytes()
+    assert built_here() == damaged
+    zeroed = content[:4096] + bytes(4096) + content[8192:]
+    assert zeroed != content
+    damaged.write_bytes(zeroed[: int(kept * len(content))])
+    assert built_here().read_bytes() == content
+    assert [each.suffix for each in (tmp_path / "peralta_zmq").iterdir()] == [".so"]
+    library = build.load("between.c", compiled.ARGUMENTS, compiled.DEFINES[torch.float32])
+    assert library is not None and compiled._is_right(library, torch.float32, 2, 64)
+
+
+def test_a_machine_with_another_c_library_has_a_library_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not HAS_COMPILER:
+        pytest.skip("no C compiler for Linux here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = built_here()
+    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert built_here() != here and here.exists()
 
 
 def test_a_compiler_that_fails_is_named_with_its_reason(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import shutil
@@ -17,7 +18,7 @@ from fakes import TINY, tiny_model
 
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, open_engine
+from peralta_zmq.engines.native import NativeEngine, open_engine, products
 from peralta_zmq.engines.native.cache import KeyValues
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
@@ -162,6 +163,51 @@ def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer:
             last = decoder.hidden(ids[:, newest].numpy(), places[:, newest], first=1)
             error = (decoder.logits(last[:, 0]) - expected[:, place]).abs().max()
             assert error <= 1e-5
+
+
+def products_of(model: Any) -> set[type]:
+    """The kinds of those that the model multiplies by."""
+    return {
+        type(each._product._packed) for each in model.modules() if isinstance(each, PackedLinear)
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
+    family: str, tied: bool, tokenizer: Any
+) -> None:
+    settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
+    model = sharp_model(**settings).bfloat16()
+    engine = engine_of(model, tokenizer)
+    if products.library_of_panels() is not None:
+        assert products_of(model) == {products.Panels}
+    for seed in (0, 8):
+        plain = sharp_model(seed=seed, **settings).bfloat16()
+        exact = copy.deepcopy(plain).float()
+        if seed:
+            engine.apply(policy.weights_of(plain), 1)
+        ours, theirs = list[float](), list[float]()
+        for each in sampled(engine, Sampling(max_completion_length=12)):
+            known = np.array(scored(exact, each, 1.0))
+            ours += (each.logprobs - known).tolist()
+            theirs += (scored(plain, each, 1.0) - known).tolist()
+        assert np.square(ours).mean() <= 2 * np.square(theirs).mean()
+
+
+def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def missing(*_: Any) -> None:
+        raise AttributeError
+
+    monkeypatch.setattr(products, "Ordered", missing)
+    products.can_pack.cache_clear()
+    model = sharp_model()
+    try:
+        engine = engine_of(model, tokenizer)
+    finally:
+        products.can_pack.cache_clear()
+    assert products_of(model) == set()
+    assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,19 @@ def test_a_packed_bias_is_a_copy() -> None:
         before = product.part(0, given)
         weights["bias"].zero_()
         assert torch.equal(product.part(0, given), before)
+
+
+def test_no_rows_are_kept_after_the_last_layer_had_them() -> None:
+    if not can_pack(torch.float32):
+        pytest.skip("this build cannot pack")
+    product = Product([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
+    given = torch.randn(3, 48)
+    parts = [product.part(number, given) for number in range(3)]
+    assert torch.equal(product.part(1, given), parts[1])  # in another order it is done once more
+    assert torch.equal(product.part(2, given), parts[2])
+    memory = [weakref.ref(each) for each in (given, parts[0])]
+    del given, parts
+    assert [each() for each in memory] == [None, None]
 
 
 def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
