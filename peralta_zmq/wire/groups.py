@@ -247,7 +247,7 @@ def _malformed(error: Exception) -> str:
 
 def _opened(
     said: dict[str, Any], frame: bytes
-) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[Any, ...]]:
+) -> tuple[tuple[Any, ...], tuple[int, int, int], tuple[Any, ...]]:
     """The fields of RolloutGroup before the rollouts and after them, and the rollouts' columns."""
     if (version := strict.typed(said["v"], int, "v")) != VERSION:
         raise ValueError(f"version {version} is not {VERSION}")
@@ -264,7 +264,7 @@ def _opened(
         raise ValueError("policy step out of bounds")
     if not (-1 <= draw <= MAX_DRAW and -1 <= evaluates <= MAX_STEP):
         raise ValueError("draw or evaluation out of bounds")
-    return values[:8], values[8:11], values[11:-2]
+    return values[:8], (floor, draw, evaluates), values[11:-2]
 
 
 def _siblings_of(
