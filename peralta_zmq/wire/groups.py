@@ -238,7 +238,8 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     except MALFORMED as error:
         refused = RolloutGroup(*envelope, rollouts=(), floor=said["floor"])
         raise InvalidGroupError(_malformed(error), refused) from None
-    return RolloutGroup(*envelope, siblings, *since)
+    floor, draw, evaluates = since
+    return RolloutGroup(*envelope, rollouts=siblings, floor=floor, draw=draw, evaluates=evaluates)
 
 
 def _malformed(error: Exception) -> str:
