@@ -8,6 +8,7 @@ The codec is timed with the rollouts cut from the checked columns.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from peralta_zmq import wire
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
+from peralta_zmq.wire import groups, strict
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
@@ -131,11 +133,32 @@ def _rates(
         )
         size_of = kind or "_large"
         yield _claim(f"decode{size_of}_us", statistics.median(decoding), "us per group", decoding)
+        yield from _parts(group, size_of, repeats=repeats)
         yield Claim(
             f"judged_uncut_vs_cut{size_of}", statistics.median(judging), "us per group",
             peer=statistics.median(cutting), ratio=_ratio(cutting, judging), n=repeats,
             spread=spread(judging),
         )  # fmt: skip
+
+
+def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
+    """Microseconds of a check: msgpack; whose group it is, and its checksum; the rollouts."""
+    frame, rounds = wire.encode_group(group), 3000
+    said = strict.unpack(frame)
+    _, _, columns = groups._opened(said, frame)  # pyright: ignore[reportPrivateUsage]
+    siblings_of = groups._siblings_of  # pyright: ignore[reportPrivateUsage]
+    parts: dict[str, Callable[[], object]] = {
+        "unpack": lambda: strict.unpack(frame),
+        "envelope": lambda: groups._opened(said, frame),  # pyright: ignore[reportPrivateUsage]
+        "rollouts": lambda: siblings_of(group.policy_step, VOCAB_SIZE, *columns),
+    }
+
+    def microseconds(part: Callable[[], object]) -> float:
+        return seconds(lambda: [part() for _ in range(rounds)]) / rounds * 1e6
+
+    ways = {name: functools.partial(microseconds, part) for name, part in parts.items()}
+    for name, taken in interleaved(ways, repeats=repeats).items():
+        yield _claim(f"decode{size_of}_{name}_us", statistics.median(taken), "us per group", taken)
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
