@@ -95,8 +95,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def suits_panels(processor: str) -> bool:
-    """Whether product.c is the fastest for what `build.processor` says: oneDNN's products by tiles
-    (AMX) are faster where rows are many."""
+    """Whether product.c is for what `build.processor` says. Where there are tiles (AMX), which
+    oneDNN multiplies by, we have not measured it."""
     able = processor.split()
     return "avx512_bf16" in able and "amx_bf16" not in able
 
