@@ -1,8 +1,8 @@
 """The wire against raw pyzmq of the same bytes, the codec alone, and what encryption costs.
 
 A rate is groups sent by another process, received and checked; the peer sends as many bytes over
-bare PUSH/PULL sockets with the same options and looks at none of them. The bound is what one core
-checks when nothing has to be received, in the same round: libzmq's thread receives beside it.
+bare PUSH/PULL sockets with the same options and looks at none of them. The bound is those bare
+sockets in the same round when their receiver decodes each message, which is the check, and no more.
 The codec is timed with the rollouts cut from the checked columns.
 """
 
@@ -50,6 +50,8 @@ def run(*, quick: bool) -> Iterable[Claim]:
     count = 3000 if quick else 40_000
     small, large = group_of(4, 21, 31), group_of(16, 200, 180)
     yield from _codec(small, repeats=repeats)
+    yield from _checking(large, "_large", repeats=repeats)
+    yield from _checking(small, "_small", repeats=repeats)
     with _opened_lock() as lock:
         for senders in SENDERS:
             few = max(count // 5, 4 * senders)
@@ -97,21 +99,19 @@ def _rates(
     group: RolloutGroup, senders: int, lock: Lock, *, count: int, repeats: int, kind: str = ""
 ) -> Iterator[Claim]:
     """Groups per second from so many senders, without keys and with them, in the same rounds."""
-    size = len(wire.encode_group(group))
+    frame = wire.encode_group(group)
     taken = interleaved(
         {
             "ours": lambda: _ours(group, senders, count),
             "with keys": lambda: _ours(group, senders, count, lock),
-            "raw": lambda: _raw(size, senders, count),
-            "checks": lambda: _checks_per_second(group),
-            "judges": lambda: _checks_per_second(group, _judge),
-            "cuts": lambda: _checks_per_second(group, _cut, _judge),
+            "raw": lambda: _raw(frame, senders, count, bool),
+            "checked": lambda: _raw(frame, senders, count, _decoded),
         },
         repeats=repeats,
     )
     ours, raw, locked = taken["ours"], taken["raw"], taken["with keys"]
-    bounds = taken["checks"]
-    unit = f"groups/s of {size} bytes"
+    bounds = taken["checked"]
+    unit = f"groups/s of {len(frame)} bytes"
     yield Claim(
         f"rate_vs_raw_pyzmq_{senders}{kind}", statistics.median(ours), unit,
         peer=statistics.median(raw), ratio=_ratio(ours, raw), bound=statistics.median(bounds),
@@ -122,23 +122,31 @@ def _rates(
         peer=statistics.median(ours), ratio=_ratio(locked, ours), n=repeats, spread=spread(locked),
     )  # fmt: skip
     if not kind:
-        megabytes = size * statistics.median(ours) / 1e6
+        megabytes = len(frame) * statistics.median(ours) / 1e6
         yield Claim(f"megabytes_per_s_{senders}", megabytes, "MB/s", n=repeats)
     if senders == 1:
         costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(locked, ours, strict=True)]
         yield _claim(f"curve_cost{kind}", statistics.median(costs), "us per group", costs)
-    if senders == 8:
-        decoding, judging, cutting = (
-            [1e6 / each for each in taken[name]] for name in ("checks", "judges", "cuts")
-        )
-        size_of = kind or "_large"
-        yield _claim(f"decode{size_of}_us", statistics.median(decoding), "us per group", decoding)
-        yield from _parts(group, size_of, repeats=repeats)
-        yield Claim(
-            f"judged_uncut_vs_cut{size_of}", statistics.median(judging), "us per group",
-            peer=statistics.median(cutting), ratio=_ratio(cutting, judging), n=repeats,
-            spread=spread(judging),
-        )  # fmt: skip
+
+
+def _checking(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
+    """Microseconds of the check alone, and of what comes before a group is in a batch."""
+    taken = interleaved(
+        {
+            "checks": lambda: _check_microseconds(group),
+            "judges": lambda: _check_microseconds(group, _judge),
+            "cuts": lambda: _check_microseconds(group, _cut, _judge),
+        },
+        repeats=repeats,
+    )
+    checks, judges, cuts = taken["checks"], taken["judges"], taken["cuts"]
+    yield _claim(f"decode{size_of}_us", statistics.median(checks), "us per group", checks)
+    yield from _parts(group, size_of, repeats=repeats)
+    yield Claim(
+        f"judged_uncut_vs_cut{size_of}", statistics.median(judges), "us per group",
+        peer=statistics.median(cuts), ratio=_ratio(cuts, judges), n=repeats,
+        spread=spread(judges),
+    )  # fmt: skip
 
 
 def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
@@ -166,17 +174,21 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _checks_per_second(group: RolloutGroup, *then: Callable[[RolloutGroup], object]) -> float:
-    """Groups that one core can decode, and do that with, when nothing has to be received."""
+def _check_microseconds(group: RolloutGroup, *then: Callable[[RolloutGroup], object]) -> float:
+    """Of one core that decodes a group and does that with it, when nothing has to be received."""
     frame, rounds = wire.encode_group(group), 3000
 
     def decode() -> None:
         for _ in range(rounds):
-            decoded = wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+            decoded = _decoded(frame)
             for each in then:
                 each(decoded)
 
-    return rounds / seconds(decode)
+    return seconds(decode) / rounds * 1e6
+
+
+def _decoded(frame: bytes) -> RolloutGroup:
+    return wire.decode_group(frame, vocab_size=VOCAB_SIZE)
 
 
 def _judge(group: RolloutGroup) -> tuple[bool, float]:
@@ -217,14 +229,14 @@ def _ours(
         return _rate(crowd, lambda: receiver.receive(timeout=1.0) is not None, senders, count)
 
 
-def _raw(size: int, senders: int, count: int) -> float:
-    """Messages per second over bare sockets with the same options."""
+def _raw(frame: bytes, senders: int, count: int, look: Callable[[bytes], object]) -> float:
+    """Messages per second over bare sockets with the same options, and a look at each."""
     puller = open_socket(zmq.PULL, hwm=1)
     port = puller.bind_to_random_port("tcp://127.0.0.1")
     puller.setsockopt(zmq.RCVTIMEO, 30_000)  # then the senders are gone
     with puller:
-        crowd = ["raw", f"tcp://127.0.0.1:{port}", str(senders), bytes(size).hex(), ""]
-        return _rate(crowd, lambda: bool(puller.recv()), senders, count)
+        crowd = ["raw", f"tcp://127.0.0.1:{port}", str(senders), frame.hex(), ""]
+        return _rate(crowd, lambda: bool(look(puller.recv())), senders, count)
 
 
 def _rate(crowd: list[str], receive: Callable[[], bool], senders: int, count: int) -> float:

@@ -21,7 +21,7 @@ from peralta_zmq.observe.books import Books
 from peralta_zmq.recovery.journal import DROPPED, Journal
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluations import Evaluations
-from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
+from peralta_zmq.trainer.roster import Roster
 from peralta_zmq.trainer.speaker import Speaker
 from peralta_zmq.trainer.stop import Stop
 
@@ -30,6 +30,7 @@ COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # An announcement is of every live generator and goes to every one of them: between two that only
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
+QUIET_SECONDS = 20.0  # without a group, between two lines that say so
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 
 
@@ -332,9 +333,9 @@ class Intake:
         return {sender: ledger.settled(sender) for sender in ledger.senders}
 
     def _say_silence(self, started: float, said: float) -> float:
-        """Name the wait every 30 s without a group; returns when it was last named."""
+        """Name the wait now and then; returns when it was last named."""
         now = time.monotonic()
-        if now - said < SILENCE_SECONDS:
+        if now - said < QUIET_SECONDS:
             return said
         aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
         self._books.note(silence_text(now - started, self._receiver.address, aside))

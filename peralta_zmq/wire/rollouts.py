@@ -14,7 +14,7 @@ from peralta_zmq.wire import strict
 from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.groups import InvalidGroupError, decode_group
 from peralta_zmq.wire.keys import GeneratorKeys
-from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, ready
+from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, wait_at_most
 
 MAX_REASONS = 100  # distinct refusals remembered, so that a hostile sender cannot fill memory
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class RolloutSender:
         hwm: int = 1,
         keys: GeneratorKeys | None = None,
     ) -> None:
+        self._timeout = -1.0  # seconds, as the socket has it: it waits without end
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
         self._turnstile = Turnstile(self._socket, address, keys)
         self._socket.connect(address)
@@ -40,22 +41,18 @@ class RolloutSender:
         Raises WireError when the trainer turned us away.
         """
         failpoint("wire.send")
-        if self._queued(frame):
-            return True
-        self._turnstile.check()
-        return ready(self._socket, zmq.POLLOUT, timeout) and self._queued(frame)
+        self._timeout = wait_at_most(self._socket, zmq.SNDTIMEO, timeout, self._timeout)
+        try:
+            self._socket.send(frame)
+        except zmq.Again:
+            self._turnstile.check()
+            return False
+        return True
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Close, giving queued groups up to `linger_seconds` to leave."""
         self._turnstile.close()
         self._socket.close(linger=int(linger_seconds * 1000))
-
-    def _queued(self, frame: bytes) -> bool:
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
 
 
 class RolloutReceiver:
@@ -102,9 +99,7 @@ class RolloutReceiver:
     def _next(self, timeout: float) -> tuple[bytes, int, str | None] | None:
         """The first frame of a message, how many it had, and whose key it came with."""
         # To try, to poll and to try again costs twice as much when the queue is often empty.
-        if timeout != self._timeout:  # to set the option costs as much as to receive
-            self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
-            self._timeout = timeout
+        self._timeout = wait_at_most(self._socket, zmq.RCVTIMEO, timeout, self._timeout)
         try:
             frame = self._socket.recv(copy=False)  # knows whether more comes; to ask costs more
         except zmq.Again:

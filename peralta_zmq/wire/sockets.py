@@ -50,6 +50,13 @@ def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
     return bool(opened.poll(int(timeout * 1000), event))
 
 
+def wait_at_most(opened: zmq.Socket[bytes], option: int, timeout: float, before: float) -> float:
+    """Seconds that it waits in RCVTIMEO or SNDTIMEO from now on; `before` is what it waited."""
+    if timeout != before:  # to set the option costs as much as to receive
+        opened.setsockopt(option, int(timeout * 1000))
+    return timeout
+
+
 def bind(opened: zmq.Socket[bytes], address: str) -> str:
     """The address that it listens on. Raises WireError, having closed the socket."""
     try:

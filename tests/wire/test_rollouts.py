@@ -144,7 +144,7 @@ def test_groups_of_one_sender_arrive_in_order(stack: ExitStack) -> None:
     numbers = []
     for number in range(50):
         frame = wire.encode_group(dataclasses.replace(GROUP, sequence=number))
-        while not sender.send(frame, timeout=0.0):
+        while not sender.send(frame, timeout=0.02):
             numbers.append(received(receiver).sequence)
     while len(numbers) < 50:
         numbers.append(received(receiver).sequence)
