@@ -47,6 +47,18 @@ def roster(tmp_path: Path) -> Iterator[Roster]:
         yield roster
 
 
+def test_a_flood_of_invented_names_drives_nobody_out(
+    roster: Roster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rosters, "MAX_LIVE", 3)
+    known, *_ = roster.live()
+    for number in range(10):
+        roster.meet(f"stranger-{number}/{'0' * 16}", step=1)
+    assert roster.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
+    joins = [row["generator"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "join"]
+    assert joins == ["ann", "stranger-0", "stranger-1"]
+
+
 def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
     assert roster.fares({}) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,

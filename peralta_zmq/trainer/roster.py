@@ -69,6 +69,8 @@ class Roster:
         name, _, boot = sender.rpartition("/")
         facts = {"generator": name, "boot": boot, "step": step}
         is_new = sender not in self._heard
+        if is_new and len(self._heard) >= MAX_LIVE:
+            return  # whoever says many names fills neither memory nor the events
         if is_new:
             self._greeted &= self._heard.keys()
             self._books.event("join", **facts, hello=dict(hello or {}))
@@ -97,7 +99,7 @@ class Roster:
             del self._heard[sender]
             name, _, boot = sender.rpartition("/")
             self._books.event("leave", generator=name, boot=boot)
-        return [sender for sender, at in self._heard.items() if now - at < within][:MAX_LIVE]
+        return [sender for sender, at in self._heard.items() if now - at < within]
 
     def fares(self, known: Mapping[str, float]) -> dict[str, float]:
         """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.

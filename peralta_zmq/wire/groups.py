@@ -88,6 +88,10 @@ def _frame_of(group: RolloutGroup) -> bytes:
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
+    _check_envelope(
+        group.generator_id, group.boot, group.sequence, group.policy_step, group.floor,
+        group.draw, group.evaluates,
+    )  # fmt: skip
     columns = _columns_of(rollouts)
     prompt = _shared_prompt(columns)
     rewards = [each.reward for each in rollouts]
@@ -190,7 +194,6 @@ def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], 
         raise ValueError(f"more than {MAX_COUNT} rollouts, spans or changes of the policy step")
     if len(fields["values"]) > 8 * MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} parts of rewards")
-    strict.check_name(group.generator_id)
     for name in (*NAMES, "parts"):
         if len(fields[name]) * 4 > strict.MAX_TEXT and len(fields[name].encode()) > strict.MAX_TEXT:
             raise ValueError(f"{name} is longer than {strict.MAX_TEXT} bytes; shorten it")
@@ -256,6 +259,13 @@ def _opened(
     _, generator, boot, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
     if zlib.crc32(frame) != SEALED or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
+    _check_envelope(generator, boot, sequence, step, floor, draw, evaluates)
+    return values[:8], (floor, draw, evaluates), values[11:-2]
+
+
+def _check_envelope(
+    generator: str, boot: bytes, sequence: int, step: int, floor: int, draw: int, evaluates: int
+) -> None:
     strict.check_name(generator)
     if len(boot) != 8:
         raise ValueError("boot is not 8 bytes")
@@ -265,7 +275,6 @@ def _opened(
         raise ValueError("policy step out of bounds")
     if not (-1 <= draw <= MAX_DRAW and -1 <= evaluates <= MAX_STEP):
         raise ValueError("draw or evaluation out of bounds")
-    return values[:8], (floor, draw, evaluates), values[11:-2]
 
 
 def _siblings_of(

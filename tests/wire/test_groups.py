@@ -245,6 +245,15 @@ def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason:
         wire.encode_group(dataclasses.replace(GROUP, rollouts=(wrong,)))
 
 
+@pytest.mark.parametrize(
+    "envelope", [{"boot": b"short"}, {"floor": 10**6}, {"floor": -1}, {"draw": -2},
+                 {"evaluates": 2**31}],
+)  # fmt: skip
+def test_sender_refuses_an_envelope_that_the_receiver_would(envelope: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        wire.encode_group(dataclasses.replace(GROUP, **envelope))
+
+
 def test_sender_refuses_text_that_is_not_unicode() -> None:
     with pytest.raises(WireError, match="cannot be sent"):
         wire.encode_group(dataclasses.replace(GROUP, problem_id="half a pair: \ud800"))
