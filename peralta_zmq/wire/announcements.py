@@ -44,7 +44,7 @@ class Announcement:
     train_set: bytes = b""  # 8 bytes that tell one set of problems to train on from another
     resting: bytes = b""
     """A bit for each position of the train set that is not to be drawn now (bit p % 8 of byte
-    p // 8); what lies beyond the bits is drawn."""
+    p // 8); empty = all are drawn."""
     evaluate: int = -1  # the step whose weights the generators shall evaluate; -1 = none
     answered: bytes = b""
     """A bit for each held-out example that needs no further answer in this evaluation."""
@@ -61,9 +61,8 @@ BY_SENDER = ("recv", "durable", "seen", "taken")
 
 
 def encode_announcement(announcement: Announcement) -> bytes:
-    """One announcement as one msgpack map; of positions that rest, the first MAX_BITS."""
+    """One announcement as one msgpack map."""
     said = {each.name: getattr(announcement, each.name) for each in fields(announcement)}
-    said["resting"] = announcement.resting[: MAX_BITS // 8]
     return cast(bytes, msgpack.packb(said))
 
 

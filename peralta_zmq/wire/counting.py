@@ -20,6 +20,7 @@ from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, r
 FIRST_SECONDS, REPORT_SECONDS = 0.05, 2.0  # doubles: what goes out before a PUB is joined is lost
 MAX_SENDERS = 4096  # remembered; the one unheard for longest goes first
 MAX_AT_ONCE = 1000  # reports read in one call
+MAX_REPORT = 1 << 16  # bytes; a queue of them waits while the trainer computes
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +62,7 @@ class CounterReceiver:
         self.refused = 0  # reports
         self._run_id, self._guarded = run_id, gate is not None
         self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT)
         self._socket.subscribe(b"")
         keep_alive(self._socket)
         if gate is not None:

@@ -129,9 +129,8 @@ class RolloutReceiver:
 
     def _refuse(self, error: WireError) -> None:
         reason = str(error)[:80]
-        if not self.refused[reason]:
+        if reason not in self.refused and len(self.refused) >= MAX_REASONS:
+            reason = "other"
+        if not self.refused[reason]:  # once, so that whoever sends many fills no log
             logger.warning("message refused: %s", reason)
-        if len(self.refused) < MAX_REASONS or reason in self.refused:
-            self.refused[reason] += 1
-        else:
-            self.refused["other"] += 1
+        self.refused[reason] += 1

@@ -23,7 +23,6 @@ from sockets import (
 )
 
 from peralta_zmq import wire
-from peralta_zmq.curriculum.pools import is_resting
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.roster import MAX_LIVE
@@ -152,13 +151,6 @@ def test_largest_announcement_of_a_trainer_is_understood_and_a_larger_one_refuse
     larger = msgpack.packb({**fields, "mood": bytes(spare)})
     with pytest.raises(WireError, match=f"an announcement of {len(larger)} bytes"):
         wire.decode_announcement(larger)
-
-
-def test_of_a_million_problems_that_rest_the_first_ones_are_said_and_the_others_drawn() -> None:
-    said = wire.Announcement(RUN, resting=b"\xff" * (2 * announcements.MAX_BITS // 8))
-    resting = wire.decode_announcement(wire.encode_announcement(said)).resting
-    assert is_resting(resting, announcements.MAX_BITS - 1)
-    assert not is_resting(resting, announcements.MAX_BITS)
 
 
 def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:

@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, eventually, raw_socket, until
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import counting
+from peralta_zmq.wire import counting, strict
 
 SAID = wire.Counters(
     RUN, "ann", BOOT, made=7, lost=1, resent=3, unjudged=2, step=4,
@@ -85,6 +85,18 @@ def test_receiving_waits_for_a_report_as_long_as_it_was_told_to_and_no_longer_th
     sender.send(later)
     assert receiver.receive(timeout=DEADLINE) == {later.sender: later}
     assert time.monotonic() - begun < DEADLINE
+
+
+def test_the_largest_report_comes_and_a_larger_message_is_never_queued(stack: ExitStack) -> None:
+    receiver = receiving(stack)
+    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    longest = "\U00010000" * strict.MAX_FACT
+    facts = {f"{n}{longest}"[: strict.MAX_FACT]: longest for n in range(strict.MAX_FACTS)}
+    reported(sender, receiver, dataclasses.replace(SAID, hello=facts))
+    bob = dataclasses.asdict(dataclasses.replace(SAID, generator_id="bob"))
+    sender._socket.send(msgpack.packb({**bob, "mood": bytes(counting.MAX_REPORT)}))
+    reported(sender, receiver, SAID)  # it is connected again
+    assert list(receiver.latest) == [SAID.sender] and not receiver.refused
 
 
 def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,16 @@ def test_group_whose_rollouts_break_a_rule_comes_without_them(stack: ExitStack) 
     assert "outside the vocabulary" in said and count == 1
 
 
-def test_reasons_remembered_are_bounded(stack: ExitStack) -> None:
+def test_reasons_are_remembered_and_logged_up_to_a_bound(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
     sender = raw_socket(stack, receiver.address)
-    for number in range(300):  # a field of another name is another reason each time
-        sender.send(b"\x81\xa4%04d\x01" % number + b"")
+    for number in range(300):  # each name of a run is another reason
+        sender.send(wire.encode_group(dataclasses.replace(GROUP, run_id=f"run-{number}")))
         while not sum(receiver.refused.values()) > number:
             assert receiver.receive(timeout=DEADLINE) is None
-    assert len(receiver.refused) <= rollouts.MAX_REASONS + 1
+    assert len(receiver.refused) == rollouts.MAX_REASONS + 1 == len(caplog.records)
     assert sum(receiver.refused.values()) == 300
 
 
