@@ -59,6 +59,14 @@ def test_a_flood_of_invented_names_drives_nobody_out(
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
 
+def test_one_name_cannot_take_all_places(roster: Roster) -> None:
+    ann, *_ = roster.live()
+    for number in range(20):
+        roster.meet(f"bob/{number:016x}", step=1)
+    newest = range(20 - rosters.MAX_STARTS, 20)
+    assert roster.live() == [ann, *(f"bob/{number:016x}" for number in newest)]
+
+
 def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
     assert roster.fares({}) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,

@@ -22,6 +22,7 @@ OUTCOMES = (
 )  # fmt: skip
 ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
+MAX_ABOVE_ALL = 1 << 17  # and of all senders together; 100 bytes each
 MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
 
 
@@ -45,6 +46,7 @@ class Ledger:
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
         for sender, (settled, above) in saved["senders"].items():
             self._settled[sender], self._above[sender] = settled, set(above)
+        self._num_above = sum(map(len, self._above.values()))
 
     def settle(self, sender: str, sequence: int, outcome: str, *, floor: int = 0) -> bool:
         """Whether the group is new; it is settled from now on with this outcome.
@@ -54,7 +56,7 @@ class Ledger:
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
             return False
-        above.add(sequence)
+        above = above | {sequence}
         self.outcomes[outcome] += 1
         jump = min(above) if len(above) > MAX_ABOVE else 0
         below = max(settled + 1, floor, jump)  # everything under it is settled
@@ -89,8 +91,8 @@ class Ledger:
     @property
     def total(self) -> int:
         """Settled groups of all senders."""
-        above = sum(map(len, self._above.values()))
-        return self._forgotten + sum(each + 1 for each in self._settled.values()) + above
+        settled = sum(each + 1 for each in self._settled.values())
+        return self._forgotten + settled + self._num_above
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint."""
@@ -103,10 +105,22 @@ class Ledger:
 
     def _remember(self, sender: str, settled: int, above: set[int]) -> None:
         self._settled.pop(sender, None)  # to the end of the order
+        self._num_above += len(above) - len(self._above.get(sender, ()))
         self._settled[sender], self._above[sender] = settled, above
+        if self._num_above > MAX_ABOVE_ALL:
+            self._close_gaps(max(self._above, key=lambda each: len(self._above[each])))
         if len(self._settled) > MAX_SENDERS:
             oldest = next(iter(self._settled))
-            self._forgotten += self._settled.pop(oldest) + 1 + len(self._above.pop(oldest))
+            gone = self._above.pop(oldest)
+            self._num_above -= len(gone)
+            self._forgotten += self._settled.pop(oldest) + 1 + len(gone)
+
+    def _close_gaps(self, sender: str) -> None:
+        """What is missing of this sender is settled as lost."""
+        above, self._above[sender] = self._above[sender], set()
+        self._num_above -= len(above)
+        self.outcomes["lost"] += max(above) - self._settled[sender] - len(above)
+        self._settled[sender] = max(above)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 LAST_SECONDS = 1.0  # for their last reports
 MAX_LIVE = 4096  # generators spoken to
+MAX_STARTS = 8  # of one name; of a name that starts again and again the newest
 FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
@@ -69,9 +70,12 @@ class Roster:
         name, _, boot = sender.rpartition("/")
         facts = {"generator": name, "boot": boot, "step": step}
         is_new = sender not in self._heard
-        if is_new and len(self._heard) >= MAX_LIVE:
-            return  # whoever says many names fills neither memory nor the events
         if is_new:
+            starts = [each for each in self._heard if each.rpartition("/")[0] == name]
+            if len(starts) >= MAX_STARTS:
+                self._leave(min(starts, key=self._heard.__getitem__))
+            if len(self._heard) >= MAX_LIVE:
+                return
             self._greeted &= self._heard.keys()
             self._books.event("join", **facts, hello=dict(hello or {}))
             self._say_twins(name)
@@ -96,10 +100,13 @@ class Roster:
         """Senders heard in the last so many seconds."""
         now = time.monotonic()
         for sender in [each for each, at in self._heard.items() if now - at >= SILENCE_SECONDS]:
-            del self._heard[sender]
-            name, _, boot = sender.rpartition("/")
-            self._books.event("leave", generator=name, boot=boot)
+            self._leave(sender)
         return [sender for sender, at in self._heard.items() if now - at < within]
+
+    def _leave(self, sender: str) -> None:
+        del self._heard[sender]
+        name, _, boot = sender.rpartition("/")
+        self._books.event("leave", generator=name, boot=boot)
 
     def fares(self, known: Mapping[str, float]) -> dict[str, float]:
         """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.

@@ -161,6 +161,22 @@ def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
     assert ledger.total == 4 == ledger.outcomes["trained"]
 
 
+def test_gaps_of_all_senders_together_are_bounded_and_the_widest_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_ABOVE_ALL", 20)
+    ledger = Ledger()
+    ledger.settle("honest", 1, "trained")  # 0 is sent again
+    for boot in range(10):
+        for number in range(1, 6):
+            assert ledger.settle(f"hostile/{boot}", 2 * number, "stale")
+    above = [len(above) for _, above in ledger.saved()["senders"].values()]
+    assert sum(above) <= 20
+    assert ledger.settle("honest", 0, "trained")
+    again = Ledger(json.loads(json.dumps(ledger.saved())))
+    assert again.total == ledger.total == sum(ledger.outcomes.values())
+
+
 @pytest.mark.parametrize(
     ("rewards", "verdict"),
     [
