@@ -24,7 +24,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments import Environments
 from peralta_zmq.errors import EngineError, RewardError, StoreError
-from peralta_zmq.generator import MAX_FAILURES, Generator, Line, NewRunError
+from peralta_zmq.generator import MAX_FAILURES, Generator, Line, NewRunError, pace
 from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
 from peralta_zmq.generator.weights import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
@@ -471,6 +471,18 @@ def test_as_many_groups_are_begun_as_a_step_takes_times_the_factor(
     while worker._under_way < 100 and worker._is_our_turn(engine):
         worker._under_way += 1
     assert worker._under_way == groups
+
+
+def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept_for_it(
+    follower: Follower, line: Line, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = until_step(engine := Spy(), follower, published(store, 0, 1.0), 0)
+    worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
+    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.0)
+    while worker._is_our_turn(engine):
+        worker._outbox.add(worker._sequence, b"a group")
+        worker._sequence += 1
+    assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
 
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])

@@ -171,6 +171,18 @@ def test_when_no_problem_is_left_all_are_drawn_again_and_an_event_says_so(
     assert [row["problems"] for row in rows] == [1]
 
 
+def test_a_draw_that_nobody_can_have_come_to_sends_no_newcomer_there(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    intake, _, address = opened(stack, tmp_path, Stop(), groups=3)
+    sender = sender_to(address, stack)
+    for sequence, draw in enumerate([5, 2**53, 9]):
+        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), draw=draw)
+        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
+    intake.collect(1, lambda idle: None)
+    assert intake.saved()["next_draw"] == 10
+
+
 def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(
     stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
 ) -> None:

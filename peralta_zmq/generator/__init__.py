@@ -282,6 +282,7 @@ class Generator:
         if heard and heard.in_step and self._config.train.token_batch_size:
             self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
         ready = not (self._done or self._draining or self._has_to_evaluate(engine))
+        ready = ready and self._outbox.has_room(self._under_way)  # else an older one is given up
         return ready and self._pace.allows(
             step=engine.step,
             begun=heard.begun if heard else engine.step,

@@ -31,6 +31,7 @@ COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
 # say what came, so many seconds times the square of their number (at 100 of them 20 ms).
 NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
 QUIET_SECONDS = 20.0  # without a group, between two lines that say so
+MAX_AHEAD = 1 << 20  # draws; one that claims to be further tells nobody where to begin
 FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
 
 
@@ -167,7 +168,8 @@ class Intake:
 
     def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
         """What a group says of its problem, also when it is heard again from the journal."""
-        self._next_draw = max(self._next_draw, draw + 1)
+        if draw <= self._next_draw + MAX_AHEAD:
+            self._next_draw = max(self._next_draw, draw + 1)
         if outcome in (*ADMITTED, "filtered"):
             returned = self.pools.judge(problem_id, mean_reward)
             if returned:

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.keys import GeneratorKeys, known_generators, trainer_secret
+from peralta_zmq.wire.sockets import greets
 
 ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZAP
 DOMAIN = b"peralta"
@@ -130,7 +131,9 @@ class Turnstile:
         self._events: zmq.Socket[bytes] = client.get_monitor_socket(HANDSHAKES)
 
     def refusal(self) -> str | None:
-        """Why the trainer will not talk to us, once that is known; never blocks."""
+        """Why the trainer will not talk to us, once that is known; blocks for half a second at most
+        when a handshake has failed without a reason.
+        """
         while self._refusal is None and self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             self._refusal = self._reason(message["event"])
@@ -164,8 +167,11 @@ class Turnstile:
         return self._reason_of_silence()
 
     def _reason_of_silence(self) -> str | None:
-        """A trainer that is killed hangs up once; one whose key we do not have, every time."""
-        if self._keys is None:
+        """One that is killed or frozen is waited for; one whose key we do not have greets us, and
+        hangs up every time.
+        """
+        if self._keys is None or not greets(self._address):
+            self._failures = 0
             return None
         now = time.monotonic()
         self._failures += 1

@@ -10,6 +10,7 @@ import time
 from peralta_zmq.wire.announcements import Announcement
 
 RESEND_SECONDS = 2.0  # for an announcement to tell of what was just sent again
+STILL_SECONDS = 8.0  # in which a trainer that waits hears of something, if it is on its way
 
 
 class Outbox:
@@ -24,6 +25,9 @@ class Outbox:
         self._received = -1  # all up to this sequence have come to the trainer
         self._trainer = b""  # the start of the trainer that we last heard
         self._resent_at = float("-inf")
+        self._heard: Announcement | None = None  # the last one
+        self._still_since = float("-inf")  # nothing has come, and nothing was added
+        self._mark = 0, 0
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -37,6 +41,10 @@ class Outbox:
     def floor(self) -> int:
         """Nothing below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
+
+    def has_room(self, under_way: int) -> bool:
+        """Whether one more can be kept, beside so many that are still being made."""
+        return len(self._frames) + under_way < self._limit
 
     def add(self, sequence: int, frame: bytes) -> int | None:
         """Keep a frame; sequences ascend. Returns the sequence given up for it, if there is one."""
@@ -53,18 +61,27 @@ class Outbox:
         """Forget what `heard` says is durable; returns the frames to send again now, in order.
 
         A restarted trainer has lost all that was in its sockets; one that has seen a later group
-        than it has received without a gap has lost something between.
+        than it has received without a gap has lost something between; one that waits, and goes on
+        saying so, has lost the last ones.
         """
         if heard is None:
             return []
         restarted = self._trainer not in (b"", heard.boot)
         self._trainer = heard.boot
         self._settle(heard, restarted)
-        if restarted:
+        if self._is_still(heard) or restarted:
             return self._again(self._next)
         if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []
         return self._again(heard.seen.get(self.sender, -1))
+
+    def _is_still(self, heard: Announcement) -> bool:
+        """Whether the trainer has waited long for what we have sent, as it said just now."""
+        now, before, mark = time.monotonic(), self._mark, (self._received, self._next)
+        news, self._heard, self._mark = heard is not self._heard, heard, mark
+        if mark != before or not heard.waiting or now - self._resent_at < STILL_SECONDS:
+            self._still_since = now
+        return news and now - self._still_since > STILL_SECONDS
 
     def _settle(self, heard: Announcement, restarted: bool) -> None:
         durable = heard.durable.get(self.sender, -1)

@@ -83,6 +83,18 @@ def answers(address: str, *, timeout: float = 1.0) -> bool:
         return False
 
 
+def greets(address: str, *, timeout: float = 0.5) -> bool:
+    """Whether a ZeroMQ socket of a program that runs is at tcp://HOST:PORT: it speaks first. What
+    forwards to a dead one hangs up, and the kernel of a frozen one only accepts.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout) as link:
+            return link.recv(1) == b"\xff"
+    except OSError:
+        return False
+
+
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     if error.errno != zmq.EADDRINUSE:
         return f"cannot listen on {address} ({error}); check wire.bind and wire.port"

@@ -29,13 +29,13 @@ def said(
     *,
     recv: int | None = None,
     boot: bytes = b"1",
-    min_step: int = 0,
+    waiting: bool = False,
 ) -> Announcement:
     """All that came is durable, unless `recv` says that more came, and nothing is missing."""
     recv = durable if recv is None else recv
     seen = recv if seen is None else seen
     return Announcement(
-        "run", boot=boot, min_step=min_step, recv={ME: recv}, durable={ME: durable}, seen={ME: seen}
+        "run", boot=boot, waiting=waiting, recv={ME: recv}, durable={ME: durable}, seen={ME: seen}
     )
 
 
@@ -94,6 +94,27 @@ def test_a_gap_is_filled_once_until_an_announcement_can_tell_of_it(clock: list[f
     assert kept.lost_on_the_way(said(0, seen=2)) == []
     clock[0] += outbox.RESEND_SECONDS
     assert kept.lost_on_the_way(said(0, seen=2)) == [b"1"]
+
+
+def test_the_last_ones_are_sent_again_when_a_trainer_goes_on_waiting(clock: list[float]) -> None:
+    kept, sent = holding(0, 1, 2), []
+    for _ in range(40):
+        clock[0] += 1.0
+        sent.append(kept.lost_on_the_way(said(0, waiting=True)))
+    again = [at for at, frames in enumerate(sent) if frames]
+    assert sent[again[0]] == [b"1", b"2"]
+    assert again[0] <= 10 and again[1] - again[0] > outbox.STILL_SECONDS
+
+
+@pytest.mark.parametrize("reason", ["not waiting", "not heard", "it comes", "more is sent"])
+def test_what_may_still_come_is_not_sent_again(clock: list[float], reason: str) -> None:
+    kept, old = holding(*range(100), limit=200), said(0, waiting=True)
+    for number in range(1, 40):
+        clock[0] += 1.0
+        heard = said(0, recv=number if reason == "it comes" else 0, waiting=reason != "not waiting")
+        if reason == "more is sent":
+            kept.add(99 + number, b"more")
+        assert kept.lost_on_the_way(old if reason == "not heard" else heard) == []
 
 
 def test_a_restarted_trainer_gets_all_that_is_not_settled_at_once() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -139,6 +141,29 @@ def test_nobody_gets_in_when_the_gate_is_closed(
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     assert "lets nobody in" in reason_of(sender)
     assert receiver.receive(timeout=0.3) is None
+
+
+def test_trainer_that_is_down_behind_a_forwarder_is_waited_for(
+    folder: Path, gate: wire.Gate, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
+    forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    forwarder.settimeout(DEADLINE)
+    host, port = forwarder.getsockname()
+    keys = generator_keys(folder, "ann")
+    listener = stack.enter_context(closing(wire.Listener(f"tcp://{host}:{port}", keys=keys)))
+    looking = threading.Event()
+
+    def hang_up() -> None:
+        for _ in range(2 * gates.PATIENCE_TRIES + 2):  # each handshake is looked into
+            forwarder.accept()[0].close()
+        looking.set()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    while not looking.is_set():
+        assert listener.listen(timeout=0.05) is None
+    thread.join()
 
 
 def test_generator_with_keys_does_not_talk_to_a_trainer_without(
