@@ -47,6 +47,8 @@ def make_keys(folder: Path, name: str) -> bool:
         if _read(public) != zmq.curve_public(read_secret(secret)):
             raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
         return False
+    if public.exists():
+        raise WireError(f"{public} is here without {secret.name}; delete it for a new pair")
     keys = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,19 +67,23 @@ def trainer_secret(folder: Path) -> bytes:
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """The keys of one generator.
 
-    Raises WireError when a file is missing, is no key, or others may read a secret.
+    Raises WireError when a file is missing, is no key, others may read a secret, or everyone may
+    put another trainer's key there.
     """
     _check_name(name)
     secret, trainer = folder / f"{name}{SECRET}", folder / f"{TRAINER}{PUBLIC}"
-    return GeneratorKeys(name, read_secret(secret), _read(trainer))
+    keys = GeneratorKeys(name, read_secret(secret), _read(trainer))
+    _check_folder(folder)
+    return keys
 
 
 def known_generators(folder: Path) -> dict[bytes, str]:
     """The generators whose public keys lie in the folder: key -> name.
 
-    Raises WireError when one key has two names, or a file is no key.
+    Raises WireError when one key has two names, a file is no key, or everyone may write there.
     """
     names: dict[bytes, str] = {}
+    _check_folder(folder)
     for file in sorted(folder.glob(f"*{PUBLIC}")):
         name = file.name.removesuffix(PUBLIC)
         if name == TRAINER or not NAME.fullmatch(name):
@@ -95,6 +101,12 @@ def read_secret(file: Path) -> bytes:
     if file.stat().st_mode & 0o077:
         raise WireError(f"{file} can be read by others; chmod 600 {file}")
     return key
+
+
+def _check_folder(folder: Path) -> None:
+    """Whoever may write there could let himself in."""
+    if folder.exists() and folder.stat().st_mode & 0o002:
+        raise WireError(f"{folder} can be written by others; chmod o-w {folder}")
 
 
 def _read(file: Path) -> bytes:

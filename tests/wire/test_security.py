@@ -310,6 +310,19 @@ def test_secret_that_others_may_read_is_refused(folder: Path, mode: int) -> None
         wire.Gate(folder)
 
 
+def test_folder_that_everyone_may_write_is_refused(folder: Path) -> None:
+    folder.chmod(0o777)
+    for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.Gate(folder)):
+        with pytest.raises(WireError, match=r"keys can be written by others; chmod o-w "):
+            opened()
+
+
+def test_half_a_pair_names_the_remedy(folder: Path) -> None:
+    (folder / "ann.secret").unlink()  # it was moved to its machine
+    with pytest.raises(WireError, match=r"ann\.public is here without ann\.secret; delete it"):
+        make_keys(folder, "ann")
+
+
 def test_keys_that_are_there_are_kept(folder: Path) -> None:
     before = (folder / "ann.secret").read_bytes()
     assert not make_keys(folder, "ann")
