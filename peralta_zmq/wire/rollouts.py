@@ -36,7 +36,8 @@ class RolloutSender:
         self._socket.connect(address)
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
-        """Queue one encoded group within `timeout` seconds, or return False.
+        """Queue one encoded group within `timeout` seconds, or return False; at 0 it may not have
+        been seen yet that there is room.
 
         Raises WireError when the trainer turned us away.
         """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -41,16 +42,21 @@ def is_as_published(field: Field) -> bool:
 
 
 def test_a_trainer_killed_many_times_ends_where_an_unkilled_one_does(field: Field) -> None:
-    random, kills = chance(), 0
+    random, kills, takes = chance(), 0, 0.0  # seconds that a start takes
     generators = [field.generator(name) for name in ("ann", "bob")]
     while kills < NUM_KILLS and field.step < 50:
         starts, trainer = num_starts(field), field.trainer(*STEPS)
-        longest = 3.0  # it is killed while it imports, loads, replays, or soon after
-        if random.random() < 0.5:
+        begun, longest = time.monotonic(), 0.4
+        if not takes or random.random() < 0.7:
             until(lambda starts=starts: num_starts(field) > starts, trainer, *generators)
-            target, longest = field.step + random.choice([0, 1, 1, 2]), 0.4
+            takes = time.monotonic() - begun
+            target = field.step + random.choice([0, 1, 1, 2])
             until(lambda target=target: field.step >= target, trainer, *generators)
+        else:  # it may be killed in the second half of its start: reading, replaying, binding
+            longest = takes / 2
+            assert not ended_within(trainer, takes / 2)
         if ended_within(trainer, random.uniform(0.0, longest)):
+            assert trainer.ends() == 0, trainer.printed
             break
         trainer.kill()
         kills += 1
@@ -79,6 +85,7 @@ def test_generators_killed_30_times_in_the_middle_of_sending_tear_nothing(field:
         name = random.choice(names)
         generator = running[name]
         if not generator.alive:
+            assert generator.ends() in (0, -signal.SIGKILL), generator.printed
             running[name] = field.generator(name)
         elif (count := generator.printed.count("made group=")) > made[name]:
             made[name] = count
