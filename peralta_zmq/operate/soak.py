@@ -27,6 +27,7 @@ from peralta_zmq.operate.link import Link, free_ports
 from peralta_zmq.operate.promises import check, own_ends
 from peralta_zmq.operate.soak_report import figures_of, section, struck_enough, write_section
 from peralta_zmq.operate.supervise import WITNESSED, local_workers, recorder
+from peralta_zmq.wire import keys
 
 NUM_GENERATORS = 3
 CHUNK = 600  # optimizer steps after which the trainer ends, and is started for as many more
@@ -44,6 +45,8 @@ SETTINGS = (
     *("--checkpoint.interval", "10", "--weights.poll-seconds", "1"),
 )
 GENERATORS = tuple(f"generator-{index}" for index in range(NUM_GENERATORS))
+NAMES = tuple(f"local-{index}" for index in range(NUM_GENERATORS))  # as their keys have them
+KEYS = "keys"
 
 
 class Monkey:
@@ -136,6 +139,8 @@ class Monkey:
 def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> int:
     """Run for so long under faults, then in peace to the end; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
+    for name in (keys.TRAINER, *NAMES):
+        keys.make_keys(folder / KEYS, name)
     record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
     over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
     with ExitStack() as stack:
@@ -163,7 +168,7 @@ def soak_workers(folder: Path, links: Sequence[Link], *, port: int, max_steps: i
     arguments = [
         *SETTINGS, *WITNESSED, "--run.dir", str(folder.parent), "--run.name", folder.name,
         "--weights.dir", str(folder / "nas" / "weights"), "--wire.port", str(port),
-        "--train.max-steps", str(max_steps),
+        "--train.max-steps", str(max_steps), "--security.keys", str(folder / KEYS),
     ]  # fmt: skip
     trainer, *generators = local_workers(folder, arguments, num_generators=NUM_GENERATORS)
     linked = [
