@@ -10,7 +10,7 @@ import time
 from peralta_zmq.wire.announcements import Announcement
 
 RESEND_SECONDS = 2.0  # for an announcement to tell of what was just sent again
-STILL_SECONDS = 8.0  # in which a trainer that waits hears of something, if it is on its way
+STILL_SECONDS = 5.0  # in which a trainer that waits hears of something, if it is on its way
 
 
 class Outbox:

@@ -52,6 +52,23 @@ def test_a_link_that_was_down_resumes_by_itself(
 
 
 @chaos
+def test_what_a_reset_link_has_swallowed_is_sent_again_soon(field: Field) -> None:
+    with Link(field.port) as link:
+        trainer = field.trainer("--train.max-steps", "30")
+        generator = field.generator("ann", "--wire.port", str(link.port))
+        took: list[float] = []
+        for _ in range(8):
+            step = field.step
+            until(lambda step=step: field.step > step, trainer, generator)
+            step, begun = field.step, time.monotonic()
+            link.reset()
+            until(lambda step=step: field.step > step + 1, trainer, generator)  # beyond what came
+            took.append(time.monotonic() - begun)
+        assert max(took) < 10, took
+        end_well(field, trainer, generator)
+
+
+@chaos
 def test_a_trainer_that_slept_10_seconds_has_lost_nothing(field: Field) -> None:
     trainer = field.trainer("--train.max-steps", "12")
     generators = [field.generator(name) for name in ("ann", "bob")]
