@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -16,12 +18,15 @@ import pytest
 import torch
 from fakes import group_of
 
-from peralta_zmq import wire
-from peralta_zmq.config import load_config
+from peralta_zmq import durable, failpoints, wire
+from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
+FORKS = multiprocessing.get_context("forkserver")  # of one process that has imported torch
+FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest", "peralta_zmq.trainer"])
+DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(durable.__file__).read_text()))
 STEPS = 8
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
@@ -56,6 +61,46 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
         )
         for number in range(STEPS * 6)
     ]  # fmt: skip
+
+
+def start(folder: Path, plan: str) -> None:
+    """The start of a trainer, in a process of its own; killed where `plan` says."""
+    failpoints._left = failpoints.parse(plan)
+    arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
+    with ExitStack() as stack:
+        Trainer(load_config("bin/trainer", arguments), stack).recover()
+
+
+def exit_code(folder: Path, plan: str) -> int | None:
+    """Of such a process, within a minute."""
+    child = FORKS.Process(target=start, args=(folder, plan), daemon=True)
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    return child.exitcode
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place == "durable.opened" else pytest.mark.chaos)
+     for place in DURABLE],
+)  # fmt: skip
+def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
+    place: str, tmp_path: Path
+) -> None:
+    for count in range(1, 7):  # the first four are files of the run, the rest of weights
+        folder = tmp_path / str(count)
+        code = exit_code(folder, f"{place}:{count}")
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert exit_code(folder, "") == 0
+        assert (folder / "demo" / RESOLVED).exists(), f"killed at {place}:{count}"
+        assert (folder / "demo" / "weights" / "step_00000000" / durable.STABLE).exists()
+    assert count > 1
 
 
 class Session:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq import adapted, parts, policy, registry, wire
-from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
@@ -251,6 +251,7 @@ class Trainer:
             if is_new:
                 # Our identity first: a weights folder that we claim must never be a stranger's.
                 parts.write_identity(folder, run_id=self._run_id, weights=None)
+            if not (folder / RESOLVED).exists():  # a start may be killed between the two
                 write_resolved(config, folder)
             broadcast.claim(store, config, run_id=self._run_id, stop=self._stop)
         except StoreError:
