@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from fakes import group_of
 
 from peralta_zmq import durable, failpoints, wire
 from peralta_zmq.config import RESOLVED, load_config
+from peralta_zmq.errors import JournalError
+from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.operate.link import free_ports
+from peralta_zmq.policy import adapters
+from peralta_zmq.replay import fingerprint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
@@ -37,6 +42,13 @@ SETTINGS = (
     *("--eval.num-examples=2", "--checkpoint.interval=2", "--train.num-workers=2"),
     "--no-dashboard.enabled",
 )
+
+
+FALLING = (
+    *("--sampling.num-generations=4", "--train.batch-size=8", "--train.learning-rate=0.01"),
+    *("--no-eval.eval-base-model", "--eval.num-examples=1", "--train.num-workers=1"),
+    *("--checkpoint.keep-journal", "--no-dashboard.enabled"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +200,89 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
         assert second.trainer._books.has_evaluation(3)
     with ExitStack() as stack:  # once is enough
         assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
+
+
+class Continued:
+    """Sessions of one run whose `train.max_steps` grows; its rate of learning falls to the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "demo"
+        self._arguments = [*FALLING, "--run.dir", str(folder)]
+
+    def open(self, stack: ExitStack, *, max_steps: int) -> Trainer:
+        """A trainer that has not recovered yet."""
+        port = free_ports()
+        more = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
+        trainer = Trainer(load_config("bin/trainer", [*self._arguments, *more]), stack)
+        self._sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
+        stack.enter_context(closing(self._sender))
+        return trainer
+
+    def train(self, trainer: Trainer, *, until: int) -> None:
+        """Recover, and take steps up to this one, which is published."""
+        trainer.recover()
+        for group in groups_for(trainer):
+            assert self._sender.send(wire.encode_group(group), timeout=5)
+        while trainer._learner.step < until:
+            trainer.advance()
+        trainer._broadcast.wait(30)
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Continued:
+    return Continued(tmp_path)
+
+
+def steps_published(folder: Path) -> list[object]:
+    return [row["step"] for row in read_rows(folder / EVENTS) if row["event"] == "publish"]
+
+
+def weights_of(trainer: Trainer) -> str:
+    return fingerprint(adapters.published_weights(trainer._model))
+
+
+def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        killed = continued.open(stack, max_steps=4)
+        continued.train(killed, until=3)
+        published = weights_of(killed)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        learn = trainer._learn
+
+        def stopped(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+            trainer._stop.asked = True
+            return learn(groups)
+
+        monkeypatch.setattr(trainer, "_learn", stopped)
+        trainer.recover()
+        trainer.finish()
+        assert trainer._learner.step == 1
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        trainer.recover()
+        assert (trainer._learner.step, weights_of(trainer)) == (3, published)
+    assert steps_published(continued.folder) == [0, 1, 2, 3]
+    assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
+
+
+def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, max_steps=4), until=3)
+    before = (continued.folder / RESOLVED).read_bytes()
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        trainer = continued.open(stack, max_steps=8)
+        patched.setattr(durable, "write_folder", full)
+        with pytest.raises(JournalError, match=r"checkpoint .* full; make room for it"):
+            trainer.recover()
+    assert (continued.folder / RESOLVED).read_bytes() == before
 
 
 def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None:
