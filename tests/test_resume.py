@@ -19,13 +19,12 @@ import pytest
 import torch
 from fakes import group_of
 
-from peralta_zmq import durable, failpoints, wire
+from peralta_zmq import durable, failpoints, replay, wire
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError
-from peralta_zmq.observe.metrics import EVENTS, read_rows
+from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.operate.link import free_ports
 from peralta_zmq.policy import adapters
-from peralta_zmq.replay import fingerprint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
@@ -238,7 +237,7 @@ def steps_published(folder: Path) -> list[object]:
 
 
 def weights_of(trainer: Trainer) -> str:
-    return fingerprint(adapters.published_weights(trainer._model))
+    return replay.fingerprint(adapters.published_weights(trainer._model))
 
 
 def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
@@ -266,6 +265,26 @@ def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
         assert (trainer._learner.step, weights_of(trainer)) == (3, published)
     assert steps_published(continued.folder) == [0, 1, 2, 3]
     assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
+
+
+def test_the_replay_of_a_continued_run_trains_each_step_at_the_rate_it_had(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for max_steps in (2, 4):
+        with ExitStack() as stack:
+            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 4
+    replay.main([str(continued.folder), "--train.learning-rate=0.02"])
+    assert "learning_rate=0.02 " in capsys.readouterr().out.splitlines()[0]
+    metrics = continued.folder / METRICS
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rows[:1] + rows[2:]))
+    assert replay.main([str(continued.folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
 
 
 def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
