@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peralta_zmq import durable
+from peralta_zmq.durable import STEP_NAME
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 
@@ -133,7 +134,7 @@ class Journal:
         return time.monotonic() - self._since if self._waiting else 0.0
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Steps that have a file, ascending; other names are ignored."""
         return steps_in(self._folder)
 
     def prune(self, oldest: int) -> None:
@@ -178,8 +179,9 @@ class Journal:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a file, ascending."""
-    return sorted(int(file.stem[5:]) for file in folder.glob("step_*.msgpack"))
+    """Steps that have a file, ascending; other names are ignored."""
+    files = [each for each in folder.glob("step_*.msgpack") if STEP_NAME.fullmatch(each.stem)]
+    return sorted(step for each in files if file_of(folder, step := int(each.stem[5:])) == each)
 
 
 def read_records(folder: Path, step: int) -> tuple[list[Record], int]:

@@ -93,8 +93,8 @@ class Trainer:
             config, held_out, self._engine, self._tokenizer, self._books, self._speaker
         )
         self._intake = Intake(
-            config, receiver=receiver, vocab_size=self._vocab_size, journal=journal,
-            roster=self._roster, pools=pools, evaluations=self._evaluations,
+            config, receiver=receiver, run_id=self._run_id, vocab_size=self._vocab_size,
+            journal=journal, roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
         self._doubts = Doubts(config, self._books, self._intake.admission)

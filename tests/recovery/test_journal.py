@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import closing
@@ -174,6 +175,16 @@ def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Pat
         with pytest.raises(JournalError, match=r"step_000004\.msgpack is damaged.* 4 to 7 away"):
             journal.read(4)
     assert (tmp_path / "step_000004.msgpack").stat().st_size == ENDS[1] + 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step_000004.old.msgpack", "step_four.msgpack", "step_4.msgpack", "step_0000004.msgpack"],
+)
+def test_a_name_that_is_not_exactly_a_steps_is_ignored(tmp_path: Path, name: str) -> None:
+    shutil.copy(written(tmp_path), tmp_path / name)
+    with closing(Journal(tmp_path)) as journal:
+        assert journal.steps() == [4]
 
 
 def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
