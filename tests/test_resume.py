@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from bad_losses import POISON
 from fakes import group_of
 
 from peralta_zmq import durable, failpoints, replay, wire
 from peralta_zmq.config import RESOLVED, load_config
-from peralta_zmq.errors import JournalError
+from peralta_zmq.errors import JournalError, TrainingError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.operate.link import free_ports
 from peralta_zmq.policy import adapters
@@ -208,11 +209,11 @@ class Continued:
         self.folder = folder / "demo"
         self._arguments = [*FALLING, "--run.dir", str(folder)]
 
-    def open(self, stack: ExitStack, *, max_steps: int) -> Trainer:
+    def open(self, stack: ExitStack, *more: str, max_steps: int) -> Trainer:
         """A trainer that has not recovered yet."""
         port = free_ports()
-        more = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
-        trainer = Trainer(load_config("bin/trainer", [*self._arguments, *more]), stack)
+        own = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
+        trainer = Trainer(load_config("bin/trainer", [*self._arguments, *own, *more]), stack)
         self._sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
         stack.enter_context(closing(self._sender))
         return trainer
@@ -220,11 +221,15 @@ class Continued:
     def train(self, trainer: Trainer, *, until: int) -> None:
         """Recover, and take steps up to this one, which is published."""
         trainer.recover()
-        for group in groups_for(trainer):
+        self.feed(trainer, groups_for(trainer), until=until)
+        trainer._broadcast.wait(30)
+
+    def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
+        """Send groups, and take steps up to this one."""
+        for group in groups:
             assert self._sender.send(wire.encode_group(group), timeout=5)
         while trainer._learner.step < until:
             trainer.advance()
-        trainer._broadcast.wait(30)
 
 
 @pytest.fixture
@@ -285,6 +290,42 @@ def test_the_replay_of_a_continued_run_trains_each_step_at_the_rate_it_had(
     assert replay.main([str(continued.folder)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued: Continued) -> None:
+    steep = ("--loss.name=bad_losses.steep", "--checkpoint.interval=1")
+
+    def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
+        made = [group_of([1, 0, 0, 0], generator_id=name, sequence=number, seed=number,
+                         run_id=trainer._run_id) for number in range(6)]  # fmt: skip
+        for rollout in (each for group in made for each in group.rollouts if poisoned):
+            rollout.logprobs[rollout.loss_mask] = POISON
+        return made
+
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *steep, max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "ann")[:2], until=1)
+        with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no") as caught:
+            continued.feed(trainer, groups(trainer, "bob", poisoned=True), until=4)
+    said = str(caught.value)
+    with ExitStack() as stack:
+        assert "the same command ends here again" in said
+        with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no"):
+            continued.open(stack, *steep, max_steps=8).recover()
+    with ExitStack() as stack:
+        assert "mend the rewards and go back to a checkpoint with --checkpoint.resume-step" in said
+        trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "cid"), until=6)
+        assert trainer._learner.problem == ""
+    with ExitStack() as stack:
+        assert "another --run.name with a lower train.learning_rate or another [loss]" in said
+        others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
+        trainer = continued.open(stack, *others, max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
+        assert trainer._learner.problem == ""
 
 
 def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
