@@ -253,8 +253,9 @@ def open_intake(
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
     intake = Intake(
-        config, receiver=receiver, vocab_size=VOCAB_SIZE, journal=journal, roster=roster,
-        pools=pools, evaluations=evaluations, books=books, speaker=speaker, stop=Stop(),
+        config, receiver=receiver, run_id=RUN, vocab_size=VOCAB_SIZE, journal=journal,
+        roster=roster, pools=pools, evaluations=evaluations, books=books, speaker=speaker,
+        stop=Stop(),
     )  # fmt: skip
     return intake, roster, speaker, address
 

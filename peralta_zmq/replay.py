@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +19,7 @@ from peralta_zmq import adapted, parts, policy, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint, journal
@@ -38,6 +40,8 @@ SHOWN = ("reward", "loss", "grad_norm", "learning_rate")
 def main(arguments: Sequence[str]) -> int:
     """Replay or export; 1 when the weights differ from those that the run published.
 
+    Each step has the learning rate it had, as metrics.jsonl tells, unless the settings that make
+    it are other ones; where it does not tell, weights that differ say nothing.
     Raises ConfigError or JournalError when there is nothing to replay.
     """
     if arguments[:1] == ["export"]:
@@ -47,14 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--from", dest="first", type=int, help="first step (default: the earliest)")
     parser.add_argument("--to", dest="last", type=int, help="last step (default: all there are)")
     asked, settings = parser.parse_known_args(arguments)
-    config, same = _config_of(asked.run, settings)
-    replayed = replay(config, asked.run, first=asked.first, last=asked.last)
-    published = _published(config) if same else {}
+    config, own = _config_of(asked.run, settings)
+    rates = _rates_of(asked.run)
+    theirs = rates if _schedule(config) == _schedule(own) else {}
+    replayed = replay(config, asked.run, first=asked.first, last=asked.last, rates=theirs)
+    published = _published(config) if config == own else {}
     differ = 0
     for step, metrics, digest in replayed:
-        verdict = {None: "", digest: "  as published"}.get(
-            published.get(step), "  NOT as published"
-        )
+        verdict = "" if step not in published else "  as published"
+        if published.get(step, digest) != digest:
+            verdict = _difference(asked.run, step, rates)
         differ += verdict.startswith("  NOT")
         numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in SHOWN)
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{verdict}\n")
@@ -63,17 +69,29 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay(
-    config: Config, folder: Path, *, first: int | None = None, last: int | None = None
+    config: Config,
+    folder: Path,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    rates: Mapping[int, float] = MappingProxyType({}),
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Every step with its metrics and the sha256 of the weights that it would publish.
 
     Steps before `first` back to a checkpoint (or the base model) are trained again too, unseen.
+    `rates` are the learning rates of steps that had another than the settings give them.
     Raises JournalError when the journal does not reach back far enough or has a gap, and when
     `first` is beyond its last step.
     """
     policy.use_threads(config.train.num_workers)
     model = adapted.load_policy(config, policy.model_folder(config.model.name))
     learner = parts.learner_of(config, model)
+    scheduled = parts.schedule_of(config)
+
+    def rate(step: int) -> float:
+        return rates.get(step, scheduled(step))
+
+    learner.learning_rate = rate
     there = journal.steps_in(folder / "journal")
     if not there:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
@@ -135,13 +153,38 @@ def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def _config_of(run: Path, settings: Sequence[str]) -> tuple[Config, bool]:
-    """The run's settings with these changes, and whether they are its own."""
+def _config_of(run: Path, settings: Sequence[str]) -> tuple[Config, Config]:
+    """The run's settings with these changes, and without."""
     if not (run / RESOLVED).exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
     own = ["@", str(run / RESOLVED)]
     config = load_config("bin/replay RUN", [*own, *settings])
-    return config, config == load_config("bin/replay RUN", own)
+    return config, load_config("bin/replay RUN", own)
+
+
+def _schedule(config: Config) -> Mapping[str, object]:
+    return parts.schedule_of(config).keywords
+
+
+def _rates_of(run: Path) -> dict[int, float]:
+    """The learning rate that each step had: a run that is continued gets another schedule."""
+    rates: dict[int, float] = {}
+    for row in read_rows(run / METRICS):
+        step = int(number(row, "step", 0))
+        while rates and next(reversed(rates)) >= step:  # rolled back
+            rates.popitem()
+        if "learning_rate" in row:
+            rates[step] = number(row, "learning_rate")
+    return rates
+
+
+def _difference(run: Path, step: int, rates: Mapping[int, float]) -> str:
+    """What to say of a step whose weights are not those that were published."""
+    there = journal.steps_in(run / "journal")
+    lacking = next((each for each in there if each <= step and each not in rates), None)
+    if lacking is None:
+        return "  NOT as published"
+    return f"  not compared: {METRICS} lacks the learning rate of step {lacking}"
 
 
 def _start(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:

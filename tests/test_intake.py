@@ -91,7 +91,8 @@ def opened(
     heard, nobody = Heard(), cast(Any, None)
     intake = Intake(
         load_config("bin/trainer", arguments), receiver=cast(Any, trickle or receiver),
-        vocab_size=64, journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
+        run_id=RUN, vocab_size=64,
+        journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
         roster=Roster(counters, books, {}), evaluations=nobody, books=books, stop=stop,
         pools=Pools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
         speaker=Speaker(cast(Any, heard), wire.Announcement(RUN)),

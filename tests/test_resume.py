@@ -5,23 +5,33 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import random
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_losses import POISON
 from fakes import group_of
 
-from peralta_zmq import wire
-from peralta_zmq.config import load_config
+from peralta_zmq import durable, failpoints, replay, wire
+from peralta_zmq.config import RESOLVED, load_config
+from peralta_zmq.errors import JournalError, TrainingError
+from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.operate.link import free_ports
+from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
+FORKS = multiprocessing.get_context("forkserver")  # of one process that has imported torch
+FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest", "peralta_zmq.trainer"])
+DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(durable.__file__).read_text()))
 STEPS = 8
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
@@ -32,6 +42,13 @@ SETTINGS = (
     *("--eval.num-examples=2", "--checkpoint.interval=2", "--train.num-workers=2"),
     "--no-dashboard.enabled",
 )
+
+
+FALLING = (
+    *("--sampling.num-generations=4", "--train.batch-size=8", "--train.learning-rate=0.01"),
+    *("--no-eval.eval-base-model", "--eval.num-examples=1", "--train.num-workers=1"),
+    *("--checkpoint.keep-journal", "--no-dashboard.enabled"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +73,46 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
         )
         for number in range(STEPS * 6)
     ]  # fmt: skip
+
+
+def start(folder: Path, plan: str) -> None:
+    """The start of a trainer, in a process of its own; killed where `plan` says."""
+    failpoints._left = failpoints.parse(plan)
+    arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
+    with ExitStack() as stack:
+        Trainer(load_config("bin/trainer", arguments), stack).recover()
+
+
+def exit_code(folder: Path, plan: str) -> int | None:
+    """Of such a process, within a minute."""
+    child = FORKS.Process(target=start, args=(folder, plan), daemon=True)
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    return child.exitcode
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place == "durable.opened" else pytest.mark.chaos)
+     for place in DURABLE],
+)  # fmt: skip
+def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
+    place: str, tmp_path: Path
+) -> None:
+    for count in range(1, 7):  # the first four are files of the run, the rest of weights
+        folder = tmp_path / str(count)
+        code = exit_code(folder, f"{place}:{count}")
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert exit_code(folder, "") == 0
+        assert (folder / "demo" / RESOLVED).exists(), f"killed at {place}:{count}"
+        assert (folder / "demo" / "weights" / "step_00000000" / durable.STABLE).exists()
+    assert count > 1
 
 
 class Session:
@@ -143,6 +200,149 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
         assert second.trainer._books.has_evaluation(3)
     with ExitStack() as stack:  # once is enough
         assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
+
+
+class Continued:
+    """Sessions of one run whose `train.max_steps` grows; its rate of learning falls to the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "demo"
+        self._arguments = [*FALLING, "--run.dir", str(folder)]
+
+    def open(self, stack: ExitStack, *more: str, max_steps: int) -> Trainer:
+        """A trainer that has not recovered yet."""
+        port = free_ports()
+        own = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
+        trainer = Trainer(load_config("bin/trainer", [*self._arguments, *own, *more]), stack)
+        self._sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
+        stack.enter_context(closing(self._sender))
+        return trainer
+
+    def train(self, trainer: Trainer, *, until: int) -> None:
+        """Recover, and take steps up to this one, which is published."""
+        trainer.recover()
+        self.feed(trainer, groups_for(trainer), until=until)
+        trainer._broadcast.wait(30)
+
+    def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
+        """Send groups, and take steps up to this one."""
+        for group in groups:
+            assert self._sender.send(wire.encode_group(group), timeout=5)
+        while trainer._learner.step < until:
+            trainer.advance()
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Continued:
+    return Continued(tmp_path)
+
+
+def steps_published(folder: Path) -> list[object]:
+    return [row["step"] for row in read_rows(folder / EVENTS) if row["event"] == "publish"]
+
+
+def weights_of(trainer: Trainer) -> str:
+    return replay.fingerprint(adapters.published_weights(trainer._model))
+
+
+def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        killed = continued.open(stack, max_steps=4)
+        continued.train(killed, until=3)
+        published = weights_of(killed)
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        learn = trainer._learn
+
+        def stopped(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+            trainer._stop.asked = True
+            return learn(groups)
+
+        monkeypatch.setattr(trainer, "_learn", stopped)
+        trainer.recover()
+        trainer.finish()
+        assert trainer._learner.step == 1
+    with ExitStack() as stack:
+        trainer = continued.open(stack, max_steps=8)
+        trainer.recover()
+        assert (trainer._learner.step, weights_of(trainer)) == (3, published)
+    assert steps_published(continued.folder) == [0, 1, 2, 3]
+    assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
+
+
+def test_the_replay_of_a_continued_run_trains_each_step_at_the_rate_it_had(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for max_steps in (2, 4):
+        with ExitStack() as stack:
+            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("  as published") for line in lines] == [True] * 4
+    replay.main([str(continued.folder), "--train.learning-rate=0.02"])
+    assert "learning_rate=0.02 " in capsys.readouterr().out.splitlines()[0]
+    metrics = continued.folder / METRICS
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rows[:1] + rows[2:]))
+    assert replay.main([str(continued.folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
+
+
+def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued: Continued) -> None:
+    steep = ("--loss.name=bad_losses.steep", "--checkpoint.interval=1")
+
+    def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
+        made = [group_of([1, 0, 0, 0], generator_id=name, sequence=number, seed=number,
+                         run_id=trainer._run_id) for number in range(6)]  # fmt: skip
+        for rollout in (each for group in made for each in group.rollouts if poisoned):
+            rollout.logprobs[rollout.loss_mask] = POISON
+        return made
+
+    with ExitStack() as stack:
+        trainer = continued.open(stack, *steep, max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "ann")[:2], until=1)
+        with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no") as caught:
+            continued.feed(trainer, groups(trainer, "bob", poisoned=True), until=4)
+    said = str(caught.value)
+    with ExitStack() as stack:
+        assert "the same command ends here again" in said
+        with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no"):
+            continued.open(stack, *steep, max_steps=8).recover()
+    with ExitStack() as stack:
+        assert "mend the rewards and go back to a checkpoint with --checkpoint.resume-step" in said
+        trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "cid"), until=6)
+        assert trainer._learner.problem == ""
+    with ExitStack() as stack:
+        assert "another --run.name with a lower train.learning_rate or another [loss]" in said
+        others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
+        trainer = continued.open(stack, *others, max_steps=8)
+        trainer.recover()
+        continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
+        assert trainer._learner.problem == ""
+
+
+def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
+    continued: Continued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with ExitStack() as stack:
+        continued.train(continued.open(stack, max_steps=4), until=3)
+    before = (continued.folder / RESOLVED).read_bytes()
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        trainer = continued.open(stack, max_steps=8)
+        patched.setattr(durable, "write_folder", full)
+        with pytest.raises(JournalError, match=r"checkpoint .* full; make room for it"):
+            trainer.recover()
+    assert (continued.folder / RESOLVED).read_bytes() == before
 
 
 def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None:

@@ -289,10 +289,13 @@ def saved_by(trainer: Trainer, *, ledger: Ledger, **tensors: torch.Tensor) -> No
     checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
 
 
-def journaled_by(trainer: Trainer, *sequences: int, step: int = 1) -> Path:
-    """Groups taken in for a step."""
+def journaled_by(
+    trainer: Trainer, *sequences: int, step: int = 1, run_id: str | None = None
+) -> Path:
+    """Groups taken in for a step, of this run unless another is named."""
     for sequence in sequences:
-        group = group_of([1, 0], sequence=sequence, run_id=run_id_of(trainer._folder, "demo"))
+        run_id = run_id or run_id_of(trainer._folder, "demo")
+        group = group_of([1, 0], sequence=sequence, run_id=run_id)
         trainer._intake.journal.append(step, wire.encode_group(group))
     trainer._intake.journal.commit()
     return trainer._intake.journal.file_of(step)
@@ -384,6 +387,15 @@ def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
     ) as caught:
         opened.recover()
     assert "\n" not in str(caught.value)
+
+
+def test_a_journal_of_another_run_is_refused(opened: Trainer) -> None:
+    journaled_by(opened, 0, run_id="other-0011aabb")
+    with pytest.raises(
+        JournalError,
+        match=r"step_000001\.msgpack holds a group of run other-.* not of demo-.*move it",
+    ):
+        opened.recover()
 
 
 def test_a_torn_journal_goes_on_at_its_last_good_record(

@@ -159,8 +159,10 @@ class Learner:
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
-                f"({self.problem}); the weights and every checkpoint are as before them. "
-                "Lower train.learning_rate, or look at [loss] and the rewards"
+                f"({self.problem}); the weights and every checkpoint are as before them, and the "
+                "same command ends here again. Choose another --run.name with a lower "
+                "train.learning_rate or another [loss]; or mend the rewards and go back to a "
+                "checkpoint with --checkpoint.resume-step"
             )
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -131,8 +131,14 @@ class Books:
         return verdict(list(self._newest_rows), list(self._newest_events), now=now)
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the held-out problems were answered at this step."""
-        return any(row.get("step") == step for row in read_rows(self._folder / EVALUATIONS))
+        """Whether the held-out problems were answered at this step, and no roll-back undid it."""
+        undone = max(
+            (number(row, "time") for row in read_rows(self._folder / EVENTS)
+             if row.get("event") == "roll_back" and number(row, "step") < step),
+            default=-1.0,
+        )  # fmt: skip
+        rows = read_rows(self._folder / EVALUATIONS)
+        return any(row.get("step") == step and number(row, "time", 0.0) > undone for row in rows)
 
     def evaluation(
         self,
@@ -148,7 +154,7 @@ class Books:
         `policy_steps` are those of the oldest and the newest weights that answered.
         """
         shown = [asdict(answer) for answer in answers[:CLOSING_SAMPLES]]
-        row = {"step": step, "accuracy": accuracy, "answers": shown}
+        row = {"step": step, "time": time.time(), "accuracy": accuracy, "answers": shown}
         self._evaluations.append(
             row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
         )

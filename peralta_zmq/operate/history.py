@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from peralta_zmq import wire
 from peralta_zmq.config import RESOLVED, load_config
+from peralta_zmq.durable import STEP_NAME
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
 from peralta_zmq.observe.report import SUMMARY
 
@@ -106,7 +107,8 @@ def read_history(
 
 def read_journal(folder: Path) -> Iterator[Record]:
     """Every whole record, in the order of steps. Raises WireError when one is not a group."""
-    for file in sorted(folder.glob("step_*.msgpack")):
+    files = sorted(folder.glob("step_*.msgpack"))
+    for file in (each for each in files if STEP_NAME.fullmatch(each.stem)):
         for kind, content in _records(file.read_bytes()):
             yield _record_of(kind, content, step=int(file.stem[5:]))
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import struct
 import time
 import zlib
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peralta_zmq import durable
+from peralta_zmq.durable import STEP_NAME
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 
@@ -96,14 +98,21 @@ class Journal:
     def read(self, step: int) -> list[Record]:
         """The whole records of a step; a torn tail is cut off the file and reported.
 
-        Raises JournalError when there are later steps: then it is no tail, but damage.
+        Raises JournalError when there are later steps, or whole records behind: then it is no tail,
+        but damage.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
         if torn:
             self.check_last(step, "is damaged")
+            good = file.stat().st_size - torn
+            if _has_record(file.read_bytes(), good):
+                raise JournalError(
+                    f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
+                    f"move it away to go on from step {step - 1}"
+                )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
-            os.truncate(file, file.stat().st_size - torn)
+            os.truncate(file, good)
         return records
 
     def check_last(self, step: int, fault: str) -> None:
@@ -125,7 +134,7 @@ class Journal:
         return time.monotonic() - self._since if self._waiting else 0.0
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Steps that have a file, ascending; other names are ignored."""
         return steps_in(self._folder)
 
     def prune(self, oldest: int) -> None:
@@ -170,8 +179,9 @@ class Journal:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a file, ascending."""
-    return sorted(int(file.stem[5:]) for file in folder.glob("step_*.msgpack"))
+    """Steps that have a file, ascending; other names are ignored."""
+    files = [each for each in folder.glob("step_*.msgpack") if STEP_NAME.fullmatch(each.stem)]
+    return sorted(step for each in files if file_of(folder, step := int(each.stem[5:])) == each)
 
 
 def read_records(folder: Path, step: int) -> tuple[list[Record], int]:
@@ -194,12 +204,26 @@ def _encoded(record: Record) -> bytes:
 def _decoded(content: bytes) -> tuple[list[Record], int]:
     records: list[Record] = []
     good = 0
-    while good + HEADER.size <= len(content):
-        size, checksum, kind = HEADER.unpack_from(content, good)
-        body = content[good + HEADER.size : good + HEADER.size + size]
-        # A power cut may leave zeros behind the last record: no record is empty.
-        if not size or len(body) < size or zlib.crc32(body, kind) != checksum:
-            break
-        records.append(Record(kind, body))
-        good += HEADER.size + size
+    while (record := _record_at(content, good)) is not None:
+        records.append(record)
+        good += HEADER.size + len(record.content)
     return records, good
+
+
+def _record_at(content: bytes, start: int) -> Record | None:
+    """The whole record that begins there."""
+    if start + HEADER.size > len(content):
+        return None
+    size, checksum, kind = HEADER.unpack_from(content, start)
+    end = start + HEADER.size + size
+    # A power cut may leave zeros behind the last record: no record is empty.
+    if not size or end > len(content):
+        return None
+    body = content[start + HEADER.size : end]
+    return Record(kind, body) if zlib.crc32(body, kind) == checksum else None
+
+
+def _has_record(content: bytes, start: int) -> bool:
+    """Whether a whole record begins anywhere after `start`."""
+    kinds = re.compile(b"[%c%c]" % (GROUP, DROPPED)).finditer(content, start + HEADER.size)
+    return any(_record_at(content, each.end() - HEADER.size) for each in kinds)

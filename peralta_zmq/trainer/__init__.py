@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq import adapted, parts, policy, registry, wire
-from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.curriculum.pools import MAX_POSITIONS, Pools
 from peralta_zmq.environments import Environments, check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
@@ -93,8 +93,8 @@ class Trainer:
             config, held_out, self._engine, self._tokenizer, self._books, self._speaker
         )
         self._intake = Intake(
-            config, receiver=receiver, vocab_size=self._vocab_size, journal=journal,
-            roster=self._roster, pools=pools, evaluations=self._evaluations,
+            config, receiver=receiver, run_id=self._run_id, vocab_size=self._vocab_size,
+            journal=journal, roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
         self._doubts = Doubts(config, self._books, self._intake.admission)
@@ -116,7 +116,8 @@ class Trainer:
         if saved is not None:
             self._restore(saved)
         start = self._learner.step
-        self._replay()
+        if not self._replay():
+            return  # what follows is of the newest step
         step = self._learner.step
         self._broadcast.record_what_is_out()
         self._intake.admission.abandoned = self._books.abandoned_weights(step)
@@ -251,6 +252,7 @@ class Trainer:
             if is_new:
                 # Our identity first: a weights folder that we claim must never be a stranger's.
                 parts.write_identity(folder, run_id=self._run_id, weights=None)
+            if not (folder / RESOLVED).exists():  # a start may be killed between the two
                 write_resolved(config, folder)
             broadcast.claim(store, config, run_id=self._run_id, stop=self._stop)
         except StoreError:
@@ -318,20 +320,23 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint of the newest step; a disk that refuses costs only a longer replay."""
+        try:
+            self._write_checkpoint()
+        except JournalError as error:
+            self._books.event("checkpoint_failed", step=self._learner.step, reason=str(error))
+            self._books.note(f"{error}; the journal still holds everything")
+
+    def _write_checkpoint(self) -> None:
+        """Unless there is one of the newest step. Raises JournalError when the disk refuses."""
         step, rules = self._learner.step, self._config.checkpoint
         if step == self._saved_step:
             return
         folder = self._folder / "checkpoints"
         snapshot = checkpoint.Checkpoint(step, self._learner.state(), self._progress)
-        try:
-            checkpoint.save(
-                folder, snapshot, run_id=self._run_id,
-                keep_last=rules.keep_last, keep_interval=rules.keep_interval,
-            )  # fmt: skip
-        except JournalError as error:
-            self._books.event("checkpoint_failed", step=step, reason=str(error))
-            self._books.note(f"{error}; the journal still holds everything")
-            return
+        checkpoint.save(
+            folder, snapshot, run_id=self._run_id,
+            keep_last=rules.keep_last, keep_interval=rules.keep_interval,
+        )  # fmt: skip
         self._saved_step = step
         if not rules.keep_journal:
             self._intake.journal.prune(checkpoint.oldest_step(folder) + 1)
@@ -370,23 +375,37 @@ class Trainer:
         self._intake.restore(saved.progress)
         self._saved_step = saved.step
 
-    def _replay(self) -> None:
-        """Train again what the journal holds after the checkpoint; keep an unfinished rest."""
+    def _replay(self) -> bool:
+        """Train again what the journal holds after the checkpoint; keep an unfinished rest.
+
+        False when it was stopped before its end: the next start replays what is left, under the
+        settings that it was trained with. Raises JournalError when these change and the disk
+        refuses a checkpoint.
+        """
         earlier = self._earlier.train.max_steps  # the schedule under which it was trained
         self._learner.learning_rate = parts.schedule_of(self._earlier)
         begin = self._learner.step
         end = max(steps_in(self._folder / "journal"), default=begin)
         with self._books.progress("replaying", end - begin) as progress:
             while self._intake.replay(self._learner.step + 1):
-                if self._learner.step >= earlier or self._stop.asked:
+                if self._learner.step >= earlier:
                     break
+                if self._stop.asked:
+                    return False
                 groups = self._intake.take()
                 self._record(groups, self._learn(groups), step_time=0.0)
                 progress.reach(self._learner.step - begin)
         self._learner.learning_rate = parts.schedule_of(self._config)
         if self._earlier != self._config:
-            self._save()  # with the old schedule behind us
+            try:
+                self._write_checkpoint()  # nothing is replayed any more under the old schedule
+            except JournalError as error:
+                raise JournalError(
+                    f"{error}; make room for it: a run goes on with other settings only once what "
+                    "it has trained is saved"
+                ) from None
             write_resolved(self._config, self._folder)
+        return True
 
     def _return_some_problems(self) -> None:
         """At a start, shares of the easy and hard problems are drawn again."""

@@ -60,6 +60,7 @@ class Intake:
         config: Config,
         *,
         receiver: wire.RolloutReceiver,
+        run_id: str,
         vocab_size: int,
         journal: Journal,
         roster: Roster,
@@ -77,7 +78,8 @@ class Intake:
             0 if config.train.max_async_level == 0 else config.train.max_off_policy_steps,
             online_difficulty_filtering=config.curriculum.online_difficulty_filtering,
         )
-        self._config, self._receiver, self._vocab_size = config, receiver, vocab_size
+        self._config, self._receiver = config, receiver
+        self._run_id, self._vocab_size = run_id, vocab_size
         self._roster, self._evaluations = roster, evaluations
         self._books, self._speaker, self._stop = books, speaker, stop
         self._taken: dict[str, int] = {}  # sender -> what of it is in begun steps or dropped
@@ -240,17 +242,24 @@ class Intake:
         return groups
 
     def _read(self, kind: int, content: bytes, *, step: int) -> RolloutGroup | Note:
-        """What one record says. Raises JournalError when that is nothing we know."""
+        """What one record says. Raises JournalError when that is nothing we know, or not ours."""
         try:
             if kind == DROPPED:
                 return _note_of(content)
-            return wire.decode_group(content, vocab_size=self._vocab_size)
+            group = wire.decode_group(content, vocab_size=self._vocab_size)
         except (WireError, ValueError, TypeError) as error:
             raise JournalError(
                 f"{self.journal.file_of(step)} has a whole record that cannot be read ({error}); "
                 "go on with the version and the model that wrote it, or move it and those of "
                 f"later steps away to go on from step {step - 1}"
             ) from None
+        if group.run_id != self._run_id:
+            raise JournalError(
+                f"{self.journal.file_of(step)} holds a group of run {group.run_id}, not of "
+                f"{self._run_id}; move it and those of later steps away to go on from step "
+                f"{step - 1}, or choose another --run.name"
+            )
+        return group
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint, as of the step just taken."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from peralta_zmq.observe.books import Books
+from peralta_zmq.observe.books import EVALUATIONS, Books
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.metrics import EVENTS, Events, Row, read_rows
@@ -45,6 +45,28 @@ def test_weights_of_later_steps_are_abandoned_by_a_roll_back(
             events.record(event, **fields)
     with Books(tmp_path, run="run", max_steps=3) as books:
         assert books.abandoned_weights(now) == abandoned
+
+
+def evaluate(books: Books, step: int) -> None:
+    books.evaluation(step, [], accuracy=0.5, figures={}, policy_steps=(step, step))
+
+
+def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_new_one(
+    tmp_path: Path,
+) -> None:
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        for step in (0, 4, 8):
+            evaluate(books, step)
+        books.event("roll_back", step=4)
+        assert [books.has_evaluation(step) for step in (0, 4, 8)] == [True, True, False]
+        evaluate(books, 8)
+        assert books.has_evaluation(8)
+
+
+def test_an_evaluation_written_without_its_time_counts(tmp_path: Path) -> None:
+    (tmp_path / EVALUATIONS).write_text('{"step": 8, "accuracy": 0.5, "answers": []}\n')
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        assert books.has_evaluation(8)
 
 
 def rows_in_which_the_trainer_waits(num_rows: int) -> list[Row]:

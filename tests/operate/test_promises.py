@@ -8,6 +8,7 @@ The trainer has heard of 7 of them. It is killed after step 1 and resumes.
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.config.sections import RunSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
 from peralta_zmq.operate import promises
-from peralta_zmq.operate.history import read_history
+from peralta_zmq.operate.history import read_history, read_journal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -381,3 +382,11 @@ def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
     run.check(tmp_path / "again")
     line = promises.own_ends(read_history(tmp_path / "again")).line
     assert line == "ok    ended by themselves 0, after a kill 1"
+
+
+def test_a_copy_beside_the_files_of_a_journal_is_not_read(tmp_path: Path) -> None:
+    Run().check(tmp_path)
+    journal = tmp_path / "journal"
+    before = list(read_journal(journal))
+    shutil.copy(journal / "step_000002.msgpack", journal / "step_000002.old.msgpack")
+    assert list(read_journal(journal)) == before

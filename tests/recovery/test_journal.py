@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import closing
@@ -108,13 +110,47 @@ def test_journal_goes_on_after_a_torn_tail(tmp_path: Path) -> None:
     assert read(tmp_path) == [*FRAMES[:2], b"new"]
 
 
-@pytest.mark.parametrize("position", range(ENDS[0], ENDS[1]))
-def test_bit_flip_never_yields_the_damaged_record(tmp_path: Path, position: int) -> None:
-    file = written(tmp_path)
+def damage(file: Path, position: int) -> bytes:
+    """Flip a bit; returns what the file holds then."""
     content = bytearray(file.read_bytes())
     content[position] ^= 4
-    file.write_bytes(bytes(content))
-    assert read(tmp_path) == FRAMES[:1]
+    file.write_bytes(content)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("position", range(ENDS[1], ENDS[2]))
+def test_bit_flip_never_yields_the_damaged_record(tmp_path: Path, position: int) -> None:
+    damage(written(tmp_path), position)
+    assert read(tmp_path) == FRAMES[:2]
+
+
+@pytest.mark.parametrize("position", range(ENDS[0], ENDS[1]))
+def test_damage_before_a_whole_record_is_no_torn_tail_and_destroys_nothing(
+    tmp_path: Path, position: int
+) -> None:
+    file = written(tmp_path)
+    content = damage(file, position)
+    with closing(Journal(tmp_path)) as journal:
+        where = rf"step_000004\.msgpack is damaged at byte {ENDS[0]} and whole behind"
+        with pytest.raises(JournalError, match=f"{where}.* or move it away to go on from step 3$"):
+            journal.read(4)
+        assert file.read_bytes() == content
+        file.rename(tmp_path / "aside")
+        assert journal.read(4) == []
+
+
+def test_a_page_that_was_never_written_is_found_before_a_whole_record(tmp_path: Path) -> None:
+    file = written(tmp_path, [b"first", b"\1" * 200_000, b"third"])
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+    with closing(Journal(tmp_path)) as journal, pytest.raises(JournalError, match="at byte 14 "):
+        journal.read(4)
+
+
+def test_garbage_behind_the_last_record_is_a_torn_tail(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_bytes(file.read_bytes() + random.Random(7).randbytes(200_000))
+    assert read(tmp_path) == FRAMES
 
 
 @pytest.mark.parametrize("zeros", [1, 8, 64, 4096])
@@ -139,6 +175,16 @@ def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Pat
         with pytest.raises(JournalError, match=r"step_000004\.msgpack is damaged.* 4 to 7 away"):
             journal.read(4)
     assert (tmp_path / "step_000004.msgpack").stat().st_size == ENDS[1] + 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step_000004.old.msgpack", "step_four.msgpack", "step_4.msgpack", "step_0000004.msgpack"],
+)
+def test_a_name_that_is_not_exactly_a_steps_is_ignored(tmp_path: Path, name: str) -> None:
+    shutil.copy(written(tmp_path), tmp_path / name)
+    with closing(Journal(tmp_path)) as journal:
+        assert journal.steps() == [4]
 
 
 def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
