@@ -426,8 +426,9 @@ class Generator:
 
     def _send_new(self, group: RolloutGroup, engine: registry.Engine) -> bool:
         logger.debug(
-            "made group=%s/%d step=%d wid=%s",
+            "made group=%s/%d step=%d wid=%s%s",
             group.sender, group.sequence, group.policy_step, group.wid,
+            f" evaluates={group.evaluates}" if group.evaluates >= 0 else "",
         )  # fmt: skip
         failpoint("generator.made")
         try:
