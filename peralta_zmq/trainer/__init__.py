@@ -184,6 +184,7 @@ class Trainer:
             return
         self._evaluations.leave()
         self._intake.announce(step, begun=step, done=True)
+        self._roster.hear_last(step=step)  # what is heard outlives us, whatever comes
         self._evaluations.evaluate(step)
         self._roster.excuse(time.monotonic() - started)
         self._roster.hear_last(step=step)
