@@ -34,9 +34,9 @@ def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
     assert trainer._roster.live()
     clock, passed, evaluate = time.monotonic, [0.0], trainer._evaluations.evaluate
 
-    def evaluate_slowly(step: int) -> None:
+    def evaluate_slowly(step: int) -> bool:
         passed[0] += SILENCE_SECONDS + 1
-        evaluate(step)
+        return evaluate(step)
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
     monkeypatch.setattr(trainer._evaluations, "evaluate", evaluate_slowly)
@@ -91,6 +91,22 @@ def test_a_last_report_outlives_a_trainer_killed_while_it_evaluates(tmp_path: Pa
         summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
     assert summary["last_reports"] == {f"ann/{BOOT.hex()}": 60}
     assert cast("dict[str, int]", summary["accounting"])["made"] == 60
+
+
+def test_a_complete_run_that_is_stopped_while_it_evaluates_is_closed_by_the_next_start(
+    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as opened:
+        first = Session(opened, tmp_path, FOUR).trainer
+        while first.unfinished:
+            first.advance()
+        first._stop.asked = True
+        first.finish()
+        assert "stopped after step 4, saved; the same" in capsys.readouterr().out
+        assert not (first._folder / "summary.json").exists()
+        assert not first._books.has_evaluation(4)
+    again = Session(stack, tmp_path, FOUR).trainer
+    assert summary_of(again) and again._books.has_evaluation(4)
 
 
 def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
