@@ -167,6 +167,12 @@ class RolloutGroup:
         return [each.reward for each in self.rollouts] if known is None else list(known)
 
     @property
+    def newest_step(self) -> int:
+        """Of the weights that sampled it; a received group knows it by itself."""
+        known: int | None = getattr(self.rollouts, "newest_step", None)
+        return max(int(e.policy_steps.max()) for e in self.rollouts) if known is None else known
+
+    @property
     def mean_reward(self) -> float:
         """Of the siblings; exact for rewards of 0 and 1."""
         return math.fsum(self.rewards) / max(1, len(self.rollouts))

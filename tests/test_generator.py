@@ -24,7 +24,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments import Environments
 from peralta_zmq.errors import EngineError, RewardError, StoreError
-from peralta_zmq.generator import MAX_FAILURES, Generator, Line, NewRunError, pace
+from peralta_zmq.generator import MAX_FAILURES, Generator, LeftBehindError, Line, pace
 from peralta_zmq.generator.pace import HUNGRY_SECONDS, SILENT_SECONDS, Pace
 from peralta_zmq.generator.weights import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
@@ -340,7 +340,7 @@ def test_weights_of_another_run_begin_anew(
     other.claim("another-run")
     published(other, 1, 1.0)
     assert follower.ready(timeout=20) is not None
-    with pytest.raises(NewRunError):
+    with pytest.raises(LeftBehindError):
         worker._refresh(engine)
     assert (worker._sequence, worker._under_way, len(worker._outbox)) == (0, 0, 0)
     assert worker._outbox.sender != before
@@ -350,9 +350,9 @@ def test_weights_of_another_run_begin_anew(
 def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
     follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    first = until_step(Spy(), follower, published(store, 1, 1.0), 1)
     worker = generator_of(follower, line, first)
-    assert worker._send_new(group_of([1, 0], problem_id="x" * 2000), engine)
+    assert worker._send_new(group_of([1, 0], problem_id="x" * 2000))
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
     assert len(worker._outbox) == 0
 
@@ -384,9 +384,10 @@ def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_
 ) -> None:
     first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
     worker = generator_of(follower, line, first)
-    engine, sound = Spy(), lambda problem, text: float(text == "right")
-    for reward, made, given_up in ((fails_when_wrong, 0, 1), (sound, 1, 1)):
-        worker._score_and_send(PROBLEM, answers(), judged_by(reward), engine)
+    sound = {"right": 1.0, "wrong": 0.0}
+    judges = (fails_when_wrong, 0, 1), (lambda problem, text: sound[text], 1, 1)
+    for reward, made, given_up in judges:
+        worker._score_and_send(PROBLEM, answers(), judged_by(reward))
         assert (worker._sequence, worker._unjudged) == (made, given_up)
     assert "raised ValueError: no such move" in caplog.text
 
@@ -433,17 +434,53 @@ def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
     assert likeliest(engine) == likeliest(fresh)
 
 
+def test_groups_under_way_across_a_roll_back_are_not_made(
+    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 3 answers to each problem 4 are made together: one of the next is always under way."""
+    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
+    engine = NativeEngine(tiny_model(seed=2), tokenizer, slots=4, max_model_len=32)
+    ahead = store.publish(8, policy.weights_of(tiny_model(seed=1)), companions={})
+    first, judged = until_step(engine, follower, ahead, 8), list[int]()
+
+    def reward(problem: Problem, text: str) -> float:
+        judged.append(engine.step)
+        if len(judged) == 3:
+            store.publish(4, policy.weights_of(tiny_model(seed=3)), companions={})
+            assert follower.ready(timeout=20) is not None
+        if judged[-9:] == [4] * 9:
+            line.listener.latest = wire.Announcement("run", done=True)
+        return 1.0
+
+    with (
+        closing(wire.RolloutSender("tcp://127.0.0.1:9", hwm=64)) as sender,
+        caplog.at_level("INFO"),
+    ):
+        worker = generator_of(
+            follower, replace(line, sender=sender), first,
+            sampling={"num_generations": 3, "max_completion_length": 4},
+            train={"batch_size": 126},
+        )  # fmt: skip
+        worker.work(engine, tokenizer, judged_by(reward))
+    groups = [wire.decode_group(each, vocab_size=64) for each in worker._outbox._frames.values()]
+    assert [each.sequence for each in groups] == list(range(worker._sequence))
+    steps = [(each.policy_step, each.newest_step, each.wid) for each in groups]
+    assert set(steps) == {(8, 8, ahead.wid), (4, 4, worker._version.wid)}
+    assert steps == sorted(steps, reverse=True)  # nothing of step 8 after what is of step 4
+    assert "back at step 4; groups under way are given up" in caplog.text
+
+
 def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(
     follower: Follower, line: Line, store: WeightStore
 ) -> None:
     first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
-    worker, engine = generator_of(follower, line, first), Spy()
+    worker = generator_of(follower, line, first)
     few = [fails_when_wrong] * (MAX_FAILURES - 1)
     for reward in (*few, lambda problem, text: 1.0, *few):  # one with a reward begins anew
-        worker._score_and_send(PROBLEM, answers(), judged_by(reward), engine)
+        worker._score_and_send(PROBLEM, answers(), judged_by(reward))
     assert (worker._sequence, worker._unjudged) == (1, 2 * len(few))
     with pytest.raises(RewardError, match="fails_when_wrong raised ValueError: no such move"):
-        worker._score_and_send(PROBLEM, answers(), judged_by(fails_when_wrong), engine)
+        worker._score_and_send(PROBLEM, answers(), judged_by(fails_when_wrong))
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,21 @@ def evaluate(
     sampling: Sampling,
     num_generations: int = 1,
     reach: Callable[[int], None] = lambda done: None,
+    between_steps: Callable[[], None] | None = None,
 ) -> list[tuple[Problem, list[Answer]]]:
     """`num_generations` answers to each problem, in the order of the problems.
 
-    `reach` is told how many problems are done. A problem whose reward fails is left out and
+    `reach` is told how many problems are done; `between_steps` may cancel the engine, and those
+    that were answered by then are returned. A problem whose reward fails is left out and
     logged; raises TaskError when all are.
     """
     places = {id(problem): place for place, problem in enumerate(problems)}
     answers: dict[int, list[Answer]] = {}
     failure: TaskError | None = None
-    asked = ask(engine, tokenizer, problems, num_generations=num_generations, sampling=sampling)
+    asked = ask(
+        engine, tokenizer, problems, num_generations=num_generations, sampling=sampling,
+        between_steps=between_steps,
+    )  # fmt: skip
     for done, (problem, completions) in enumerate(asked, start=1):
         try:
             answers[places[id(problem)]] = [

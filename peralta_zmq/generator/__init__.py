@@ -81,8 +81,10 @@ def run(config: Config) -> None:
         worker.work(engine, tokenizer, environments)
 
 
-class NewRunError(Exception):
-    """The weights are of another run: the groups under way are of no use."""
+class LeftBehindError(Exception):
+    """The weights are of another run, or of a step that a roll-back went back to: the groups under
+    way are of no use.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +160,15 @@ class Generator:
             try:
                 for problem, completions in answers:
                     self._under_way -= 1
-                    self._score_and_send(problem, completions, environments, engine)
+                    self._score_and_send(problem, completions, environments)
                     if self._done:
                         break
                 self._under_way = 0  # an evaluation may have cancelled some
                 if not self._done:
                     self._evaluate(engine, tokenizer)
-            except NewRunError:
-                logger.info("another run: %s; what was made for the last one is given up",
-                            self._version.run_id)  # fmt: skip
+            except LeftBehindError as error:
+                self._under_way = 0
+                logger.info("%s are given up", error)
             except EngineError as error:
                 self._give_up(engine, error)
         self._report(last=True)
@@ -180,7 +182,7 @@ class Generator:
         self._follower.give_back()
         while not self._done and self._version.number == number:
             self._done = self._is_over(self._hear(timeout=0.2))
-            with suppress(NewRunError):
+            with suppress(LeftBehindError):
                 self._refresh(engine)
 
     def _evaluate(self, engine: registry.Engine, tokenizer: policy.Tokenizer) -> None:
@@ -201,7 +203,7 @@ class Generator:
         )  # fmt: skip
         with closing(held_out):
             for problem, completions in answers:
-                self._score_and_send(problem, completions, held_out, engine, evaluates=step)
+                self._score_and_send(problem, completions, held_out, evaluates=step)
                 if self._done:
                     break
 
@@ -278,7 +280,7 @@ class Generator:
         heard = self._hear()
         self._done = self._is_over(heard)
         for frame in self._outbox.lost_on_the_way(heard):
-            self._done = self._done or not self._send(frame, engine)
+            self._done = self._done or not self._send(frame)
         if heard and heard.in_step and self._config.train.token_batch_size:
             self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
         ready = not (self._done or self._draining or self._has_to_evaluate(engine))
@@ -339,8 +341,10 @@ class Generator:
             self._reload_seconds = time.monotonic() - started
             if version.run_id != before.run_id:
                 self._begin(version, os.urandom(8))
-                raise NewRunError
+                raise LeftBehindError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
+            if version.step < before.step:  # a token's step would no longer tell whose it is
+                raise LeftBehindError(f"back at step {version.step}; groups under way")
 
     def _report(self, *, last: bool = False) -> None:
         """Tell the trainer how we fare."""
@@ -377,7 +381,6 @@ class Generator:
         problem: Problem,
         completions: Sequence[Completion],
         environments: Environments,
-        engine: registry.Engine,
         *,
         evaluates: int = -1,
     ) -> None:
@@ -395,7 +398,7 @@ class Generator:
             logger.warning("gave up a group: %s", error)
             return
         self._failures = 0
-        self._done = not self._send_new(group, engine) or self._done
+        self._done = not self._send_new(group) or self._done
 
     def _group_of(
         self,
@@ -425,10 +428,11 @@ class Generator:
             evaluates=evaluates,
         )
 
-    def _send_new(self, group: RolloutGroup, engine: registry.Engine) -> bool:
+    def _send_new(self, group: RolloutGroup) -> bool:
         logger.debug(
-            "made group=%s/%d step=%d wid=%s",
+            "made group=%s/%d step=%d wid=%s%s",
             group.sender, group.sequence, group.policy_step, group.wid,
+            f" evaluates={group.evaluates}" if group.evaluates >= 0 else "",
         )  # fmt: skip
         failpoint("generator.made")
         try:
@@ -440,11 +444,11 @@ class Generator:
         if lost is not None:
             logger.warning("lost group=%s/%d reason=outbox", group.sender, lost)
         self._tokens += sum(each.num_generated for each in group.rollouts)
-        sent = self._send(frame, engine)
+        sent = self._send(frame)
         failpoint("generator.sent")
         return sent
 
-    def _send(self, frame: bytes, engine: registry.Engine) -> bool:
+    def _send(self, frame: bytes) -> bool:
         """Wait for room in the queue; False when the run is complete instead."""
         started = time.monotonic()
         said = started
@@ -452,7 +456,6 @@ class Generator:
             heard = self._hear()
             if self._is_over(heard):
                 return False
-            self._refresh(engine)
             if time.monotonic() - said > WAITING_SECONDS:
                 said = time.monotonic()
                 logger.info("waiting for the trainer to take a group (%.0f s)", said - started)

@@ -150,7 +150,7 @@ class Admission:
             return "invalid"  # what it held was refused
         if group.evaluates >= 0:
             return "evaluated"
-        if group.policy_step >= step or group.wid in self.abandoned:
+        if group.newest_step >= step or group.wid in self.abandoned:
             return "abandoned"
         if group.sender in self.distrusted:
             return "mismatched"

@@ -41,13 +41,19 @@ LOOK_SECONDS = 30.0  # between two verdicts while no step comes
 
 
 class Books:
-    """The run's files and its table, open for one session. Use with `with`."""
+    """The run's files and its table, open for one session. Use with `with`.
+
+    `resuming` says that there were sessions before; `last_reports` are the groups made by each
+    generator that told these that it makes no more, `made_before` those of all that they knew of.
+    """
 
     def __init__(
         self, folder: Path, *, run: str, max_steps: int, trackers: Sequence[Tracker] = ()
     ) -> None:
         events = read_rows(folder / EVENTS)
         self.resuming = any(row.get("event") == "start" for row in events)
+        self.last_reports = _last_reports(events)
+        self.made_before = report.made_before(folder)
         self._folder = folder
         self._last_step = _last_written(folder)
         self._is_open = False  # this session has begun to train
@@ -224,6 +230,13 @@ def _last_written(folder: Path) -> int:
         [*rows[-1:], *backs[-1:]], key=lambda row: number(row, "time"), default={"step": 0}
     )
     return int(number(newest, "step"))
+
+
+def _last_reports(events: Sequence[Row]) -> dict[str, int]:
+    return {
+        f"{row.get('generator')}/{row.get('boot')}": int(number(row, "made"))
+        for row in events if row.get("event") == "last_report"
+    }  # fmt: skip
 
 
 def _answers(row: Mapping[str, object]) -> list[Answer]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from peralta_zmq.durable import replace_file
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
@@ -91,6 +91,12 @@ def write_reward_plot(folder: Path) -> Path | None:
     )
     replace_file(folder / PLOT, image)
     return folder / PLOT
+
+
+def made_before(folder: Path) -> int:
+    """Groups that the summary of an earlier end of this run knew of; 0 when there was none."""
+    accounting = _read_summary(folder / SUMMARY).get("accounting")
+    return int(cast("dict[str, int]", accounting)["made"]) if accounting else 0
 
 
 def _read_summary(path: Path) -> Row:

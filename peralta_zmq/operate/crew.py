@@ -183,7 +183,7 @@ class Crew:
         It is restarted, and its end is no reason to give up on it.
         """
         member = self._member(name)
-        if member.process is None or member.struck:
+        if member.process is None or member.struck or member.process.poll() is not None:
             return False
         member.struck = True
         member.signal(signal.SIGKILL)

@@ -25,7 +25,7 @@ ANY_TOKEN = 1 << 31  # what the tokens mean is the trainer's business
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
-MADE = re.compile(r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)")
+MADE = re.compile(r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)(?: evaluates=(\d+))?")
 LOST = re.compile(r"lost group=(\S+)/(\d+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) wid=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
@@ -40,7 +40,12 @@ class Record(NamedTuple):
     key: Key
     fate: str  # trained, set_aside, or the reason why it was dropped
     step: int
-    age: int  # optimizer steps since the weights that sampled it; 0 for a dropped one
+    policy_step: int = -1  # that it claims to be sampled with; -1 = it was dropped
+
+    @property
+    def age(self) -> int:
+        """Optimizer steps since these weights; negative when they are none that it can have had."""
+        return self.step - 1 - self.policy_step
 
 
 class Load(NamedTuple):
@@ -56,7 +61,8 @@ class Logs:
     """What the generators say of themselves."""
 
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # the step of its weights
-    made_with: set[str] = field(default_factory=set[str])  # ids of the weights of these
+    made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # ids of these weights
+    evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
     lost: set[Key] = field(default_factory=set[Key])  # given up by the sender, and said so
     loads: list[Load] = field(default_factory=list[Load])
@@ -75,6 +81,7 @@ class History:
     summary: Row
     journal: Sequence[Record]
     logs: Logs
+    filters: bool = False  # groups without difficulty are dropped
     rolled_back: frozenset[Key] = frozenset()  # settled in steps that a roll-back has set aside
 
 
@@ -97,6 +104,7 @@ def read_history(
         summary=json.loads(summary.read_bytes()) if summary.exists() else {},
         journal=list(read_journal(folder / "journal")),
         logs=read_logs(logs or sorted(folder.glob("logs/generator-*.log"))),
+        filters=config.curriculum.online_difficulty_filtering,
         rolled_back=frozenset(
             record.key
             for aside in folder.glob("rolled_back_to_*/journal")
@@ -133,7 +141,9 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
         if key in logs.made:
             logs.made_twice.append(key)
         logs.made[key] = int(found[3])
-        logs.made_with.add(found[4])
+        logs.made_with[key] = found[4]
+        if found[5]:
+            logs.evaluating.add(key)
     elif found := LOST.search(line):
         logs.lost.add((found[1], int(found[2])))
     elif found := LOADED.search(line):
@@ -148,11 +158,10 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
 def _record_of(kind: int, content: bytes, *, step: int) -> Record:
     if kind == DROPPED:
         note = json.loads(content)
-        return Record((note["sender"], note["sequence"]), note["outcome"], step, 0)
+        return Record((note["sender"], note["sequence"]), note["outcome"], step)
     group = wire.decode_group(content, vocab_size=ANY_TOKEN)
     fate = "trained" if group.has_signal else "set_aside"
-    age = max(0, step - 1 - group.policy_step)
-    return Record((group.sender, group.sequence), fate, step, age)
+    return Record((group.sender, group.sequence), fate, step, group.policy_step)
 
 
 def _records(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -14,11 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from peralta_zmq.observe.metrics import Row, number
-from peralta_zmq.operate.history import History, Key, read_history
+from peralta_zmq.operate.history import History, Key, Record, read_history
 
 # Fates that the journal knows.
+IN_STEPS = ("trained", "set_aside")
 SETTLED = (
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+    *IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
 )  # fmt: skip
 MAX_SHOWN = 5  # violations in one line
 
@@ -71,7 +72,7 @@ def torn_loads(history: History) -> Check:
         if (load.number, load.wid) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
-    served = sorted(history.logs.made_with - {load.wid for load in loads})
+    served = sorted(set(history.logs.made_with.values()) - {load.wid for load in loads})
     broken += [f"wid={wid} was served and never loaded" for wid in served]
     broken += [f"{each} refused" for each in history.logs.refused]
     text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
@@ -92,16 +93,16 @@ def trained_twice(history: History) -> Check:
 
 
 def lost_groups(history: History) -> Check:
-    """P3: what a living generator made was trained, or dropped with a reason, or is under way."""
+    """P3: what a living generator made was trained, or dropped for a reason that the records bear
+    out, or is under way.
+    """
     fates, logs = fates_of(history), history.logs
     known = Counter(fates.values())
     lived = _lived_until(history, fates)
-    rolled_back = any(_named(history, "roll_back"))
     broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
     broken += [
-        f"{_shown(key)} was abandoned without a roll-back"
-        for key, fate in fates.items()
-        if fate == "abandoned" and not rolled_back
+        f"{_shown(each.key)} is {each.fate} at step {each.step} without a cause"
+        for each in without_cause(history)
     ]
     broken += [
         f"{_shown(key)} of step {step} has no fate"
@@ -115,13 +116,20 @@ def lost_groups(history: History) -> Check:
 
 
 def too_old(history: History) -> Check:
-    """P4: no trained group is older than the limit."""
+    """P4: no trained group is older than the limit, and each is as old as its sender's log says."""
+    made = history.logs.made
+    in_steps = [each for each in history.journal if each.fate in IN_STEPS]
     broken = [
         f"{_shown(each.key)} is {each.age} steps old at step {each.step}"
-        for each in history.journal
-        if each.age > history.max_off_policy_steps
+        for each in in_steps
+        if not 0 <= each.age <= history.max_off_policy_steps
     ]
-    oldest = max((each.age for each in history.journal), default=0)
+    broken += [
+        f"{_shown(each.key)} is of step {each.policy_step}, and of step {made[each.key]} in the log"
+        for each in in_steps
+        if made.get(each.key, each.policy_step) != each.policy_step
+    ]
+    oldest = max((each.age for each in in_steps), default=0)
     text = f"staleness at most {oldest} steps, {history.max_off_policy_steps} allowed"
     return Check("P4", text, tuple(broken))
 
@@ -203,6 +211,50 @@ def fates_of(history: History) -> dict[Key, str]:
     """What became of every group that the trainer has settled in a step that was taken."""
     last = _last_step(history)
     return {each.key: each.fate for each in history.journal if each.step <= last}
+
+
+def without_cause(history: History) -> Iterator[Record]:
+    """Records of groups whose fate is not one that such a group can have."""
+    logs, left_behind, distrusted = history.logs, _left_behind(history), _distrusted(history)
+    for each in history.journal:
+        if each.key not in logs.made:
+            continue  # see `accounts`
+        age = each.step - 1 - logs.made[each.key]
+        evaluates, left = each.key in logs.evaluating, logs.made_with[each.key] in left_behind
+        causes = {
+            "stale": age > history.max_off_policy_steps,
+            "abandoned": left,
+            "filtered": history.filters,
+            "evaluated": evaluates,
+            "mismatched": distrusted.get(each.key[0], each.step) < each.step,
+            "invalid": False,  # no generator of ours makes such a group
+        }
+        if not causes.get(each.fate, not (evaluates or left)):
+            yield each
+
+
+def _left_behind(history: History) -> set[str]:
+    """Ids of the weights that were out when a roll-back went back to a step before theirs."""
+    published: dict[str, float] = {}  # id -> step
+    left, is_rolled_back = set[str](), False
+    for row in history.events:
+        if row.get("event") == "publish":
+            published[str(row.get("wid"))] = number(row, "step")
+        is_rolled_back = is_rolled_back or row.get("event") == "roll_back"
+        if row.get("event") == "resume" and is_rolled_back:
+            left |= {wid for wid, step in published.items() if step > number(row, "step")}
+            is_rolled_back = False
+    return left
+
+
+def _distrusted(history: History) -> dict[str, int]:
+    """Senders that were set aside, and the first step after which."""
+    steps: dict[str, int] = {}
+    for row in _named(history, "mismatch"):
+        if row.get("set_aside"):
+            sender, step = f"{row.get('generator')}/{row.get('boot')}", int(number(row, "step"))
+            steps[sender] = min(step, steps.get(sender, step))
+    return steps
 
 
 def repeated_steps(history: History) -> list[int]:

@@ -90,8 +90,9 @@ class Trainer:
         )  # fmt: skip
         self._roster = Roster(counters, self._books, self._hello)
         self._evaluations = evaluations.Evaluations(
-            config, held_out, self._engine, self._tokenizer, self._books, self._speaker
-        )
+            config, held_out, self._engine, self._tokenizer,
+            self._books, self._speaker, self._stop,
+        )  # fmt: skip
         self._intake = Intake(
             config, receiver=receiver, run_id=self._run_id, vocab_size=self._vocab_size,
             journal=journal, roster=self._roster, pools=pools, evaluations=self._evaluations,
@@ -177,15 +178,17 @@ class Trainer:
         self._intake.commit()
         self._save()
         complete = step >= self._config.train.max_steps
-        self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if complete else broadcast.STOP_SECONDS)
-        if not complete:
+        last = complete and not self._stop.asked
+        self._broadcast.wait(broadcast.LAST_VERSION_SECONDS if last else broadcast.STOP_SECONDS)
+        if complete:
+            self._evaluations.leave()
+            self._intake.announce(step, begun=step, done=True)
+            self._roster.hear_last(step=step)  # what is heard outlives us, whatever comes
+        if not (complete and self._evaluations.evaluate(step)):
             self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             self._books.draw()
             return
-        self._evaluations.leave()
-        self._intake.announce(step, begun=step, done=True)
-        self._evaluations.evaluate(step)
         self._roster.excuse(time.monotonic() - started)
         self._roster.hear_last(step=step)
         self._books.end("complete", step=step)

@@ -19,6 +19,7 @@ from peralta_zmq.observe.books import Books
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
 from peralta_zmq.trainer.speaker import Speaker
+from peralta_zmq.trainer.stop import Stop
 
 
 class Evaluations:
@@ -32,14 +33,18 @@ class Evaluations:
         tokenizer: policy.Tokenizer,
         books: Books,
         speaker: Speaker,
+        stop: Stop,
     ) -> None:
         self._config, self._held_out = config, held_out
         self._engine, self._tokenizer = engine, tokenizer
-        self._books, self._speaker = books, speaker
+        self._books, self._speaker, self._stop = books, speaker, stop
         self._under_way: Evaluation | None = None
 
-    def evaluate(self, step: int) -> None:
-        """Let the trainer's own model answer, unless this step is evaluated already."""
+    def evaluate(self, step: int) -> bool:
+        """Let the trainer's own model answer, unless this step is evaluated already.
+
+        False when we are asked to stop before it has answered all: nothing is recorded then.
+        """
         config = self._config
         if not self._books.has_evaluation(step):
             problems = self._held_out.problems
@@ -49,9 +54,13 @@ class Evaluations:
                     self._engine, self._tokenizer, problems, self._held_out.reward,
                     sampling=parts.eval_sampling_of(config, seed=config.run.seed),
                     num_generations=config.eval.rollouts_per_example, reach=progress.reach,
+                    between_steps=self._look_for_stop,
                 )  # fmt: skip
+            if self._stop.asked:
+                return False
             self._record(step, answers, [step])
             self._books.event("evaluated", step=step)
+        return True
 
     def begin(self, step: int) -> None:
         """Let the generators answer with the weights of `step` while training goes on.
@@ -92,6 +101,10 @@ class Evaluations:
                 f"evaluation of step {left.step} given up: {left.num_answered} of "
                 f"{len(self._held_out.problems)} examples were answered in time"
             )
+
+    def _look_for_stop(self) -> None:
+        if self._stop.asked:
+            self._engine.cancel()
 
     def _say(self) -> None:
         now = self._under_way

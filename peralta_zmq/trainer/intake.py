@@ -286,7 +286,7 @@ class Intake:
         """What became of every group that we heard of; `made` is the sum of what follows it."""
         ledger = self.admission.ledger
         told = self._roster.told_beyond({each: ledger.seen(each) for each in ledger.senders})
-        made = ledger.made + told
+        made = max(ledger.made + told, self._books.made_before)
         outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
             "made": made,

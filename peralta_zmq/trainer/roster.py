@@ -31,6 +31,7 @@ class Roster:
         self._counters, self._books, self._hello = counters, books, hello
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
         self._greeted: set[str] = set()  # of those, who has said hello
+        self._last = dict(books.last_reports)  # sender that makes no more -> groups it has made
 
     def hear(self, *, step: int, timeout: float = 0.0) -> None:
         """Take in what generators report of themselves: who reports is alive.
@@ -47,6 +48,8 @@ class Roster:
             # Once for each time of want: one that cannot read the keyframe either waits on.
             asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
             self.wants_keyframe = self.wants_keyframe or asks
+            if report.last:
+                self._note_last(sender, report.made)
 
     def hear_last(self, *, step: int) -> None:
         """Wait a moment for the last report of each, which they send when they hear the end."""
@@ -59,8 +62,10 @@ class Roster:
             self.hear(step=step, timeout=left)
 
     def last_reports(self) -> dict[str, int]:
-        """Senders that have said that they make no more, and how many groups each has made."""
-        return {sender: report.made for sender, report in self.reports.items() if report.last}
+        """Senders that have said that they make no more, also to an earlier session, and how many
+        groups each has made.
+        """
+        return dict(self._last)
 
     def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
         """We have heard of a start of a generator just now, perhaps for the first time.
@@ -91,6 +96,13 @@ class Roster:
             self._books.note(
                 f"two generators are called {name}; if both run, give one --generator.name"
             )
+
+    def _note_last(self, sender: str, made: int) -> None:
+        """It is said once: an event tells it to the sessions after this one."""
+        if sender in self._heard and sender not in self._last:
+            self._last[sender] = made
+            name, _, boot = sender.rpartition("/")
+            self._books.event("last_report", generator=name, boot=boot, made=made)
 
     def excuse(self, seconds: float) -> None:
         """We heard nobody while we computed for so long: that is no silence of theirs."""
@@ -123,7 +135,5 @@ class Roster:
 
     def told_beyond(self, seen: dict[str, int]) -> int:
         """Groups that were made, as their generators report, beyond the highest that came."""
-        return sum(
-            max(0, report.made - seen.get(sender, -1) - 1)
-            for sender, report in self.reports.items()
-        )
+        made = self._last | {sender: report.made for sender, report in self.reports.items()}
+        return sum(max(0, count - seen.get(sender, -1) - 1) for sender, count in made.items())

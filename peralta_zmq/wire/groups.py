@@ -330,6 +330,11 @@ class Siblings(Sequence[Rollout]):
         """Of all of them, uncut."""
         return self._sound.rewards
 
+    @property
+    def newest_step(self) -> int:
+        """Of the weights that sampled their tokens."""
+        return self._sound.step + max(self._sound.runs[::2])
+
     def __len__(self) -> int:
         return len(self._sound.turns)
 

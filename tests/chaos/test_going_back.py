@@ -6,7 +6,7 @@ Row 21 of the fault table.
 from __future__ import annotations
 
 import pytest
-from field import Field
+from field import Field, until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 EVERY_TWO = ("--checkpoint.interval", "2", "--checkpoint.keep-last", "4")
@@ -58,4 +58,18 @@ def test_a_roll_back_trains_other_steps_under_numbers_that_still_rise(field: Fie
     aside = field.run / "rolled_back_to_000004"
     assert sorted(each.name for each in (aside / "checkpoints").iterdir())[0] == "step_000006"
     assert "already" in trained_to(field, 11, "--checkpoint.resume-step", "4")
+    assert field.broken() == {}
+
+
+def test_a_generator_that_lives_through_a_roll_back_makes_no_group_of_both_lines(
+    field: Field,
+) -> None:
+    long = ("--train.max-steps", "14", *EVERY_TWO)
+    generator, trainer = field.generator("ann", *long), field.trainer(*long)
+    until(lambda: field.step >= 8, generator, trainer)
+    trainer.kill()
+    trainer = field.trainer(*long, "--checkpoint.resume-step", "4")
+    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert generator.ends(timeout=30) == 0, generator.printed
+    assert "back at step 4; groups under way are given up" in generator.printed
     assert field.broken() == {}

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from field import Field, ended_within, processes_that_name, until
 
+from peralta_zmq.observe.metrics import read_rows
+
 chaos = pytest.mark.chaos
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,6 +29,23 @@ def problems(split, seed):
         yield Problem(id=str(number), task="dull", messages=question, answer="1")
 
 def reward(problem, completion_text):
+    return 0.5
+'''
+SLOW = '''"""An answer takes long to judge."""
+
+import time
+from pathlib import Path
+
+from peralta_zmq.rollout import Message, Problem
+
+def problems(split, seed):
+    for number in range(100):
+        question = (Message("user", f"add {number} to 1."),)
+        yield Problem(id=str(number), task="slow", messages=question, answer="1")
+
+def reward(problem, completion_text):
+    Path(__file__).with_suffix(".reached").touch()
+    time.sleep(4)
     return 0.5
 '''
 DEAF = '''"""Swallows every exception, as a callback or a destructor of a library would."""
@@ -60,12 +79,31 @@ def test_one_signal_finishes_the_step_and_saves(field: Field, number: signal.Sig
     assert "Traceback" not in trainer.printed
 
 
+EVALUATES = ("--eval.num-examples", "250", "--eval.rollouts-per-example", "64",
+             "--eval.eval-base-model")  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("during", "settings"), [("evaluate", EVALUATES), ("publish", ())])
+def test_one_signal_ends_a_trainer_without_a_generator_in_3_seconds(
+    field: Field, during: str, settings: tuple[str, ...], number: signal.Signals
+) -> None:
+    trainer = field.trainer(*settings)
+    until(lambda: field.events and field.events[-1]["event"] == during, trainer)
+    trainer.signal(number)
+    assert trainer.ends(timeout=3) == 0
+    assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
+    assert (field.run / "checkpoints" / "step_000000" / "STABLE").exists()
+    assert read_rows(field.run / "eval.jsonl") == []
+
+
 @chaos
-def test_the_second_signal_leaves_at_once(field: Field) -> None:
-    trainer = field.trainer("--eval.num-examples", "250", "--eval.eval-base-model")
-    until(lambda: any(row["event"] == "start" for row in field.events), trainer)
+def test_the_second_signal_leaves_at_once(field: Field, tmp_path: Path) -> None:
+    task = task_in(tmp_path, "slow", SLOW)
+    trainer = field.trainer("--task.name", "lab.slow", "--eval.eval-base-model", environment=task)
+    until((tmp_path / "lab" / "slow.reached").exists, trainer)
     trainer.signal(signal.SIGINT)
-    assert not ended_within(trainer, 0.5)  # it answers held-out problems, and would save
+    assert not ended_within(trainer, 0.5)  # it judges an answer, and would save
     trainer.signal(signal.SIGINT)
     assert trainer.ends(timeout=3) == -signal.SIGINT
 

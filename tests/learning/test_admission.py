@@ -9,6 +9,7 @@ from fakes import group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peralta_zmq import wire
 from peralta_zmq.learning import admission as admission_module
 from peralta_zmq.learning.admission import Admission, Ledger, staleness
 
@@ -121,6 +122,15 @@ def test_jumping_sequences_do_not_fill_memory() -> None:
 def test_group_of_weights_left_behind_by_a_roll_back_is_not_trained(field: dict[str, Any]) -> None:
     admission = Admission(8, abandoned={"left behind"})
     assert admission.admit(group_of([1, 0], **field), step=5) == "abandoned"
+
+
+def test_group_with_one_token_of_weights_left_behind_is_not_trained() -> None:
+    group = group_of([1, 0], policy_step=4)
+    group.rollouts[1].policy_steps[-1] = 5
+    received = wire.decode_group(wire.encode_group(group), vocab_size=64)
+    for each in (group, received):
+        assert Admission(8).admit(each, step=5) == "abandoned"
+        assert Admission(8).admit(each, step=6) == "trained"
 
 
 def test_group_without_signal_belongs_to_the_batch_and_is_counted_apart() -> None:

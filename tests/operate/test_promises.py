@@ -19,6 +19,7 @@ from fakes import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, write_resolved
+from peralta_zmq.config.environments import CurriculumSection
 from peralta_zmq.config.sections import RunSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
 from peralta_zmq.operate import promises
@@ -65,11 +66,15 @@ class Run:
         "lost": 0, "in_flight": 0, "duplicates": 1,
     })  # fmt: skip
     last_reports: dict[str, int] = field(default_factory=dict[str, int])
+    filters: bool = False
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
         """What breaks each promise; promises that hold are left out."""
         train = TrainSection(max_steps=max(self.journal), max_off_policy_steps=1)
-        write_resolved(Config(run=RunSection(name="run"), train=train), folder)
+        curriculum = CurriculumSection(online_difficulty_filtering=self.filters)
+        write_resolved(
+            Config(run=RunSection(name="run"), train=train, curriculum=curriculum), folder
+        )
         for step, groups in self.journal.items():
             write_journal(folder / "journal" / f"step_{step:06d}.msgpack", groups)
         with JsonLines(folder / "events.jsonl") as events:
@@ -209,7 +214,8 @@ def test_p3_a_killed_generator_that_was_heard_long_after_it_made_the_group(tmp_p
     run.accounting |= {"stale": 0, "in_flight": 1}
     run.log = [line for line in run.log if "complete" not in line]
     assert run.check(tmp_path) == {}  # it lived for one step more, as old as may be
-    run.log[-2] = f"made group={B}/3 step=2 wid=w1"
+    run.log[-2] = f"made group={B}/3 step=2 wid=w2"
+    run.journal[3][1] = ("bb", 3, 2)
     (tmp_path / "again").mkdir()
     assert run.check(tmp_path / "again") == {"P3": (f"{B}/0 of step 0 has no fate",)}
 
@@ -220,14 +226,97 @@ def test_p3_a_group_that_its_sender_gave_up(tmp_path: Path) -> None:
     assert run.check(tmp_path) == {"P3": (f"{A}/3 was given up by its sender",)}
 
 
-def test_p3_a_group_that_was_abandoned_needs_a_roll_back(tmp_path: Path) -> None:
+DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
+
+
+@pytest.mark.parametrize("fate", DROPPED)
+def test_p3_a_group_that_could_be_trained_and_was_dropped(tmp_path: Path, fate: str) -> None:
     run = Run()
+    run.journal[3][1] = ("bb", 2, fate)  # a step old, as old as may be
+    run.accounting["trained"] -= 1
+    run.accounting[fate] = run.accounting.get(fate, 0) + 1
+    assert run.check(tmp_path) == {"P3": (f"{B}/2 is {fate} at step 3 without a cause",)}
+
+
+def test_p3_all_groups_dropped_as_stale(tmp_path: Path) -> None:
+    run = Run()
+    for step, groups in run.journal.items():
+        run.journal[step] = [(boot, sequence, "stale") for boot, sequence, _ in groups]
+    run.accounting |= {"trained": 0, "stale": 7}
+    assert len(run.check(tmp_path)["P3"]) == 6  # all but the one that is too old
+
+
+def rolled_back() -> Run:
+    """Step 3 was published, and left behind by a roll-back to 1; of its weights is group 3."""
+    run = Run()
+    run.events.insert(3, {"event": "publish", "step": 3, "number": 9, "wid": "w9"})
+    run.events.insert(4, {"event": "roll_back", "step": 1})
+    run.log[4] = f"made group={A}/3 step=3 wid=w9"
+    run.log.insert(5, "loaded version=9 step=3 wid=w9 seconds=0.1")
     run.journal[2].append(("aa", 3, "abandoned"))
     run.accounting |= {"made": 8, "abandoned": 1}
-    assert run.check(tmp_path) == {"P3": (f"{A}/3 was abandoned without a roll-back",)}
-    run.events.append({"event": "roll_back", "step": 1})
+    return run
+
+
+def test_p3_a_group_of_weights_that_a_roll_back_left_behind_is_abandoned(tmp_path: Path) -> None:
+    run = rolled_back()
+    assert run.check(tmp_path) == {}
+    del run.events[4]
+    (tmp_path / "again").mkdir()
+    broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
+    assert run.check(tmp_path / "again") == broken
+
+
+def test_p3_a_group_of_other_weights_is_not_and_one_of_these_is_not_trained(tmp_path: Path) -> None:
+    run = rolled_back()
+    run.journal[2][:2] = [("aa", 2, "abandoned"), ("bb", 1, 1)]  # made of step 0
+    run.accounting |= {"trained": 5, "abandoned": 2}
+    broken = {"P3": (f"{A}/2 is abandoned at step 2 without a cause",)}
+    assert run.check(tmp_path) == broken
+    run = rolled_back()
+    run.journal[2][2] = ("aa", 3, 1)
+    run.accounting |= {"trained": 7, "abandoned": 0}
+    (tmp_path / "again").mkdir()
+    broken = run.check(tmp_path / "again")
+    assert broken["P3"] == (f"{A}/3 is trained at step 2 without a cause",)
+    assert broken["P4"] == (f"{A}/3 is of step 1, and of step 3 in the log",)
+
+
+def test_p3_a_group_is_evaluated_if_it_was_made_for_that_and_only_then(tmp_path: Path) -> None:
+    run = Run()
+    run.log[-4] += " evaluates=1"
+    assert run.check(tmp_path) == {"P3": (f"{B}/2 is trained at step 3 without a cause",)}
+    run.journal[3][1] = ("bb", 2, "evaluated")
+    run.accounting |= {"trained": 5, "evaluated": 1}
     (tmp_path / "again").mkdir()
     assert run.check(tmp_path / "again") == {}
+
+
+@pytest.mark.parametrize(
+    ("event", "sound"),
+    [
+        ({}, True),
+        ({"step": 3}, False),  # it was not distrusted yet
+        ({"boot": BOOTS["aa"].hex()}, False),
+        ({"set_aside": False}, False),
+    ],
+)
+def test_p3_a_group_is_mismatched_if_its_sender_was_set_aside_before(
+    tmp_path: Path, event: Row, sound: bool
+) -> None:
+    run = Run()
+    run.journal[3][1] = ("bb", 2, "mismatched")
+    run.accounting |= {"trained": 5, "mismatched": 1}
+    named = {"generator": "ann", "boot": BOOTS["bb"].hex(), "step": 2, "set_aside": True}
+    run.events.append({"event": "mismatch", **named, **event})
+    assert (run.check(tmp_path) == {}) == sound
+
+
+def test_p3_a_group_is_filtered_where_the_settings_say_so(tmp_path: Path) -> None:
+    run = Run(filters=True)
+    run.journal[3][1] = ("bb", 2, "filtered")
+    run.accounting |= {"trained": 5, "filtered": 1}
+    assert run.check(tmp_path) == {}
 
 
 def test_p3_a_shorter_run_that_was_continued_ends_its_generators(tmp_path: Path) -> None:
@@ -252,7 +341,21 @@ def test_p3_who_comes_back_after_the_last_step_does_not_speak_for_the_one_killed
 def test_p4_a_group_older_than_the_limit(tmp_path: Path) -> None:
     run = Run()
     run.journal[3][1] = ("bb", 2, 0)
+    run.log[-4] = f"made group={B}/2 step=0 wid=w0"
     assert run.check(tmp_path) == {"P4": (f"{B}/2 is 2 steps old at step 3",)}
+
+
+def test_p4_a_group_of_weights_that_were_not_there_yet(tmp_path: Path) -> None:
+    run = Run()
+    run.journal[3][1] = ("bb", 2, 3)  # what step 3 makes
+    run.log[-4] = f"made group={B}/2 step=3 wid=w2"
+    assert run.check(tmp_path) == {"P4": (f"{B}/2 is -1 steps old at step 3",)}
+
+
+def test_p4_a_group_that_is_older_than_it_claims(tmp_path: Path) -> None:
+    run = Run()
+    run.log[-4] = f"made group={B}/2 step=0 wid=w0"
+    assert run.check(tmp_path) == {"P4": (f"{B}/2 is of step 1, and of step 0 in the log",)}
 
 
 def test_p5_a_step_that_is_missing(tmp_path: Path) -> None:
@@ -275,8 +378,8 @@ def test_p6_a_group_that_nobody_made(tmp_path: Path) -> None:
 
 def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
     run = Run()
-    run.journal[2].append(("bb", 3, "stale"))
-    assert run.check(tmp_path) == {"P2": (f"{B}/3 is 2 times in the journal",)}
+    run.journal[2].append(("bb", 0, 0))
+    assert run.check(tmp_path) == {"P2": (f"{B}/0 is 2 times in the journal",)}
 
 
 @pytest.mark.parametrize(

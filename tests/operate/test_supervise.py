@@ -179,6 +179,23 @@ def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) ->
     assert {(row["delay"], row["struck"]) for row in restarts} == {(0.02, True)}
 
 
+def test_a_worker_that_has_ended_by_itself_cannot_be_struck(lives: Lives) -> None:
+    record, struck = Record(), list[bool]()
+
+    def look(crew: crew.Crew) -> None:
+        process = crew._member("generator-0").process
+        if process and not struck:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            struck.append(crew.strike("generator-0"))
+
+    fails_once = "if os.path.exists('mark'): tell('go'); stay()\nopen('mark', 'w'); sys.exit(1)"
+    workers = [worker("trainer", "wait('go')"), worker("generator-0", fails_once)]
+    assert supervise(workers, record=record, look=look) == 0
+    assert struck == [False]
+    restarts = [(row["event"], row["reason"], row["struck"]) for row in record.rows]
+    assert restarts == [("restart", "exit code 1", False)]
+
+
 def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> None:
     record, recalled = Record(), []
 
