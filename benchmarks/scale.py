@@ -248,14 +248,14 @@ def open_intake(
     (folder / "books").mkdir()
     books = stack.enter_context(Books(folder / "books", run="scale", max_steps=1))
     speaker = Speaker(announcer, wire.Announcement(RUN, boot=os.urandom(8)))
-    roster, nobody = Roster(counters, books, {}), cast(Any, None)
-    evaluations = Evaluations(config, nobody, nobody, nobody, books, speaker)
+    roster, nobody, stop = Roster(counters, books, {}), cast(Any, None), Stop()
+    evaluations = Evaluations(config, nobody, nobody, nobody, books, speaker, stop)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
     intake = Intake(
         config, receiver=receiver, run_id=RUN, vocab_size=VOCAB_SIZE, journal=journal,
         roster=roster, pools=pools, evaluations=evaluations, books=books, speaker=speaker,
-        stop=Stop(),
+        stop=stop,
     )  # fmt: skip
     return intake, roster, speaker, address
 
