@@ -50,12 +50,12 @@ def address_of_nobody() -> str:
         return f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"
 
 
-def bound_again(address: str, **options: Any) -> wire.RolloutReceiver:
+def bound_again(address: str, opens: Callable[..., Any] = receiver_at, **options: Any) -> Any:
     """libzmq closes in the background, so the port may be ours for some milliseconds more."""
     ends = monotonic() + DEADLINE
     while True:
         try:
-            return receiver_at(address, **options)
+            return opens(address, **options)
         except WireError:
             if monotonic() > ends:
                 raise

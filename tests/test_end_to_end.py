@@ -154,6 +154,8 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
+    # It listens once this is written: a generator's reports arrive from the first step on.
+    until((machine.run / "config.toml").exists, trainer)
     generator = machine.start("generator")
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import cast
 
 import zmq
 
@@ -17,7 +18,7 @@ from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
-FIRST_SECONDS, REPORT_SECONDS = 0.05, 2.0  # doubles: what goes out before a PUB is joined is lost
+REPORT_SECONDS = 2.0
 MAX_SENDERS = 4096  # remembered; the one unheard for longest goes first
 MAX_AT_ONCE = 1000  # reports read in one call
 MAX_REPORT = 1 << 16  # bytes; a queue of them waits while the trainer computes
@@ -28,20 +29,23 @@ class CounterSender:
     """Reports on one generator; never blocks, and never fails. Use with `closing`."""
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
-        self._sent = float("-inf")  # monotonic seconds
-        self._pause = FIRST_SECONDS
-        self._socket = open_socket(zmq.PUB, hwm=HINTS_HWM)
+        self._due = float("inf")  # monotonic seconds
+        self._socket = open_socket(zmq.XPUB, hwm=HINTS_HWM)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a restarted trainer's subscription comes too
         self._turnstile = Turnstile(self._socket, address, keys)
         self._socket.connect(address)
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next report."""
-        return time.monotonic() - self._sent >= self._pause
+        """Whether a trainer has begun to listen just now, or it is time for the next report."""
+        while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._socket.recv()  # its subscription
+            self._due = float("-inf")
+        return time.monotonic() >= self._due
 
     def send(self, counters: Counters) -> None:
         """Report now."""
-        self._sent, self._pause = time.monotonic(), min(REPORT_SECONDS, 2 * self._pause)
+        self._due = time.monotonic() + REPORT_SECONDS
         self._socket.send(encode_counters(counters))
 
     def failure(self) -> str | None:

@@ -13,7 +13,7 @@ import zmq
 from fakes import BOOT, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sockets import ANYWHERE, DEADLINE, eventually, raw_socket, until
+from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket, until
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
@@ -108,19 +108,31 @@ def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.Mo
     assert [each.generator_id for each in receiver.latest.values()] == ["g3", "g4", "g5"]
 
 
-def test_report_is_due_at_once_soon_again_and_then_every_two_seconds(
+def test_report_is_due_once_a_trainer_listens_every_two_seconds_and_when_it_listens_again(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [100.0]
+    receiver = receiving(stack)
+    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    eventually(lambda: receiver.receive() or sender.due)
+    now = [time.monotonic()]
     monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
-    sender = stack.enter_context(closing(wire.CounterSender("tcp://127.0.0.1:9")))
-    assert sender.due
-    for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):  # the first may go out before it is heard
+    for _ in range(3):
         sender.send(SAID)
-        now[0] += pause - 0.01
+        now[0] += 1.99
         assert not sender.due
         now[0] += 0.011
         assert sender.due
+    sender.send(SAID)
+    assert receiver.receive(timeout=DEADLINE) and not sender.due
+    receiver.close()
+    again = bound_again(receiver.address, wire.CounterReceiver, run_id=RUN)
+    stack.enter_context(closing(again))
+    eventually(lambda: again.receive() or sender.due)  # the clock stands still
+
+
+def test_no_report_is_due_while_nobody_listens(stack: ExitStack) -> None:
+    sender = stack.enter_context(closing(wire.CounterSender("tcp://127.0.0.1:9")))
+    assert not sender.due
 
 
 def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
