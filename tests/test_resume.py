@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import random
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 import torch
 from bad_losses import POISON
 from fakes import group_of
+from forks import exit_code
 
 from peralta_zmq import durable, failpoints, replay, wire
 from peralta_zmq.config import RESOLVED, load_config
@@ -29,8 +29,6 @@ from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
 
-FORKS = multiprocessing.get_context("forkserver")  # of one process that has imported torch
-FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest", "peralta_zmq.trainer"])
 DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(durable.__file__).read_text()))
 STEPS = 8
 SETTINGS = (
@@ -83,17 +81,6 @@ def start(folder: Path, plan: str) -> None:
         Trainer(load_config("bin/trainer", arguments), stack).recover()
 
 
-def exit_code(folder: Path, plan: str) -> int | None:
-    """Of such a process, within a minute."""
-    child = FORKS.Process(target=start, args=(folder, plan), daemon=True)
-    child.start()
-    child.join(60)
-    if child.exitcode is None:
-        child.kill()
-        child.join()
-    return child.exitcode
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "place",
@@ -105,11 +92,11 @@ def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
 ) -> None:
     for count in range(1, 7):  # the first four are files of the run, the rest of weights
         folder = tmp_path / str(count)
-        code = exit_code(folder, f"{place}:{count}")
+        code = exit_code(start, folder, f"{place}:{count}")
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        assert exit_code(folder, "") == 0
+        assert exit_code(start, folder, "") == 0
         assert (folder / "demo" / RESOLVED).exists(), f"killed at {place}:{count}"
         assert (folder / "demo" / "weights" / "step_00000000" / durable.STABLE).exists()
     assert count > 1

@@ -19,20 +19,7 @@ chaos = pytest.mark.chaos
 pytestmark = pytest.mark.timeout(180)
 
 LONG = ("--train.max-steps", "10000")
-DULL = '''"""Every answer is worth the same."""
-
-from peralta_zmq.rollout import Message, Problem
-
-def problems(split, seed):
-    for number in range(100):
-        question = (Message("user", f"add {number} to 1."),)
-        yield Problem(id=str(number), task="dull", messages=question, answer="1")
-
-def reward(problem, completion_text):
-    return 0.5
-'''
-SLOW = '''"""An answer takes long to judge."""
-
+SUMS = """
 import time
 from pathlib import Path
 
@@ -41,10 +28,15 @@ from peralta_zmq.rollout import Message, Problem
 def problems(split, seed):
     for number in range(100):
         question = (Message("user", f"add {number} to 1."),)
-        yield Problem(id=str(number), task="slow", messages=question, answer="1")
+        yield Problem(id=str(number), task="sums", messages=question, answer="1")
 
 def reward(problem, completion_text):
-    Path(__file__).with_suffix(".reached").touch()
+"""
+DULL = f'''"""Every answer is worth the same."""
+{SUMS}    return 0.5
+'''
+SLOW = f'''"""An answer takes long to judge."""
+{SUMS}    Path(__file__).with_suffix(".reached").touch()
     time.sleep(4)
     return 0.5
 '''

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import exit_code
 from weight_sets import publish, publish_and_follow, same, weights_at
 
 from peralta_zmq import durable
@@ -28,8 +28,6 @@ from peralta_zmq.stores.store import MAX_LOOKED_AT_AGAIN, WeightStore
 from peralta_zmq.stores.tensors import MappedTensors
 from peralta_zmq.stores.version import name_of
 
-FORKS = multiprocessing.get_context("forkserver")  # of one process that has imported torch
-FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest"])
 PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
 SOURCES = [PACKAGE / "durable.py", *sorted((PACKAGE / "stores").glob("*.py"))]
 PLACES = sorted(
@@ -47,15 +45,9 @@ def run_child(root: Path, plan: str) -> tuple[int, list[int]]:
     """Exit code, and the steps that were published."""
     said = root / "said"
     said.write_text("")
-    child = FORKS.Process(target=publish_and_follow, args=(root, plan), daemon=True)
-    child.start()
-    child.join(120)
-    if child.exitcode is None:
-        child.kill()
-        child.join()
-        raise AssertionError(f"{plan!r}: not at its end after two minutes")
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode, [int(line) for line in said.read_text().split()]
+    code = exit_code(publish_and_follow, root, plan)
+    assert code in (0, -signal.SIGKILL)
+    return code, [int(line) for line in said.read_text().split()]
 
 
 @pytest.mark.chaos
