@@ -27,6 +27,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import JournalError
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.observe.names import meaning_of
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.recovery.journal import read_records
 from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import Trainer
@@ -53,21 +54,6 @@ SUMMARY_KEYS = {
 def lacking(row: Row) -> set[str]:
     """The keys that a step's row should have and has not; a step without signal has no entropy."""
     return STEP_KEYS - row.keys() - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
-
-
-def free_ports() -> int:
-    """A port that is free together with the three after it."""
-    while True:
-        with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(4)]
-            try:
-                probes[0].bind(("127.0.0.1", 0))
-                port = int(probes[0].getsockname()[1])
-                for number in (1, 2, 3):
-                    probes[number].bind(("127.0.0.1", port + number))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 class Door:

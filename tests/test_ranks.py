@@ -175,7 +175,13 @@ def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> No
     assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
 
 
-@pytest.mark.parametrize("counts", [(2, 1), (1, 2)], ids=["sharded to one", "one to sharded"])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((2, 1), id="sharded to one", marks=pytest.mark.slow),
+        pytest.param((1, 2), id="one to sharded"),
+    ],
+)
 def test_a_run_goes_on_at_another_number_of_ranks(
     tmp_path: Path, alone: Tensors, counts: tuple[int, int]
 ) -> None:

@@ -35,6 +35,7 @@ from peralta_zmq.errors import (
     WireError,
 )
 from peralta_zmq.learning.admission import Ledger
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.parts import run_id_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, GROUP
@@ -55,9 +56,7 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1]) % 20_000 + 10_000
+    return free_ports()
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def test_a_port_in_use_is_refused_with_its_holder(
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port + offset))
         holder.listen()
-        refused(config_of(*settings), WireError, rf"port {port + offset} is in use by .*pytest")
+        refused(config_of(*settings), WireError, rf"port {port + offset} is in use by pid {os.getpid()} ")
 
 
 def test_a_weights_folder_that_cannot_be_made_is_refused(

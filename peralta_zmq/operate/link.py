@@ -6,6 +6,7 @@ Knows sockets and bytes; knows nothing of what passes.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 from collections.abc import Generator
@@ -13,6 +14,9 @@ from types import TracebackType
 
 PIECE = 1 << 14  # bytes passed on at a time
 NUM_PORTS = 4  # that a trainer listens on
+# Below those that the kernel gives to whoever connects: a trainer that comes back finds its own
+# ports free, and none of its generators, trying again and again, connected with itself.
+PORTS = range(20_000, 32_000)
 KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpressure
 
 
@@ -119,12 +123,12 @@ class Link:
 def listening_ports() -> list[socket.socket]:
     """Listening sockets on a free port and on the three after it."""
     while True:
-        opened = [socket.create_server(("127.0.0.1", 0))]
+        first, opened = random.choice(PORTS), list[socket.socket]()
         try:
-            for _ in range(NUM_PORTS - 1):
-                opened.append(socket.create_server(("127.0.0.1", opened[-1].getsockname()[1] + 1)))
+            for port in range(first, first + NUM_PORTS):
+                opened.append(socket.create_server(("127.0.0.1", port)))
             return opened
-        except (OSError, OverflowError):
+        except OSError:
             for each in opened:
                 each.close()
 

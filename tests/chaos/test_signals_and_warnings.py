@@ -75,8 +75,15 @@ EVALUATES = ("--eval.num-examples", "250", "--eval.rollouts-per-example", "64",
              "--eval.eval-base-model")  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("during", "settings"), [("evaluate", EVALUATES), ("publish", ())])
+@pytest.mark.parametrize(
+    ("during", "settings", "number"),
+    [
+        ("evaluate", EVALUATES, signal.SIGINT),
+        ("publish", (), signal.SIGTERM),
+        pytest.param("evaluate", EVALUATES, signal.SIGTERM, marks=chaos),
+        pytest.param("publish", (), signal.SIGINT, marks=chaos),
+    ],
+)
 def test_one_signal_ends_a_trainer_without_a_generator_in_3_seconds(
     field: Field, during: str, settings: tuple[str, ...], number: signal.Signals
 ) -> None:
@@ -115,7 +122,7 @@ def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(field:
         assert "Traceback" not in generator.printed
 
 
-@pytest.mark.parametrize("door", ["trainer", "generator"])
+@pytest.mark.parametrize("door", ["trainer", pytest.param("generator", marks=chaos)])
 def test_ctrl_c_while_a_program_starts_ends_it_whatever_swallows_exceptions(
     field: Field, tmp_path: Path, door: str
 ) -> None:
