@@ -119,7 +119,8 @@ def test_a_port_in_use_is_refused_with_its_holder(
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port + offset))
         holder.listen()
-        refused(config_of(*settings), WireError, rf"port {port + offset} is in use by pid {os.getpid()} ")
+        taken = f"port {port + offset} is in use by pid {os.getpid()} "
+        refused(config_of(*settings), WireError, taken)
 
 
 def test_a_weights_folder_that_cannot_be_made_is_refused(
