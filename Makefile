@@ -29,7 +29,7 @@ soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to do
 	  --document docs/reliability.md
 
 test: setup  ## Run the tests (under five minutes on two cores)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-slow: setup  ## The tests that train for minutes
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)

@@ -599,15 +599,15 @@ OPEN_MAPS = {
 
 
 @pytest.mark.parametrize("name", OPEN_MAPS)
-@pytest.mark.parametrize("decoder", OTHERS)
-def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(decoder: str, name: str) -> None:
+def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(name: str) -> None:
     frame = OPEN_MAPS[name]()
-    tracemalloc.start()
-    with pytest.raises(WireError):
-        OTHERS[decoder](frame)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 50e6
+    for decoder, decode in OTHERS.items():
+        tracemalloc.start()
+        with pytest.raises(WireError):
+            decode(frame)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 50e6, decoder
 
 
 @pytest.mark.parametrize("name", list(BOMBS))
