@@ -467,7 +467,7 @@ def test_groups_under_way_across_a_roll_back_are_not_made(
     steps = [(each.policy_step, each.newest_step, each.wid) for each in groups]
     assert set(steps) == {(8, 8, ahead.wid), (4, 4, worker._version.wid)}
     assert steps == sorted(steps, reverse=True)  # nothing of step 8 after what is of step 4
-    assert "back at step 4; groups under way are given up" in caplog.text
+    assert "at step 4 of another line; groups under way are given up" in caplog.text
 
 
 def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(
@@ -520,6 +520,56 @@ def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept
         worker._outbox.add(worker._sequence, b"a group")
         worker._sequence += 1
     assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
+
+
+def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_trainers(
+    follower: Follower, line: Line, store: WeightStore
+) -> None:
+    version = until_step(Spy(), follower, published(store, 8, 0.0), 8)
+    worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
+    line.listener.latest = heard = wire.Announcement("run", evaluate=8)
+    examples = worker._examples(8, [PROBLEM] * 100)
+    for example in examples:
+        if example is None:
+            break
+        worker._under_way -= 1
+        worker._outbox.add(worker._sequence, b"a group")
+        worker._sequence += 1
+    assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
+    durable = {worker._outbox.sender: 9}
+    line.listener.latest = replace(heard, recv=durable, durable=durable)  # ten more can be kept
+    assert [next(examples) for _ in range(10)] == [PROBLEM] * 10 and next(examples) is None
+    line.listener.latest = replace(heard, evaluate=-1)
+    assert list(examples) == []
+
+
+@pytest.mark.parametrize("steps", [(8, 4), (8, 8)])
+def test_weights_of_another_line_are_told_apart_also_at_the_same_step(
+    follower: Follower, line: Line, store: WeightStore, steps: tuple[int, int]
+) -> None:
+    version = until_step(engine := Spy(), follower, published(store, steps[0], 8.0), steps[0])
+    worker = generator_of(follower, line, version)
+    worker._evaluated = 8
+    published(store, steps[1], 4.0)
+    assert follower.ready(timeout=20) is not None
+    with pytest.raises(LeftBehindError):
+        worker._refresh(engine)
+    published(store, 9, 9.0)  # of the same line
+    assert follower.ready(timeout=20) is not None
+    worker._refresh(engine)
+    line.listener.latest = wire.Announcement("run", evaluate=8)
+    assert engine.step == 9 and worker._has_to_evaluate(engine)
+
+
+def test_the_same_weights_published_again_are_of_the_same_line(
+    follower: Follower, line: Line, store: WeightStore
+) -> None:
+    version = until_step(engine := Spy(), follower, published(store, 8, 8.0), 8)
+    worker = generator_of(follower, line, version)
+    again = published(store, 8, 8.0)
+    assert follower.ready(timeout=20) is not None
+    worker._refresh(engine)
+    assert worker._version.number == again.number
 
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 from fakes import group_of
-from test_end_to_end import REPO, free_ports
+from test_end_to_end import REPO, signals
 
 from peralta_zmq import adapted, parts, policy, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.weights import make_engine, refresh
 from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.policy import adapters
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -32,7 +33,9 @@ from peralta_zmq.stores.directory import DirectoryStore
 from peralta_zmq.stores.follow import Follower
 from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
+from peralta_zmq.trainer import Trainer
 
+__all__ = ["signals"]
 EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")
 TARGETS = "q_proj,v_proj,down_proj"
 
@@ -368,3 +371,16 @@ def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path
     ended = subprocess.run(replayed, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "as published" in ended.stdout
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_run_with_adapters_that_is_stopped_before_its_first_step_goes_on(tmp_path: Path) -> None:
+    config = config_of(
+        f"--run.dir={tmp_path}", f"--wire.port={free_ports()}", "--no-dashboard.enabled"
+    )
+    for _ in range(2):
+        with ExitStack() as stack:
+            trainer = Trainer(config, stack)
+            trainer.recover()
+            trainer._stop.asked = True
+            trainer.finish()

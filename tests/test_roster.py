@@ -61,10 +61,20 @@ def test_a_flood_of_invented_names_drives_nobody_out(
 
 def test_one_name_cannot_take_all_places(roster: Roster) -> None:
     ann, *_ = roster.live()
-    for number in range(20):
+    for number in range(100):
         roster.meet(f"bob/{number:016x}", step=1)
-    newest = range(20 - rosters.MAX_STARTS, 20)
+    newest = range(100 - rosters.MAX_STARTS, 100)
     assert roster.live() == [ann, *(f"bob/{number:016x}" for number in newest)]
+
+
+def test_last_reports_of_invented_starts_are_bounded(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rosters, "MAX_LAST", 3)
+    for number in range(10):
+        roster.meet(f"bob/{number:016x}", step=1)
+        roster._note_last(f"bob/{number:016x}", 1)
+    assert list(roster.last_reports()) == [f"bob/{number:016x}" for number in range(3)]
 
 
 def test_a_generator_fares_as_it_reported(roster: Roster) -> None:

@@ -196,6 +196,7 @@ class Generator:
         except TaskError as error:
             logger.warning("no part in the evaluation of step %d: %s", step, error)
             return
+        self._under_way = 0
         answers = ask(
             engine, tokenizer, self._examples(step, held_out.problems),
             num_generations=config.eval.rollouts_per_example,
@@ -203,24 +204,38 @@ class Generator:
         )  # fmt: skip
         with closing(held_out):
             for problem, completions in answers:
+                self._under_way -= 1
                 self._score_and_send(problem, completions, held_out, evaluates=step)
                 if self._done:
                     break
+        self._under_way = 0
 
-    def _examples(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """Examples without an answer, as far as we hear, as long as the evaluation goes on."""
+    def _examples(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem | None]:
+        """Examples without an answer, as far as we hear, as long as the evaluation goes on; None
+        while what is made cannot be kept.
+        """
         generator = self._config.generator
 
         def answered(place: int) -> bool:
             heard = self._hear()
-            self._done = self._done or self._is_over(heard)
-            over = heard is not None and heard.evaluate != step
-            return self._done or over or (heard is not None and is_resting(heard.answered, place))
+            return heard is not None and is_resting(heard.answered, place)
 
         todo = examples_for(
             len(problems), index=generator.index, count=generator.count, answered=answered
         )
-        return (problems[place] for place in todo)
+
+        def goes_on(heard: wire.Announcement | None) -> bool:
+            return not self._done and (heard is None or heard.evaluate == step)
+
+        for place in todo:
+            heard = self._hear()
+            while not self._catch_up(heard) and goes_on(heard):
+                yield None
+                heard = self._hear(timeout=self._idle)
+            if not goes_on(heard):
+                return
+            self._under_way += 1
+            yield problems[place]
 
     def _next_problem(self, step: int, draws: Draws, problems: Sequence[Problem]) -> Problem:
         """The problem of our next draw; after a start the first that nobody has made, as far as
@@ -268,9 +283,9 @@ class Generator:
                 if self._config.eval.cancel_inflight_rollouts_on_eval:
                     engine.cancel()
                 return
-            if not self._under_way:  # else the engine has work
+            if not self._under_way:
                 started = time.monotonic()
-                self._hear(timeout=IDLE_SECONDS)
+                self._hear(timeout=self._idle)
                 self._blocked += time.monotonic() - started
             yield None
 
@@ -278,22 +293,37 @@ class Generator:
         """Whether a further group may be started; notes when the run is complete."""
         self._refresh(engine)
         heard = self._hear()
-        self._done = self._is_over(heard)
-        for frame in self._outbox.lost_on_the_way(heard):
-            self._done = self._done or not self._send(frame)
+        has_room = self._catch_up(heard)
         if heard and heard.in_step and self._config.train.token_batch_size:
             self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
         ready = not (self._done or self._draining or self._has_to_evaluate(engine))
-        ready = ready and self._outbox.has_room(self._under_way)  # else an older one is given up
-        return ready and self._pace.allows(
-            step=engine.step,
-            begun=heard.begun if heard else engine.step,
-            under_way=self._sequence + self._under_way - self._taken(heard),
-            generators=len(heard.recv) if heard else 1,
-            hungry=heard is not None
-            and heard.waiting
-            and not self._outbox.window + self._under_way,
+        return (
+            ready
+            and has_room
+            and self._pace.allows(
+                step=engine.step,
+                begun=heard.begun if heard else engine.step,
+                under_way=self._sequence + self._under_way - self._taken(heard),
+                generators=len(heard.recv) if heard else 1,
+                hungry=heard is not None
+                and heard.waiting
+                and not self._outbox.window + self._under_way,
+            )
         )
+
+    def _catch_up(self, heard: wire.Announcement | None) -> bool:
+        """Send again what was lost, and note when the run is complete; whether one more group can
+        be kept, without an older one being given up.
+        """
+        self._done = self._done or self._is_over(heard)
+        for frame in self._outbox.lost_on_the_way(heard):
+            self._done = self._done or not self._send(frame)
+        return self._done or self._outbox.has_room(self._under_way)
+
+    @property
+    def _idle(self) -> float:
+        """Seconds to wait for news: none while the engine has work."""
+        return 0.0 if self._under_way else IDLE_SECONDS
 
     def _has_to_evaluate(self, engine: registry.Engine) -> bool:
         heard = self._line.listener.latest
@@ -343,8 +373,11 @@ class Generator:
                 self._begin(version, os.urandom(8))
                 raise LeftBehindError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
-            if version.step < before.step:  # a token's step would no longer tell whose it is
-                raise LeftBehindError(f"back at step {version.step}; groups under way")
+            same = version.says("result") == before.says("result")  # published again
+            if version.step < before.step or (version.step == before.step and not same):
+                # Rolled back: a token's step would no longer tell whose it is.
+                self._evaluated = min(self._evaluated, version.step - 1)
+                raise LeftBehindError(f"at step {version.step} of another line; groups under way")
 
     def _report(self, *, last: bool = False) -> None:
         """Tell the trainer how we fare."""
@@ -430,8 +463,9 @@ class Generator:
 
     def _send_new(self, group: RolloutGroup) -> bool:
         logger.debug(
-            "made group=%s/%d step=%d wid=%s%s",
+            "made group=%s/%d step=%d wid=%s%s%s",
             group.sender, group.sequence, group.policy_step, group.wid,
+            f" newest={group.newest_step}" if group.newest_step > group.policy_step else "",
             f" evaluates={group.evaluates}" if group.evaluates >= 0 else "",
         )  # fmt: skip
         failpoint("generator.made")

@@ -41,11 +41,13 @@ class Ledger:
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         saved = saved or {"senders": {}, "outcomes": {}}
         self._settled: dict[str, int] = {}
-        self._above: dict[str, set[int]] = {}
+        self._above: dict[str, set[int]] = {}  # of those with a gap, the longest unheard first
         self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
         for sender, (settled, above) in saved["senders"].items():
-            self._settled[sender], self._above[sender] = settled, set(above)
+            self._settled[sender] = settled
+            if above:
+                self._above[sender] = set(above)
         self._num_above = sum(map(len, self._above.values()))
 
     def settle(self, sender: str, sequence: int, outcome: str, *, floor: int = 0) -> bool:
@@ -96,7 +98,10 @@ class Ledger:
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a checkpoint."""
-        senders = {each: (self._settled[each], sorted(self._above[each])) for each in self._settled}
+        senders = {
+            sender: (settled, sorted(self._above.get(sender, ())))
+            for sender, settled in self._settled.items()
+        }
         return {
             "senders": senders,
             "outcomes": dict(self.outcomes),
@@ -105,19 +110,21 @@ class Ledger:
 
     def _remember(self, sender: str, settled: int, above: set[int]) -> None:
         self._settled.pop(sender, None)  # to the end of the order
-        self._num_above += len(above) - len(self._above.get(sender, ()))
-        self._settled[sender], self._above[sender] = settled, above
+        self._settled[sender] = settled
+        self._num_above += len(above) - len(self._above.pop(sender, ()))
+        if above:
+            self._above[sender] = above
         if self._num_above > MAX_ABOVE_ALL:
-            self._close_gaps(max(self._above, key=lambda each: len(self._above[each])))
+            self._close_gaps(next(iter(self._above)))
         if len(self._settled) > MAX_SENDERS:
             oldest = next(iter(self._settled))
-            gone = self._above.pop(oldest)
+            gone = self._above.pop(oldest, ())
             self._num_above -= len(gone)
             self._forgotten += self._settled.pop(oldest) + 1 + len(gone)
 
     def _close_gaps(self, sender: str) -> None:
         """What is missing of this sender is settled as lost."""
-        above, self._above[sender] = self._above[sender], set()
+        above = self._above.pop(sender)
         self._num_above -= len(above)
         self.outcomes["lost"] += max(above) - self._settled[sender] - len(above)
         self._settled[sender] = max(above)

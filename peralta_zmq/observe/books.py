@@ -138,13 +138,15 @@ class Books:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the held-out problems were answered at this step, and no roll-back undid it."""
-        undone = max(
-            (number(row, "time") for row in read_rows(self._folder / EVENTS)
-             if row.get("event") == "roll_back" and number(row, "step") < step),
-            default=-1.0,
-        )  # fmt: skip
-        rows = read_rows(self._folder / EVALUATIONS)
-        return any(row.get("step") == step and number(row, "time", 0.0) > undone for row in rows)
+        went_back = self._went_back()
+        rows = [row for row in read_rows(self._folder / EVALUATIONS) if row.get("step") == step]
+        lines = [int(number(row, "line", 0)) for row in rows]
+        return any(all(back >= step for back in went_back[line:]) for line in lines)
+
+    def _went_back(self) -> list[float]:
+        """The steps that roll-backs went back to, in their order."""
+        rows = read_rows(self._folder / EVENTS)
+        return [number(row, "step") for row in rows if row.get("event") == "roll_back"]
 
     def evaluation(
         self,
@@ -160,7 +162,8 @@ class Books:
         `policy_steps` are those of the oldest and the newest weights that answered.
         """
         shown = [asdict(answer) for answer in answers[:CLOSING_SAMPLES]]
-        row = {"step": step, "time": time.time(), "accuracy": accuracy, "answers": shown}
+        line = len(self._went_back())  # each roll-back begins another one
+        row = {"step": step, "line": line, "accuracy": accuracy, "answers": shown}
         self._evaluations.append(
             row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
         )

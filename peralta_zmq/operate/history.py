@@ -25,7 +25,9 @@ ANY_TOKEN = 1 << 31  # what the tokens mean is the trainer's business
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
-MADE = re.compile(r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)(?: evaluates=(\d+))?")
+MADE = re.compile(
+    r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)(?: newest=(\d+))?(?: evaluates=(\d+))?"
+)
 LOST = re.compile(r"lost group=(\S+)/(\d+) ")
 LOADED = re.compile(r"loaded version=(\d+) step=(\d+) wid=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
@@ -62,6 +64,7 @@ class Logs:
 
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # the step of its weights
     made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # ids of these weights
+    newest: dict[Key, int] = field(default_factory=dict[Key, int])  # step, of newer tokens
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
     lost: set[Key] = field(default_factory=set[Key])  # given up by the sender, and said so
@@ -143,6 +146,8 @@ def _read_line(line: str, sender: str, logs: Logs) -> str:
         logs.made[key] = int(found[3])
         logs.made_with[key] = found[4]
         if found[5]:
+            logs.newest[key] = int(found[5])
+        if found[6]:
             logs.evaluating.add(key)
     elif found := LOST.search(line):
         logs.lost.add((found[1], int(found[2])))

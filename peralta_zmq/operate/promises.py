@@ -6,6 +6,7 @@ code is 1 when a promise is broken. Knows a history; knows nothing of processes 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -215,7 +216,8 @@ def fates_of(history: History) -> dict[Key, str]:
 
 def without_cause(history: History) -> Iterator[Record]:
     """Records of groups whose fate is not one that such a group can have."""
-    logs, left_behind, distrusted = history.logs, _left_behind(history), _distrusted(history)
+    logs, distrusted = history.logs, _distrusted(history)
+    left_behind, back_at = _left_behind(history)
     for each in history.journal:
         if each.key not in logs.made:
             continue  # see `accounts`
@@ -223,7 +225,7 @@ def without_cause(history: History) -> Iterator[Record]:
         evaluates, left = each.key in logs.evaluating, logs.made_with[each.key] in left_behind
         causes = {
             "stale": age > history.max_off_policy_steps,
-            "abandoned": left,
+            "abandoned": left or logs.newest.get(each.key, -1) > back_at,
             "filtered": history.filters,
             "evaluated": evaluates,
             "mismatched": distrusted.get(each.key[0], each.step) < each.step,
@@ -233,18 +235,21 @@ def without_cause(history: History) -> Iterator[Record]:
             yield each
 
 
-def _left_behind(history: History) -> set[str]:
-    """Ids of the weights that were out when a roll-back went back to a step before theirs."""
+def _left_behind(history: History) -> tuple[set[str], float]:
+    """Ids of the weights that were out when a roll-back went back to a step before theirs; and the
+    earliest such step.
+    """
     published: dict[str, float] = {}  # id -> step
-    left, is_rolled_back = set[str](), False
+    left, back_at, is_rolled_back = set[str](), math.inf, False
     for row in history.events:
         if row.get("event") == "publish":
             published[str(row.get("wid"))] = number(row, "step")
         is_rolled_back = is_rolled_back or row.get("event") == "roll_back"
         if row.get("event") == "resume" and is_rolled_back:
+            back_at = min(back_at, number(row, "step"))
             left |= {wid for wid, step in published.items() if step > number(row, "step")}
             is_rolled_back = False
-    return left
+    return left, back_at
 
 
 def _distrusted(history: History) -> dict[str, int]:

@@ -109,7 +109,7 @@ class Journal:
             if _has_record(file.read_bytes(), good):
                 raise JournalError(
                     f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
-                    f"move it away to go on from step {step - 1}"
+                    f"give up what is behind (truncate -s {good} {file})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
             os.truncate(file, good)

@@ -101,7 +101,7 @@ class Trainer:
         self._doubts = Doubts(config, self._books, self._intake.admission)
         self._recorder = Recorder(self._books, self._tokenizer)
         page.show(config, stack, self._books)
-        self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0}
+        self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0, **self._beside.about}
         self._saved_step = -1
         self._stop.listen()
 

@@ -16,7 +16,8 @@ SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
 LAST_SECONDS = 1.0  # for their last reports
 MAX_LIVE = 4096  # generators spoken to
-MAX_STARTS = 8  # of one name; of a name that starts again and again the newest
+MAX_STARTS = 64  # of one name; of a name that starts again and again the newest
+MAX_LAST = 1 << 16  # last reports kept
 FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
@@ -99,7 +100,7 @@ class Roster:
 
     def _note_last(self, sender: str, made: int) -> None:
         """It is said once: an event tells it to the sessions after this one."""
-        if sender in self._heard and sender not in self._last:
+        if sender in self._heard and sender not in self._last and len(self._last) < MAX_LAST:
             self._last[sender] = made
             name, _, boot = sender.rpartition("/")
             self._books.event("last_report", generator=name, boot=boot, made=made)

@@ -14,7 +14,7 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import strict
 from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
-from peralta_zmq.wire.gate import Gate, Turnstile
+from peralta_zmq.wire.gate import Gate, show_keys
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
@@ -32,7 +32,7 @@ class CounterSender:
         self._due = float("inf")  # monotonic seconds
         self._socket = open_socket(zmq.XPUB, hwm=HINTS_HWM)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a restarted trainer's subscription comes too
-        self._turnstile = Turnstile(self._socket, address, keys)
+        show_keys(self._socket, keys)
         self._socket.connect(address)
 
     @property
@@ -48,13 +48,8 @@ class CounterSender:
         self._due = time.monotonic() + REPORT_SECONDS
         self._socket.send(encode_counters(counters))
 
-    def failure(self) -> str | None:
-        """Why the trainer turned us away, if it did."""
-        return self._turnstile.refusal()
-
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close, giving the last report time to leave."""
-        self._turnstile.close()
         self._socket.close(linger=int(linger_seconds * 1000))
 
 

@@ -116,6 +116,14 @@ class Gate:
         return self._names
 
 
+def show_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
+    """Before it connects: without keys it talks to a trainer without a gate only."""
+    if keys is not None:
+        client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
+        client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+
+
 class Turnstile:
     """The client's side of a handshake: shows its keys, and learns of a refusal."""
 
@@ -123,36 +131,37 @@ class Turnstile:
         self._address, self._keys = address, keys
         self._failures, self._first_failure = 0, 0.0  # since the last success; monotonic seconds
         self._refusal: str | None = None
-        if keys is not None:
-            client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
-            client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self._client = client
-        self._events: zmq.Socket[bytes] = client.get_monitor_socket(HANDSHAKES)
-
-    def refusal(self) -> str | None:
-        """Why the trainer will not talk to us, once that is known; blocks for half a second at most
-        when a handshake has failed without a reason.
-        """
-        while self._refusal is None and self._events.poll(0):
-            message: Any = parse_monitor_message(self._events.recv_multipart())
-            self._refusal = self._reason(message["event"])
-        return self._refusal
+        show_keys(client, keys)
+        events = f"inproc://handshakes-{id(self)}"
+        client.monitor(events, HANDSHAKES)
+        self._client, self._events = client, zmq.Context.instance().socket(zmq.PAIR)
+        # Without a limit: at one, libzmq would wait for us in the thread that serves all sockets.
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        self._events.connect(events)
 
     def check(self) -> None:
-        """Raise WireError when the trainer turned us away."""
-        if reason := self.refusal():
-            raise WireError(reason)
+        """Raise WireError when the trainer turned us away; blocks for half a second at most when
+        handshakes have failed without a reason.
+        """
+        silent = 0
+        while self._refusal is None and self._events.poll(0):
+            message: Any = parse_monitor_message(self._events.recv_multipart())
+            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failures = silent = 0
+                continue
+            self._refusal = self._reason(message["event"])
+            silent += self._refusal is None
+        if silent:
+            self._refusal = self._refusal or self._reason_of_silence(silent)
+        if self._refusal:
+            raise WireError(self._refusal)
 
     def close(self) -> None:
         """Before the client's socket is closed."""
-        self._client.disable_monitor()
+        self._client.monitor(None, 0)
         self._events.close(linger=0)
 
     def _reason(self, event: int) -> str | None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._failures = 0
-            return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             with_or_without = "no keys" if self._keys is None else "keys"
             return (
@@ -164,9 +173,9 @@ class Turnstile:
                 f"the trainer at {self._address} does not know the key of {self._keys.name}; "
                 f"put {self._keys.name}.public into its security.keys folder"
             )
-        return self._reason_of_silence()
+        return None
 
-    def _reason_of_silence(self) -> str | None:
+    def _reason_of_silence(self, failures: int) -> str | None:
         """One that is killed or frozen is waited for; one whose key we do not have greets us, and
         hangs up every time.
         """
@@ -174,8 +183,8 @@ class Turnstile:
             self._failures = 0
             return None
         now = time.monotonic()
-        self._failures += 1
-        self._first_failure = now if self._failures == 1 else self._first_failure
+        self._first_failure = self._first_failure if self._failures else now
+        self._failures += failures
         if self._failures < PATIENCE_TRIES or now - self._first_failure < PATIENCE_SECONDS:
             return None
         return (

@@ -171,14 +171,15 @@ def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
     assert ledger.total == 4 == ledger.outcomes["trained"]
 
 
-def test_gaps_of_all_senders_together_are_bounded_and_the_widest_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("width", [1, 5])
+def test_gaps_of_all_together_are_bounded_and_who_is_longest_unheard_gives_up(
+    monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(admission_module, "MAX_ABOVE_ALL", 20)
     ledger = Ledger()
-    ledger.settle("honest", 1, "trained")  # 0 is sent again
-    for boot in range(10):
-        for number in range(1, 6):
+    for boot in range(12):
+        assert ledger.settle("honest", 1 + boot, "trained")  # 0 is sent again in the end
+        for number in range(1, width + 1):
             assert ledger.settle(f"hostile/{boot}", 2 * number, "stale")
     above = [len(above) for _, above in ledger.saved()["senders"].values()]
     assert sum(above) <= 20

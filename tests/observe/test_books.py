@@ -63,7 +63,16 @@ def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_
         assert books.has_evaluation(8)
 
 
-def test_an_evaluation_written_without_its_time_counts(tmp_path: Path) -> None:
+def test_an_evaluation_before_a_roll_back_to_its_step_stands(tmp_path: Path) -> None:
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        evaluate(books, 8)
+        books.event("roll_back", step=2)
+        evaluate(books, 4)
+        books.event("roll_back", step=4)
+        assert [books.has_evaluation(step) for step in (4, 8)] == [True, False]
+
+
+def test_an_evaluation_written_without_its_line_counts(tmp_path: Path) -> None:
     (tmp_path / EVALUATIONS).write_text('{"step": 8, "accuracy": 0.5, "answers": []}\n')
     with Books(tmp_path, run="run", max_steps=8) as books:
         assert books.has_evaluation(8)

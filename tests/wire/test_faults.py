@@ -27,6 +27,7 @@ from sockets import (
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
+from peralta_zmq.wire import sockets as wire_sockets
 from peralta_zmq.wire import strict
 
 UNDER_WAY = 4  # groups that a generator may have there, as its pace would allow
@@ -41,6 +42,25 @@ def events_of(end: wire.RolloutReceiver) -> zmq.Socket[bytes]:
 
 
 # Rows 9 and 10: the network.
+
+
+def test_hang_ups_without_end_that_nobody_looks_at_stop_no_other_socket(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a forwarder whose trainer is down for minutes; libzmq keeps 2,000 events by itself."""
+    monkeypatch.setattr(wire_sockets, "RECONNECT", 1)
+    forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    forwarder.settimeout(DEADLINE)
+    address = "tcp://{}:{}".format(*forwarder.getsockname())
+    stack.enter_context(closing(wire.Listener(address)))
+    stack.enter_context(closing(wire.CounterSender(address)))
+    stack.callback(wire.RolloutSender(address).close, linger_seconds=0)
+    for _ in range(7000):
+        forwarder.accept()[0].close()
+    monkeypatch.undo()
+    receiver, sender = pair(stack)
+    assert sender.send(numbered(0), timeout=DEADLINE)
+    assert received(receiver).sequence == 0
 
 
 @pytest.mark.parametrize("fault", ["cut", "half_open"])
