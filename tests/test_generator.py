@@ -321,7 +321,9 @@ def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
     published(store, 2, 2.0)
     worker = generator_of(follower, line, until_step(engine, follower, first, 2))
     worker._under_way = 3
+    worker._evaluated = 2
     worker._give_up(engine, EngineError("not finite"))
+    assert worker._evaluated == 2  # no roll-back
     assert (engine.step, engine.weights["w"].tolist()) == (1, [1.0] * 4)
     assert worker._under_way == 0
     assert follower.ready(timeout=0.3) is None  # and not taken again
@@ -522,8 +524,9 @@ def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept
     assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
 
 
+@pytest.mark.parametrize("other", [{"evaluate": -1}, {"evaluate": 9}, {"run_id": "another"}])
 def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_trainers(
-    follower: Follower, line: Line, store: WeightStore
+    follower: Follower, line: Line, store: WeightStore, other: dict[str, Any]
 ) -> None:
     version = until_step(Spy(), follower, published(store, 8, 0.0), 8)
     worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
@@ -539,7 +542,7 @@ def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_t
     durable = {worker._outbox.sender: 9}
     line.listener.latest = replace(heard, recv=durable, durable=durable)  # ten more can be kept
     assert [next(examples) for _ in range(10)] == [PROBLEM] * 10 and next(examples) is None
-    line.listener.latest = replace(heard, evaluate=-1)
+    line.listener.latest = replace(heard, **other)
     assert list(examples) == []
 
 

@@ -188,7 +188,7 @@ class Generator:
     def _evaluate(self, engine: registry.Engine, tokenizer: policy.Tokenizer) -> None:
         """Answer our share of the held-out examples with the weights that we have."""
         heard, config = self._line.listener.latest, self._config
-        if heard is None or heard.evaluate <= self._evaluated:
+        if heard is None or not self._has_to_evaluate(engine):
             return
         self._evaluated = step = heard.evaluate
         try:
@@ -196,7 +196,6 @@ class Generator:
         except TaskError as error:
             logger.warning("no part in the evaluation of step %d: %s", step, error)
             return
-        self._under_way = 0
         answers = ask(
             engine, tokenizer, self._examples(step, held_out.problems),
             num_generations=config.eval.rollouts_per_example,
@@ -208,7 +207,6 @@ class Generator:
                 self._score_and_send(problem, completions, held_out, evaluates=step)
                 if self._done:
                     break
-        self._under_way = 0
 
     def _examples(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem | None]:
         """Examples without an answer, as far as we hear, as long as the evaluation goes on; None
@@ -224,15 +222,17 @@ class Generator:
             len(problems), index=generator.index, count=generator.count, answered=answered
         )
 
-        def goes_on(heard: wire.Announcement | None) -> bool:
-            return not self._done and (heard is None or heard.evaluate == step)
+        def is_over() -> bool:
+            """Or another run has begun."""
+            latest, run_id = self._line.listener.latest, self._version.run_id
+            now = (latest.run_id, latest.evaluate) if latest else (run_id, step)
+            return self._done or now != (run_id, step)
 
         for place in todo:
-            heard = self._hear()
-            while not self._catch_up(heard) and goes_on(heard):
+            while not self._catch_up(self._hear()) and not is_over():
+                self._rest()
                 yield None
-                heard = self._hear(timeout=self._idle)
-            if not goes_on(heard):
+            if is_over():
                 return
             self._under_way += 1
             yield problems[place]
@@ -283,10 +283,7 @@ class Generator:
                 if self._config.eval.cancel_inflight_rollouts_on_eval:
                     engine.cancel()
                 return
-            if not self._under_way:
-                started = time.monotonic()
-                self._hear(timeout=self._idle)
-                self._blocked += time.monotonic() - started
+            self._rest()
             yield None
 
     def _is_our_turn(self, engine: registry.Engine) -> bool:
@@ -320,10 +317,12 @@ class Generator:
             self._done = self._done or not self._send(frame)
         return self._done or self._outbox.has_room(self._under_way)
 
-    @property
-    def _idle(self) -> float:
-        """Seconds to wait for news: none while the engine has work."""
-        return 0.0 if self._under_way else IDLE_SECONDS
+    def _rest(self) -> None:
+        """Without a turn to sample: wait for news a moment, unless the engine has work."""
+        if not self._under_way:
+            started = time.monotonic()
+            self._hear(timeout=IDLE_SECONDS)
+            self._blocked += time.monotonic() - started
 
     def _has_to_evaluate(self, engine: registry.Engine) -> bool:
         heard = self._line.listener.latest
@@ -376,7 +375,8 @@ class Generator:
             same = version.says("result") == before.says("result")  # published again
             if version.step < before.step or (version.step == before.step and not same):
                 # Rolled back: a token's step would no longer tell whose it is.
-                self._evaluated = min(self._evaluated, version.step - 1)
+                if version.number > before.number:  # else it was given back
+                    self._evaluated = min(self._evaluated, version.step - 1)
                 raise LeftBehindError(f"at step {version.step} of another line; groups under way")
 
     def _report(self, *, last: bool = False) -> None:

@@ -155,10 +155,10 @@ class Admission:
     def _judge(self, group: RolloutGroup, step: int) -> Verdict:
         if not group.rollouts:
             return "invalid"  # what it held was refused
-        if group.evaluates >= 0:
-            return "evaluated"
         if group.newest_step >= step or group.wid in self.abandoned:
             return "abandoned"
+        if group.evaluates >= 0:
+            return "evaluated"
         if group.sender in self.distrusted:
             return "mismatched"
         if staleness(group, step=step) > self.max_off_policy_steps:

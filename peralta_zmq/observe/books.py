@@ -140,7 +140,7 @@ class Books:
         """Whether the held-out problems were answered at this step, and no roll-back undid it."""
         went_back = self._went_back()
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row.get("step") == step]
-        lines = [int(number(row, "line", 0)) for row in rows]
+        lines = [int(number(row, "line", 0)) for row in rows]  # earlier versions wrote none
         return any(all(back >= step for back in went_back[line:]) for line in lines)
 
     def _went_back(self) -> list[float]:

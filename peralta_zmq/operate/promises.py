@@ -225,7 +225,7 @@ def without_cause(history: History) -> Iterator[Record]:
         evaluates, left = each.key in logs.evaluating, logs.made_with[each.key] in left_behind
         causes = {
             "stale": age > history.max_off_policy_steps,
-            "abandoned": left or logs.newest.get(each.key, -1) > back_at,
+            "abandoned": left or back_at < logs.newest.get(each.key, -1) >= each.step,
             "filtered": history.filters,
             "evaluated": evaluates,
             "mismatched": distrusted.get(each.key[0], each.step) < each.step,

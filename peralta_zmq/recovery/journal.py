@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import struct
 import time
 import zlib
@@ -109,7 +110,7 @@ class Journal:
             if _has_record(file.read_bytes(), good):
                 raise JournalError(
                     f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
-                    f"give up what is behind (truncate -s {good} {file})"
+                    f"give up what is behind (truncate -s {good} {shlex.quote(str(file))})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
             os.truncate(file, good)

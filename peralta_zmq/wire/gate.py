@@ -6,6 +6,7 @@ gate answers. Knows keys and handshakes; knows nothing of messages.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -124,6 +125,9 @@ def show_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
         client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
 
 
+_numbers = itertools.count()
+
+
 class Turnstile:
     """The client's side of a handshake: shows its keys, and learns of a refusal."""
 
@@ -132,7 +136,7 @@ class Turnstile:
         self._failures, self._first_failure = 0, 0.0  # since the last success; monotonic seconds
         self._refusal: str | None = None
         show_keys(client, keys)
-        events = f"inproc://handshakes-{id(self)}"
+        events = f"inproc://handshakes-{next(_numbers)}"  # libzmq frees a name late
         client.monitor(events, HANDSHAKES)
         self._client, self._events = client, zmq.Context.instance().socket(zmq.PAIR)
         # Without a limit: at one, libzmq would wait for us in the thread that serves all sockets.

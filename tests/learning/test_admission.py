@@ -220,3 +220,5 @@ def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
     asked = group_of([1, 0], evaluates=3)
     assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
     assert admission.ledger.outcomes == {"evaluated": 1}
+    left_behind = Admission(0, abandoned={group_of([1, 0]).wid})
+    assert left_behind.admit(asked, step=90) == "abandoned"

@@ -272,9 +272,17 @@ def test_p3_a_group_with_tokens_of_weights_left_behind_is_abandoned_too(tmp_path
     run.log[4] = f"made group={A}/3 step=1 wid=w1 newest=2"  # the newest of what was left behind
     assert run.check(tmp_path) == {}
     (tmp_path / "again").mkdir()
-    run.log[4] = f"made group={A}/3 step=0 wid=w0 newest=1"  # of what was kept
+    run.log[4] = f"made group={A}/3 step=0 wid=w0 newest=1"  # of what is there by then
     broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
     assert run.check(tmp_path / "again") == broken
+
+
+def test_p3_one_of_the_new_line_is_not(tmp_path: Path) -> None:
+    run = rolled_back()
+    run.log[4] = f"made group={A}/3 step=1 wid=w1 newest=2"
+    run.journal[3].append(run.journal[2].pop())
+    broken = {"P3": (f"{A}/3 is abandoned at step 3 without a cause",)}
+    assert run.check(tmp_path) == broken
 
 
 def test_p3_a_group_of_other_weights_is_not_and_one_of_these_is_not_trained(tmp_path: Path) -> None:

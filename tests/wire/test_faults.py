@@ -55,12 +55,17 @@ def test_hang_ups_without_end_that_nobody_looks_at_stop_no_other_socket(
     stack.enter_context(closing(wire.Listener(address)))
     stack.enter_context(closing(wire.CounterSender(address)))
     stack.callback(wire.RolloutSender(address).close, linger_seconds=0)
-    for _ in range(7000):
+    for _ in range(9000):
         forwarder.accept()[0].close()
     monkeypatch.undo()
     receiver, sender = pair(stack)
     assert sender.send(numbered(0), timeout=DEADLINE)
     assert received(receiver).sequence == 0
+
+
+def test_listeners_may_come_and_go() -> None:
+    for _ in range(200):  # libzmq frees the names of their monitors later
+        wire.Listener("tcp://127.0.0.1:9").close()
 
 
 @pytest.mark.parametrize("fault", ["cut", "half_open"])
