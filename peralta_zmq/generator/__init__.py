@@ -223,10 +223,8 @@ class Generator:
         )
 
         def is_over() -> bool:
-            """Or another run has begun."""
-            latest, run_id = self._line.listener.latest, self._version.run_id
-            now = (latest.run_id, latest.evaluate) if latest else (run_id, step)
-            return self._done or now != (run_id, step)
+            latest, asked = self._line.listener.latest, (self._version.run_id, step)
+            return self._done or (latest is not None and (latest.run_id, latest.evaluate) != asked)
 
         for place in todo:
             while not self._catch_up(self._hear()) and not is_over():
@@ -293,19 +291,16 @@ class Generator:
         has_room = self._catch_up(heard)
         if heard and heard.in_step and self._config.train.token_batch_size:
             self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
-        ready = not (self._done or self._draining or self._has_to_evaluate(engine))
-        return (
-            ready
-            and has_room
-            and self._pace.allows(
-                step=engine.step,
-                begun=heard.begun if heard else engine.step,
-                under_way=self._sequence + self._under_way - self._taken(heard),
-                generators=len(heard.recv) if heard else 1,
-                hungry=heard is not None
-                and heard.waiting
-                and not self._outbox.window + self._under_way,
-            )
+        busy = self._done or self._draining or self._has_to_evaluate(engine)
+        ready = has_room and not busy
+        return ready and self._pace.allows(
+            step=engine.step,
+            begun=heard.begun if heard else engine.step,
+            under_way=self._sequence + self._under_way - self._taken(heard),
+            generators=len(heard.recv) if heard else 1,
+            hungry=heard is not None
+            and heard.waiting
+            and not self._outbox.window + self._under_way,
         )
 
     def _catch_up(self, heard: wire.Announcement | None) -> bool:
