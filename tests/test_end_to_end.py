@@ -262,7 +262,7 @@ def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=3) == 0, trainer.printed
+    assert trainer.ends(timeout=20) == 0, trainer.printed  # in 3 s: tests/chaos
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
     until(lambda: "no TCP answer" in generator.printed, generator)
@@ -271,7 +271,7 @@ def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
-    assert generator.ends(timeout=3) == -signal.SIGTERM, generator.printed
+    assert generator.ends(timeout=20) == -signal.SIGTERM, generator.printed  # likewise
     for each in (trainer, generator):
         assert "Traceback" not in each.printed
 

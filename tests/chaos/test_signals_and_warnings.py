@@ -75,15 +75,9 @@ EVALUATES = ("--eval.num-examples", "250", "--eval.rollouts-per-example", "64",
              "--eval.eval-base-model")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("during", "settings", "number"),
-    [
-        ("evaluate", EVALUATES, signal.SIGINT),
-        ("publish", (), signal.SIGTERM),
-        pytest.param("evaluate", EVALUATES, signal.SIGTERM, marks=chaos),
-        pytest.param("publish", (), signal.SIGINT, marks=chaos),
-    ],
-)
+@chaos  # where nothing else computes: three seconds are the promise
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("during", "settings"), [("evaluate", EVALUATES), ("publish", ())])
 def test_one_signal_ends_a_trainer_without_a_generator_in_3_seconds(
     field: Field, during: str, settings: tuple[str, ...], number: signal.Signals
 ) -> None:
