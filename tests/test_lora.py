@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import test_resume
 import torch
 from fakes import group_of
-from test_end_to_end import REPO, signals
+from test_end_to_end import REPO
 
 from peralta_zmq import adapted, parts, policy, registry
 from peralta_zmq.config import Config, load_config
@@ -35,7 +36,7 @@ from peralta_zmq.stores.store import WeightStore
 from peralta_zmq.stores.version import Version
 from peralta_zmq.trainer import Trainer
 
-__all__ = ["signals"]
+signals = test_resume.signals  # a trainer works in this process too
 EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")
 TARGETS = "q_proj,v_proj,down_proj"
 
@@ -373,7 +374,6 @@ def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path
     assert "as published" in ended.stdout
 
 
-@pytest.mark.usefixtures("signals")
 def test_a_run_with_adapters_that_is_stopped_before_its_first_step_goes_on(tmp_path: Path) -> None:
     config = config_of(
         f"--run.dir={tmp_path}", f"--wire.port={free_ports()}", "--no-dashboard.enabled"
