@@ -91,7 +91,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
     assert caplog.messages == ["no more metrics for kept: it has not ended within 0 s"]
     caplog.clear()
     num_rows = trackers.MAX_WAITING + 5
-    track(Kept(hangs=release), [{"step": step, "reward": 0.5} for step in range(num_rows)])
+    track(Kept(hangs=release), [{"step": step, "reward": 0.5} for step in range(1, num_rows)])
     release.set()
     assert caplog.messages == ["no more metrics for kept: it has not taken 1000 rows"]
 
