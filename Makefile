@@ -8,6 +8,7 @@ EXTRAS ?= plot,math,dashboard,dev
 SECONDS ?= 60
 MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
+unexport PYTHONDONTWRITEBYTECODE  # every start of a worker would compile us again
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
