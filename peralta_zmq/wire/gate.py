@@ -26,6 +26,7 @@ ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZAP
 DOMAIN = b"peralta"
 LOOK_SECONDS = 0.2  # until a closed gate ends
 READ_SECONDS = 1.0  # between two looks into the folder, however many knock
+RETRY_SECONDS = 5.0  # until libzmq hangs up on a client that we could not judge
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5  # of a client whose connection just ends
 HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -47,7 +48,7 @@ class Gate:
         self.refused = 0  # clients
         self._secret = trainer_secret(folder)
         self._folder = folder
-        self._names = known_generators(folder)
+        self._names: dict[bytes, str] | None = known_generators(folder)  # None: we cannot tell
         self._read_at = time.monotonic()
         self._closed = threading.Event()
         opened: SimpleQueue[zmq.ZMQError | None] = SimpleQueue()
@@ -69,6 +70,7 @@ class Gate:
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        server.setsockopt(zmq.HANDSHAKE_IVL, int(RETRY_SECONDS * 1000))
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -94,25 +96,27 @@ class Gate:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials."""
         version, number, domain, address, _, mechanism, *credentials = request
-        name = None
-        if (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
-            name = self._known().get(z85.encode(credentials[0]))
+        names, name = self._known(), None
+        if names and (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
+            name = names.get(z85.encode(credentials[0]))
         if name is not None:
             return [version, number, b"200", b"welcome", name.encode(), b""]
         self.refused += 1
+        if names is None:  # no reason is given, so that the client tries again
+            return [version, number, b"300", b"nobody is let in", b"", b""]
         logger.log(
             logging.WARNING if self.refused == 1 else logging.DEBUG,
             "refused: an unknown key from %s", address.decode(errors="replace"),
         )  # fmt: skip
         return [version, number, b"400", b"unknown key", b"", b""]
 
-    def _known(self) -> dict[bytes, str]:
+    def _known(self) -> dict[bytes, str] | None:
         if time.monotonic() - self._read_at > READ_SECONDS:
             self._read_at = time.monotonic()
             try:
-                self._names = known_generators(self._folder)
+                self._names = known_generators(self._folder, strict=False)
             except WireError as error:
-                self._names = {}
+                self._names = None
                 logger.warning("nobody is let in: %s", error)
         return self._names
 

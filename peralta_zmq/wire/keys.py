@@ -7,6 +7,7 @@ keys; a generator needs `trainer.public` and its own secret. Knows files; knows 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ TRAINER = "trainer"
 PUBLIC, SECRET = ".public", ".secret"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+logger = logging.getLogger(__name__)
+
+
+class NotAKeyError(WireError):
+    """A file that can be read and holds no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +83,26 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     return keys
 
 
-def known_generators(folder: Path) -> dict[bytes, str]:
+def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """The generators whose public keys lie in the folder: key -> name.
 
-    Raises WireError when one key has two names, a file is no key, or everyone may write there.
+    Raises WireError when the folder or a file cannot be read, one key has two names, everyone may
+    write there, or a file is no key; with `strict` off such a file is passed over, saying so.
     """
     names: dict[bytes, str] = {}
     _check_folder(folder)
-    for file in sorted(folder.glob(f"*{PUBLIC}")):
-        name = file.name.removesuffix(PUBLIC)
-        if name == TRAINER or not NAME.fullmatch(name):
+    for entry in _listed(folder):
+        name, kind = os.path.splitext(entry)
+        if kind != PUBLIC or name == TRAINER or not NAME.fullmatch(name):
             continue
-        key = _read(file)
+        file = folder / entry
+        try:
+            key = _read(file)
+        except NotAKeyError as error:
+            if strict:
+                raise
+            logger.warning("passed over: %s", error)
+            continue
         if key in names:
             raise WireError(f"{file} holds the key of {names[key]}; one key has one name")
         names[key] = name
@@ -105,8 +119,23 @@ def read_secret(file: Path) -> bytes:
 
 def _check_folder(folder: Path) -> None:
     """Whoever may write there could let himself in."""
-    if folder.exists() and folder.stat().st_mode & 0o002:
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    if mode & 0o002:
         raise WireError(f"{folder} can be written by others; chmod o-w {folder}")
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: OSError) -> WireError:
+    return WireError(f"key folder {folder} cannot be read ({error.strerror})")
 
 
 def _read(file: Path) -> bytes:
@@ -117,7 +146,7 @@ def _read(file: Path) -> bytes:
             f"key {file}: {error.strerror}; make it with bin/doctor keygen, or copy it here"
         ) from None
     if not KEY.fullmatch(key):
-        raise WireError(f"{file} is not a key; make a new pair with bin/doctor keygen")
+        raise NotAKeyError(f"{file} is not a key; make a new pair with bin/doctor keygen")
     return key
 
 

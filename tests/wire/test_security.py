@@ -257,12 +257,43 @@ def test_key_that_is_removed_is_not_let_in_again(
 
 
 def test_folder_that_cannot_be_trusted_lets_nobody_in(
-    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+    gate: wire.Gate,
+) -> None:  # fmt: skip
     (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    sender.send(numbered(5), timeout=0)
+    eventually(lambda: gate.refused > 0)
+    assert receiver.receive(timeout=0.5) is None
+
+
+def test_file_that_is_no_key_yet_keeps_nobody_else_out(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "eve.public").write_bytes(b"")  # it is being copied
+    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
+    assert sender.send(numbered(5), timeout=IN_TIME)
+    assert received(receiver).generator_id == "ann"
+
+
+def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
+    folder: Path, gate: wire.Gate, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(gates, "RETRY_SECONDS", 0.5)
+    receiver = stack.enter_context(closing(receiver_at(gate=gate)))
     ann = generator_keys(folder, "ann")
-    assert "does not know the key" in reason_of(receiver.address, stack, ann)
+    away = folder.rename(folder.with_name("away"))
+    client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
+    turnstile = stack.enter_context(closing(gates.Turnstile(client, receiver.address, ann)))
+    client.connect(receiver.address)
+    eventually(lambda: gate.refused > 1)  # it knocks again
+    turnstile.check()
+    away.rename(folder)
+    client.send(numbered(5))
+    assert received(receiver).generator_id == "ann"
 
 
 def test_second_gate_is_refused(folder: Path, gate: wire.Gate) -> None:
