@@ -99,21 +99,25 @@ class Journal:
     def read(self, step: int) -> list[Record]:
         """The whole records of a step; a torn tail is cut off the file and reported.
 
-        Raises JournalError when there are later steps, or whole records behind: then it is no tail,
-        but damage.
+        The last step's are durable then: who wrote them may have been killed before his fsync.
+        Raises JournalError when the disk refuses; and when there are later steps, or whole records
+        behind a torn tail: then it is no tail, but damage.
         """
         file = self.file_of(step)
+        if not file.exists():
+            return []
         records, torn = read_records(self._folder, step)
+        good = file.stat().st_size - torn
         if torn:
             self.check_last(step, "is damaged")
-            good = file.stat().st_size - torn
             if _has_record(file.read_bytes(), good):
                 raise JournalError(
                     f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
                     f"give up what is behind (truncate -s {good} {shlex.quote(str(file))})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
-            os.truncate(file, good)
+        if step == self.steps()[-1]:
+            self._keep(file, good)
         return records
 
     def check_last(self, step: int, fault: str) -> None:
@@ -159,6 +163,16 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _keep(self, file: Path, size: int) -> None:
+        """Make the first `size` bytes of the file durable, and nothing else of it."""
+        try:
+            with file.open("r+b") as opened:
+                opened.truncate(size)
+                os.fsync(opened.fileno())
+            durable.sync_folder(self._folder)
+        except OSError as error:
+            raise JournalError(f"cannot write {file}: {error.strerror}") from None
 
     def _write(self, content: bytes) -> None:
         if self._descriptor < 0:

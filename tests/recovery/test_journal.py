@@ -87,6 +87,38 @@ def test_records_are_on_disk_when_commit_returns(
     assert sizes == [ENDS[1]]
 
 
+def test_what_a_killed_writer_had_not_synced_is_durable_once_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+    os.truncate(file, ENDS[1] + 3)
+    synced: list[tuple[int, int]] = []
+    real = os.fsync
+
+    def seen(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    assert read(tmp_path) == FRAMES[:2]
+    assert (file.stat().st_ino, ENDS[1]) in synced
+    assert tmp_path.stat().st_ino in dict(synced)
+
+
+def test_a_disk_that_cannot_make_the_last_step_durable_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(JournalError, match=r"cannot write .*step_000004\.msgpack: broken"):
+        read(tmp_path)
+
+
 def test_each_step_has_its_own_records(journal: Journal) -> None:
     for step, frame in ((4, b"four"), (5, b"five"), (4, b"four again")):
         journal.append(step, frame)
