@@ -7,11 +7,11 @@ import json
 import logging
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from peralta_zmq import durable, frozen, objective, policy
 from peralta_zmq.config import Config
+from peralta_zmq.errors import JournalError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.schedules import learning_rate
@@ -130,7 +130,7 @@ def temperatures_of(config: Config) -> TemperatureSchedule | None:
 
 
 def run_id_of(folder: Path, name: str) -> str:
-    """The id of the run in `folder`, or a new one."""
+    """The id of the run in `folder`, or a new one. Raises JournalError when it cannot be read."""
     return _told_in(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
 
 
@@ -146,7 +146,14 @@ def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
 
 
 def _told_in(folder: Path, field: str) -> str | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads((folder / IDENTITY).read_text("utf-8"))[field]
-        return None if told is None else str(told)
-    return None
+    file = folder / IDENTITY
+    try:
+        told = json.loads(file.read_text("utf-8"))[field]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise JournalError(
+            f"{file} cannot be read ({error}); put a copy back: the run_id in it is that of "
+            "manifest.json in each checkpoint"
+        ) from None
+    return None if told is None else str(told)

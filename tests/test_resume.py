@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import signal
@@ -187,6 +188,31 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
         assert second.trainer._books.has_evaluation(3)
     with ExitStack() as stack:  # once is enough
         assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
+
+
+def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        for _ in range(3):  # the checkpoint is of step 2
+            first.advance()
+        first.trainer._broadcast.wait(30)
+        lost = first.trainer._broadcast.store.newest()
+        file = first.trainer._intake.journal.file_of(3)
+    assert lost is not None and lost.step == 3
+    os.truncate(file, file.stat().st_size - 5)
+    with ExitStack() as stack:
+        second = Session(stack, tmp_path)
+        assert [second.advance()["step"] for _ in range(2)] == [3, 4]
+        late = group_of([1, 0], sequence=1000, policy_step=3, wid=lost.wid)
+        assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"
+    steps = [row["step"] for row in read_rows(tmp_path / "demo" / METRICS)]
+    assert steps == [1, 2, 3, 3, 4]
+    events = [row for row in read_rows(tmp_path / "demo" / EVENTS) if row["event"] == "roll_back"]
+    assert [row["step"] for row in events] == [2]
+    with ExitStack() as stack:  # once
+        assert Session(stack, tmp_path).trainer._books.last_step == 4
+    again = [row for row in read_rows(tmp_path / "demo" / EVENTS) if row["event"] == "roll_back"]
+    assert again == events
 
 
 class Continued:

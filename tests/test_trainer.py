@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +36,13 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.operate.link import free_ports
-from peralta_zmq.parts import run_id_of
+from peralta_zmq.parts import IDENTITY, run_id_of
 from peralta_zmq.recovery import checkpoint
 from peralta_zmq.recovery.journal import DROPPED, GROUP
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer, folders
 from peralta_zmq.trainer import intake as intakes
+from peralta_zmq.trainer.intake import Note
 from peralta_zmq.trainer.stop import Stop
 
 
@@ -280,11 +281,13 @@ def opened(settings: list[str]) -> Iterator[Trainer]:
         yield Trainer(config_of(*settings, "--no-eval.eval-base-model"), stack)
 
 
-def saved_by(trainer: Trainer, *, ledger: Ledger, **tensors: torch.Tensor) -> None:
+def saved_by(
+    trainer: Trainer, *, ledger: Ledger, duplicates: int = 0, **tensors: torch.Tensor
+) -> None:
     """A checkpoint of step 0 of this trainer's run."""
     folder = trainer._folder / "checkpoints"
     state = {**trainer._learner.state(), **tensors}
-    progress = {"ledger": ledger.saved(), "duplicates": 0}
+    progress = {"ledger": ledger.saved(), "duplicates": duplicates}
     run_id = run_id_of(trainer._folder, "demo")
     checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
 
@@ -357,6 +360,7 @@ def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) ->
 def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
     opened: Trainer, left: tuple[int, ...]
 ) -> None:
+    saved_by(opened, ledger=Ledger())
     journaled_by(opened, *left)
     journaled_by(opened, 1, step=2)
     journaled_by(opened, 2, step=3)
@@ -406,3 +410,35 @@ def test_a_torn_journal_goes_on_at_its_last_good_record(
     opened.recover()
     assert [group.sequence for group in opened._intake.pending] == [0, 1]
     assert "journal cut: file=step_000001.msgpack" in caplog.text
+
+
+def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_a_restart(
+    opened: Trainer,
+) -> None:
+    saved_by(opened, ledger=Ledger(), duplicates=3)
+    note = Note(group_of([1, 0]).sender, 7, "stale", floor=5)
+    opened._intake.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
+    opened._intake.journal.commit()
+    opened.recover()
+    counts = opened._intake.accounting()
+    expected = {"made": 8, "stale": 1, "lost": 5, "in_flight": 2, "duplicates": 3}
+    assert {name: counts[name] for name in expected} == expected
+
+
+def test_a_journal_that_begins_later_than_the_checkpoints_that_are_there_is_refused(
+    opened: Trainer,
+) -> None:
+    journaled_by(opened, 0, step=5)
+    match = r"begins with step 5, and nothing is left of what came before; put .*/checkpoints back"
+    with pytest.raises(JournalError, match=match):
+        opened.recover()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id"'])
+def test_an_identity_that_cannot_be_read_makes_no_new_run(settings: list[str], text: str) -> None:
+    config = config_of(*settings)
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    (config.run_folder / IDENTITY).write_text(text)
+    with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
+        trainer.run(config)

@@ -44,7 +44,8 @@ class Books:
     """The run's files and its table, open for one session. Use with `with`.
 
     `resuming` says that there were sessions before; `last_reports` are the groups made by each
-    generator that told these that it makes no more, `made_before` those of all that they knew of.
+    generator that told these that it makes no more, `made_before` those of all that they knew of;
+    `last_step` is the newest step that is written.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Books:
         self.last_reports = _last_reports(events)
         self.made_before = report.made_before(folder)
         self._folder = folder
-        self._last_step = _last_written(folder)
+        self.last_step = _last_written(folder)
         self._is_open = False  # this session has begun to train
         self._next_look = 0.0  # monotonic seconds
         self._newest_rows = deque(read_rows(folder / METRICS), maxlen=2 * WINDOW)
@@ -90,7 +91,7 @@ class Books:
 
     def rewind(self, step: int) -> None:
         """The steps after `step` are trained anew, and written again."""
-        self._last_step = min(self._last_step, step)
+        self.last_step = min(self.last_step, step)
 
     def event(self, name: str, **fields: object) -> None:
         """Something happened beside the steps."""
@@ -114,9 +115,9 @@ class Books:
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
         """Write a step's metrics and one whole group; False when it is already written."""
         step = int(number(row, "step"))
-        if step <= self._last_step:
+        if step <= self.last_step:
             return False
-        self._last_step = step
+        self.last_step = step
         self._metrics.append(row)
         self._samples.append(sample)
         self._newest_rows.append(dict(row))

@@ -116,10 +116,13 @@ class Trainer:
         saved = checkpoint.restore(self._folder / "checkpoints", run_id=self._run_id)
         if saved is not None:
             self._restore(saved)
+        else:
+            self._check_begin()
         start = self._learner.step
         if not self._replay():
             return  # what follows is of the newest step
         step = self._learner.step
+        self._go_back(step)
         self._broadcast.record_what_is_out()
         self._intake.admission.abandoned = self._books.abandoned_weights(step)
         if step >= self._config.train.max_steps:
@@ -364,6 +367,21 @@ class Trainer:
         os.rename(begun, aside)
         self._books.rewind(step)
         self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
+
+    def _go_back(self, step: int) -> None:
+        """What is written of steps that the journal has lost is not of the line that goes on."""
+        if (last := self._books.last_step) > step:
+            self._books.event("roll_back", step=step)
+            self._books.rewind(step)
+            self._books.note(f"the journal has lost groups: steps {step + 1} to {last} begin anew")
+
+    def _check_begin(self) -> None:
+        """Raise JournalError when there is no checkpoint, and the journal needs one."""
+        if (first := min(steps_in(self._folder / "journal"), default=1)) > 1:
+            raise JournalError(
+                f"{self._folder}/journal begins with step {first}, and nothing is left of what "
+                f"came before; put {self._folder}/checkpoints back, or delete the run to start anew"
+            )
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         try:
