@@ -237,6 +237,8 @@ def _published(config: Config) -> dict[int, str]:
     versions = store.versions()
     with progress_on("reading published weights", len(versions)) as progress:
         for count, version in enumerate(versions, start=1):
+            # Where a later one is of an earlier step, a roll-back has left these behind.
+            found = {step: each for step, each in found.items() if step < version.step}
             with store.load(version) as local:
                 found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
             progress.reach(count)

@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -29,6 +30,7 @@ from peralta_zmq.operate.link import free_ports
 from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import Trainer
+from peralta_zmq.trainer.broadcast import Broadcast
 
 DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(durable.__file__).read_text()))
 STEPS = 8
@@ -190,9 +192,10 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
         assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
 
 
-def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: Path) -> None:
+def lose_step_3(folder: Path) -> str:
+    """Three steps, of which the journal loses the last; the id of the weights that it led to."""
     with ExitStack() as stack:
-        first = Session(stack, tmp_path)
+        first = Session(stack, folder)
         for _ in range(3):  # the checkpoint is of step 2
             first.advance()
         first.trainer._broadcast.wait(30)
@@ -200,19 +203,51 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
         file = first.trainer._intake.journal.file_of(3)
     assert lost is not None and lost.step == 3
     os.truncate(file, file.stat().st_size - 5)
+    return lost.wid
+
+
+def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: Path) -> None:
+    lost = lose_step_3(tmp_path)
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
+        second.trainer._broadcast.wait(30)
+        assert 3 not in replay._published(second.trainer._config)
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
-        late = group_of([1, 0], sequence=1000, policy_step=3, wid=lost.wid)
+        late = group_of([1, 0], sequence=1000, policy_step=3, wid=lost)
         assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"
-    steps = [row["step"] for row in read_rows(tmp_path / "demo" / METRICS)]
-    assert steps == [1, 2, 3, 3, 4]
-    events = [row for row in read_rows(tmp_path / "demo" / EVENTS) if row["event"] == "roll_back"]
-    assert [row["step"] for row in events] == [2]
-    with ExitStack() as stack:  # once
+    with ExitStack() as stack:  # once is enough
         assert Session(stack, tmp_path).trainer._books.last_step == 4
-    again = [row for row in read_rows(tmp_path / "demo" / EVENTS) if row["event"] == "roll_back"]
-    assert again == events
+    run = tmp_path / "demo"
+    assert [row["step"] for row in read_rows(run / METRICS)] == [1, 2, 3, 3, 4]
+    backs = [row["step"] for row in read_rows(run / EVENTS) if row["event"] == "roll_back"]
+    assert backs == [2]
+
+
+def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_step_3(tmp_path)
+    with ExitStack() as stack, monkeypatch.context() as away:
+        away.setattr(Broadcast, "publish", lambda *_, **__: 0.0)  # as while the folder is away
+        assert Session(stack, tmp_path).advance()["step"] == 3
+    with ExitStack() as stack:
+        third = Session(stack, tmp_path).trainer
+        newest = third._broadcast.store.newest()
+        assert newest is not None and newest.step == 3 and newest.wid != lost
+        assert third._speaker.said.wid == newest.wid
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_weights(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        session = Session(stack, tmp_path, "--checkpoint.keep-last=1")
+        for _ in range(2):
+            session.advance()
+    assert not any((tmp_path / "demo" / "journal").iterdir())
+    shutil.rmtree(tmp_path / "demo" / "checkpoints")
+    with ExitStack() as stack, pytest.raises(JournalError, match=r"put .*/checkpoints back"):
+        Session(stack, tmp_path, "--checkpoint.keep-last=1")
 
 
 class Continued:

@@ -468,6 +468,7 @@ class Generator:
             frame = wire.encode_group(group)
         except WireError as error:  # the next group's floor tells the trainer
             logger.warning("lost group=%s/%d reason=%s", group.sender, group.sequence, error)
+            self._outbox.skip(group.sequence)
             return True
         lost = self._outbox.add(group.sequence, frame)
         if lost is not None:

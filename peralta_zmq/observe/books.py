@@ -90,7 +90,8 @@ class Books:
         return abandoned - published.keys()
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` are trained anew, and written again."""
+        """Record that the steps after `step` are trained anew, and write them again."""
+        self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
         self.last_step = min(self.last_step, step)
 
     def event(self, name: str, **fields: object) -> None:
@@ -229,11 +230,11 @@ class Books:
 def _last_written(folder: Path) -> int:
     """The newest step in the metrics that no later roll-back has undone; 0 when there is none."""
     rows = [row for row in read_rows(folder / METRICS) if "step" in row]
+    last = int(number(rows[-1], "step")) if rows else 0
     backs = [row for row in read_rows(folder / EVENTS) if row.get("event") == "roll_back"]
-    newest = max(
-        [*rows[-1:], *backs[-1:]], key=lambda row: number(row, "time"), default={"step": 0}
-    )
-    return int(number(newest, "step"))
+    if backs and number(backs[-1], "rows", 0) == len(rows):  # not by the clock, which may jump
+        return min(last, int(number(backs[-1], "step")))
+    return last
 
 
 def _last_reports(events: Sequence[Row]) -> dict[str, int]:

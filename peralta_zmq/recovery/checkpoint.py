@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -129,7 +129,7 @@ def oldest_step(folder: Path) -> int:
 
 def _read(path: Path, manifest: durable.Manifest) -> Checkpoint:
     def whole(name: str) -> bytes:
-        return _joined(durable.read_verified(path, name, manifest))
+        return b"".join(durable.read_verified(path, name, manifest))
 
     tensors = safetensors.torch.load(whole(TENSORS))
     return Checkpoint(
@@ -137,7 +137,3 @@ def _read(path: Path, manifest: durable.Manifest) -> Checkpoint:
         tensors=tensors,
         progress=cast("dict[str, Any]", json.loads(whole(PROGRESS))),
     )
-
-
-def _joined(chunks: Iterable[bytes]) -> bytes:
-    return b"".join(chunks)

@@ -104,20 +104,18 @@ class Journal:
         behind a torn tail: then it is no tail, but damage.
         """
         file = self.file_of(step)
-        if not file.exists():
-            return []
         records, torn = read_records(self._folder, step)
-        good = file.stat().st_size - torn
         if torn:
             self.check_last(step, "is damaged")
+            good = file.stat().st_size - torn
             if _has_record(file.read_bytes(), good):
                 raise JournalError(
                     f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
                     f"give up what is behind (truncate -s {good} {shlex.quote(str(file))})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
-        if step == self.steps()[-1]:
-            self._keep(file, good)
+        if self.steps()[-1:] == [step]:
+            self._keep(file, file.stat().st_size - torn)
         return records
 
     def check_last(self, step: int, fault: str) -> None:

@@ -260,8 +260,10 @@ class WeightStore:
         chunks = _resumed(self.place, path)
         try:
             yield from durable.verified(chunks, path, version.manifest.files[name])
-        except FileNotFoundError:  # pruned while we read; a newer one is there
-            raise StoreError(f"version {version.number} is gone; look again") from None
+        except FileNotFoundError:
+            if self.look(version.number) is None:  # pruned while we read; a newer one is there
+                raise StoreError(f"version {version.number} is gone; look again") from None
+            raise ChainError(f"version {version.number} has lost {name}") from None
         except OSError as error:
             raise StoreError(f"version {version.number} cannot be read: {error}") from None
         except CorruptError as error:

@@ -133,8 +133,8 @@ class Trainer:
         if self.unfinished:
             event = "resume" if self._books.resuming else "start"
             self._books.event(event, step=step, checkpoint=start, replayed=step - start)
-        newest = self._broadcast.store.newest()
-        if newest is None or newest.step != step:
+        newest, left_behind = self._broadcast.store.newest(), self._intake.admission.abandoned
+        if newest is None or newest.step != step or newest.wid in left_behind:
             self._publish()
             self._broadcast.wait(broadcast.LAST_VERSION_SECONDS)
         else:
@@ -238,9 +238,7 @@ class Trainer:
         stack.enter_context(closing(announcer))
         counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
         stack.enter_context(closing(counters))
-        greeting = wire.Greeting(
-            self._config.run.name, run_id=self._run_id, hello=self._hello
-        )  # fmt: skip
+        greeting = wire.Greeting(self._config.run.name, run_id=self._run_id, hello=self._hello)
         show = broadcast.open_probe(self._config, stack)
         greeter = wire.Greeter(wire.next_port(address, 3), greeting, show=show, gate=gate)
         stack.enter_context(closing(greeter))
@@ -363,21 +361,20 @@ class Trainer:
         (begun / "journal").mkdir(exist_ok=True)
         checkpoint.move_after(self._folder / "checkpoints", step, begun / "checkpoints")
         self._intake.journal.move_after(step, begun / "journal")
-        self._books.event("roll_back", step=step)
-        os.rename(begun, aside)
         self._books.rewind(step)
+        os.rename(begun, aside)
         self._books.note(f"rolled back to step {step}; what came after it is in {aside}")
 
     def _go_back(self, step: int) -> None:
         """What is written of steps that the journal has lost is not of the line that goes on."""
         if (last := self._books.last_step) > step:
-            self._books.event("roll_back", step=step)
             self._books.rewind(step)
             self._books.note(f"the journal has lost groups: steps {step + 1} to {last} begin anew")
 
     def _check_begin(self) -> None:
         """Raise JournalError when there is no checkpoint, and the journal needs one."""
-        if (first := min(steps_in(self._folder / "journal"), default=1)) > 1:
+        after = self._books.last_step + 1  # of an empty one, pruned after a checkpoint
+        if (first := min(steps_in(self._folder / "journal"), default=after)) > 1:
             raise JournalError(
                 f"{self._folder}/journal begins with step {first}, and nothing is left of what "
                 f"came before; put {self._folder}/checkpoints back, or delete the run to start anew"

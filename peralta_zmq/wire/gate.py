@@ -26,7 +26,7 @@ ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZAP
 DOMAIN = b"peralta"
 LOOK_SECONDS = 0.2  # until a closed gate ends
 READ_SECONDS = 1.0  # between two looks into the folder, however many knock
-RETRY_SECONDS = 5.0  # until libzmq hangs up on a client that we could not judge
+RETRY_SECONDS = 5.0  # until libzmq hangs up on a client that a gate could not judge
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5  # of a client whose connection just ends
 HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -45,7 +45,7 @@ class Gate:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.refused = 0  # clients
+        self.refused, self._strangers = 0, 0  # clients, and those whose key is unknown
         self._secret = trainer_secret(folder)
         self._folder = folder
         self._names: dict[bytes, str] | None = known_generators(folder)  # None: we cannot tell
@@ -75,7 +75,7 @@ class Gate:
     def close(self) -> None:
         """Let nobody in any more."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout=2.0)  # it may hang in a dead mount
 
     def _serve(self, opened: SimpleQueue[zmq.ZMQError | None]) -> None:
         door = zmq.Context.instance().socket(zmq.REP)
@@ -104,8 +104,9 @@ class Gate:
         self.refused += 1
         if names is None:  # no reason is given, so that the client tries again
             return [version, number, b"300", b"nobody is let in", b"", b""]
+        self._strangers += 1
         logger.log(
-            logging.WARNING if self.refused == 1 else logging.DEBUG,
+            logging.WARNING if self._strangers == 1 else logging.DEBUG,
             "refused: an unknown key from %s", address.decode(errors="replace"),
         )  # fmt: skip
         return [version, number, b"400", b"unknown key", b"", b""]
@@ -191,9 +192,13 @@ class Turnstile:
             self._failures = 0
             return None
         now = time.monotonic()
-        self._first_failure = self._first_failure if self._failures else now
+        if not self._failures:
+            failures, self._first_failure = 1, now  # nobody knows when those before it were
         self._failures += failures
-        if self._failures < PATIENCE_TRIES or now - self._first_failure < PATIENCE_SECONDS:
+        elapsed = now - self._first_failure
+        if self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
+            return None
+        if elapsed / self._failures > RETRY_SECONDS / 2:  # so rarely: it cannot tell who we are
             return None
         return (
             f"the trainer at {self._address} hangs up on us: trainer.public is not its key, "

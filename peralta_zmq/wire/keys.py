@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotAKeyError(WireError):
-    """A file that can be read and holds no key."""
+    """A file that is gone, is no file, is not for us to read, or holds no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ def _read(file: Path) -> bytes:
     try:
         key = file.read_bytes()[:100].strip()
     except OSError as error:
-        raise WireError(
+        known = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
+        raise (NotAKeyError if known else WireError)(
             f"key {file}: {error.strerror}; make it with bin/doctor keygen, or copy it here"
         ) from None
     if not KEY.fullmatch(key):

@@ -57,6 +57,10 @@ class Outbox:
         self._next = sequence + 1
         return lost
 
+    def skip(self, sequence: int) -> None:
+        """There will be no frame for this one."""
+        self._next = sequence + 1
+
     def lost_on_the_way(self, heard: Announcement | None) -> list[bytes]:
         """Forget what `heard` says is durable; returns the frames to send again now, in order.
 

@@ -72,6 +72,20 @@ def test_an_evaluation_before_a_roll_back_to_its_step_stands(tmp_path: Path) -> 
         assert [books.has_evaluation(step) for step in (4, 8)] == [True, False]
 
 
+def test_what_is_written_after_a_roll_back_stands_whatever_the_clock_says(
+    tmp_path: Path,
+) -> None:
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        for step in range(1, 7):
+            books.step({"step": step, "time": 1e9 + step, "reward": 0.5}, {})
+        books.rewind(4)
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        assert books.last_step == 4
+        assert books.step({"step": 5, "time": 5.0, "reward": 0.5}, {})  # it fell back
+    with Books(tmp_path, run="run", max_steps=8) as books:
+        assert books.last_step == 5
+
+
 def test_an_evaluation_written_without_its_line_counts(tmp_path: Path) -> None:
     (tmp_path / EVALUATIONS).write_text('{"step": 8, "accuracy": 0.5, "answers": []}\n')
     with Books(tmp_path, run="run", max_steps=8) as books:

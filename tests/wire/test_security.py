@@ -272,6 +272,8 @@ def test_file_that_is_no_key_yet_keeps_nobody_else_out(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "eve.public").write_bytes(b"")  # it is being copied
+    (folder / "gone.public").symlink_to("nowhere")
+    (folder / "odd.public").mkdir()
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     assert sender.send(numbered(5), timeout=IN_TIME)
@@ -282,15 +284,20 @@ def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     folder: Path, gate: wire.Gate, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(gates, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(gates, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
     receiver = stack.enter_context(closing(receiver_at(gate=gate)))
     ann = generator_keys(folder, "ann")
     away = folder.rename(folder.with_name("away"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
     turnstile = stack.enter_context(closing(gates.Turnstile(client, receiver.address, ann)))
     client.connect(receiver.address)
-    eventually(lambda: gate.refused > 1)  # it knocks again
-    turnstile.check()
+
+    def knocks_again() -> bool:
+        turnstile.check()
+        return gate.refused > gates.PATIENCE_TRIES + 1
+
+    eventually(knocks_again)
     away.rename(folder)
     client.send(numbered(5))
     assert received(receiver).generator_id == "ann"
