@@ -129,9 +129,9 @@ class RunFiles:
             if replaced:
                 self._replaced += 1
                 self._forget()
+            self.table.extend(rows)
             for row in rows:
                 self._first_time = self._first_time or number(row, "time", 0.0)
-                self.table.add(row)
                 self._keep(row)
             if not self._metrics.pending or time.monotonic() > ends:
                 return

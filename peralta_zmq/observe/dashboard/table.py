@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.metrics import Row, number
 
 MAX_COLUMNS = 2000  # generators name some of them
 FEW_SECONDS = ("time/journal", "time/forward_backward", "time/publish")
@@ -32,18 +33,17 @@ class Table:
         self.columns: dict[str, array[float]] = {}
         self.rewinds = 0
 
-    def add(self, row: Mapping[str, object]) -> None:
-        """Take in one row of metrics.jsonl; one without a step is passed over."""
-        step = number(row, "step")
-        if not math.isfinite(step):
-            return
-        if self.steps and step <= self.steps[-1]:
-            self._rewind(step)
-        size = len(self.steps)
-        self.steps.append(step)
-        for key, value in {**row, **derived(row)}.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self._put(key, float(value), size)
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Take in rows of metrics.jsonl, oldest first; one without a step is passed over."""
+        for run in _ascending(rows):
+            if self.steps and number(run[0], "step") <= self.steps[-1]:
+                self._rewind(number(run[0], "step"))
+            size = len(self.steps)
+            told = {key: _column(run, key) for key in dict.fromkeys(chain.from_iterable(run))}
+            self.steps.extend(told["step"])
+            for key, values in {**told, **derived(told)}.items():
+                if not np.isnan(values).all():
+                    self._put(key, values, size)
 
     def values(self, key: str, *, after: int = 0) -> NDArray[np.float64]:
         """One column from line `after` on, float64 [steps - after]; NaN where no row has it."""
@@ -61,15 +61,14 @@ class Table:
         place = bisect_left(self.steps, step)
         return place if place < len(self.steps) and self.steps[place] == step else None
 
-    def _put(self, key: str, value: float, size: int) -> None:
+    def _put(self, key: str, values: NDArray[np.float64], size: int) -> None:
         column = self.columns.get(key)
         if column is None:
             if len(self.columns) >= MAX_COLUMNS:
                 return
             column = self.columns[key] = array("d")
-        if len(column) < size:
-            column.extend([math.nan] * (size - len(column)))
-        column.append(value)
+        column.extend([math.nan] * (size - len(column)))
+        column.frombytes(values.tobytes())
 
     def _rewind(self, step: float) -> None:
         keep = bisect_left(self.steps, step)
@@ -78,27 +77,36 @@ class Table:
         self.rewinds += 1
 
 
-def derived(row: Mapping[str, object]) -> dict[str, float]:
-    """What the page shows and no row says: rates, sums, and the parts of a step's time."""
-    seconds, spread = number(row, "step_time"), number(row, "reward_std")
-    generated = number(row, "num_rollouts") * number(row, "completions/mean_length")
-    wait = number(row, "time/wait_for_batch", 0.0)
-    parts = {"time/waiting": wait, **{key: number(row, key, 0.0) for key in FEW_SECONDS}}
-    reloads = [
-        number(row, key) for key in row if key.startswith("gen/") and key.endswith("reload_s")
-    ]
+def derived(told: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    """What the page shows and no row says: rates, sums, and the parts of a step's time.
+
+    `told` are columns, float64 [rows], one of them "step"; so are those that are returned.
+    """
+    nothing = np.full_like(told["step"], math.nan)
+
+    def of(key: str, default: float = math.nan) -> NDArray[np.float64]:
+        return np.nan_to_num(told.get(key, nothing), nan=default)
+
+    seconds, spread = of("step_time"), of("reward_std")
+    rate = np.divide(1, seconds, out=nothing.copy(), where=seconds > 0)
+    generated = of("num_rollouts") * of("completions/mean_length")
+    parts = {
+        "time/waiting": of("time/wait_for_batch", 0.0),
+        **{key: of(key, 0.0) for key in FEW_SECONDS},
+    }
+    drops = [of(key, 0.0) for key in told if key.startswith("dropped/")]
+    reloads = [told[key] for key in told if key.startswith("gen/") and key.endswith("reload_s")]
     return {
         **parts,
-        "time/rest": max(0.0, seconds - sum(parts.values())),
-        "rollouts_per_s": _rate(number(row, "num_rollouts"), seconds),
-        "tokens_per_s": _rate(generated, seconds),
-        "dropped": sum(number(row, key, 0.0) for key in row if key.startswith("dropped/")),
-        "weights/seconds": number(row, "weights/encode_seconds")
-        + number(row, "weights/write_seconds"),
-        "weights/megabytes": number(row, "weights/bytes") / 1e6,
-        "reload/max": max((each for each in reloads if math.isfinite(each)), default=math.nan),
-        "reward/low": number(row, "reward") - spread,
-        "reward/high": number(row, "reward") + spread,
+        "time/rest": np.maximum(0.0, seconds - sum(parts.values())),
+        "rollouts_per_s": of("num_rollouts") * rate,
+        "tokens_per_s": generated * rate,
+        "dropped": sum(drops, np.zeros_like(seconds)),
+        "weights/seconds": of("weights/encode_seconds") + of("weights/write_seconds"),
+        "weights/megabytes": of("weights/bytes") / 1e6,
+        "reload/max": np.fmax.reduce([nothing, *reloads]),
+        "reward/low": of("reward") - spread,
+        "reward/high": of("reward") + spread,
     }
 
 
@@ -128,5 +136,22 @@ def picked(columns: Sequence[NDArray[np.float64]], *, num_buckets: int) -> NDArr
     return np.unique(np.minimum(np.concatenate(chosen), size - 1))
 
 
-def _rate(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else math.nan
+def _ascending(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The rows that have a step, in parts within which it ascends."""
+    known = [row for row in rows if math.isfinite(number(row, "step"))]
+    steps = [number(row, "step") for row in known]
+    ends = [place for place in range(1, len(steps)) if steps[place] <= steps[place - 1]]
+    for start, end in zip([0, *ends], [*ends, len(steps)], strict=True):
+        if start < end:
+            yield known[start:end]
+
+
+def _column(rows: Sequence[Row], key: str) -> NDArray[np.float64]:
+    """float64 [rows], NaN for what is missing, infinite or no number."""
+    found = [row.get(key, math.nan) for row in rows]
+    try:
+        column = np.array(array("d", found))  # type: ignore[arg-type]  # refuses all but numbers
+    except TypeError:
+        column = np.array([number(row, key) for row in rows])
+    column[np.isinf(column)] = np.nan
+    return column

@@ -31,7 +31,7 @@ from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
-from peralta_zmq.observe.dashboard.table import Table, derived, picked
+from peralta_zmq.observe.dashboard.table import Table, picked
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal
 
@@ -77,20 +77,48 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
     table = Table()
-    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)):
-        table.add({"step": step, "reward": reward})
+    table.extend([{"step": step, "reward": reward}
+                  for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7))])  # fmt: skip
     assert list(table.steps) == [1, 2]
     assert table.values("reward").tolist() == [0.1, 0.7]
     assert table.rewinds == 1
 
 
 def test_what_no_row_says_is_derived() -> None:
-    told = derived(row(1))  # 128 rollouts in 0.4 s: 0.2 s waited, 0.2 s of work
+    table = Table()
+    table.extend([row(1)])  # 128 rollouts in 0.4 s: 0.2 s waited, 0.2 s of work
+    told = {key: table.value(key, 0) for key in table.columns}
     assert told["rollouts_per_s"] == pytest.approx(320)
     assert told["tokens_per_s"] == pytest.approx(3040)  # 9.5 generated in each; prompts are none
     assert told["time/waiting"] == pytest.approx(0.2)
     assert told["time/rest"] == pytest.approx(0.0, abs=1e-12)
     assert (told["dropped"], told["weights/seconds"]) == (3, pytest.approx(0.03))
+    assert told["reload/max"] == pytest.approx(0.012)
+    assert (told["reward/low"], told["reward/high"]) == (
+        pytest.approx(told["reward"] - 0.2), pytest.approx(told["reward"] + 0.2)
+    )  # fmt: skip
+
+
+def test_rows_are_the_same_columns_however_they_come() -> None:
+    rows = [
+        {"step": 1, "a": 1}, {"step": 2, "b": True, "a": None}, {"step": None, "a": 7},
+        {"step": 3, "a": math.inf, "c": math.nan, "step_time": 0.0}, {"step": 4, "a": "4"},
+        {"step": 3, "dropped/x": 2}, {"a": 8}, {"step": 4, "dropped/y": 1, "b": [5]},
+    ]  # fmt: skip
+    whole, single = Table(), Table()
+    whole.extend(rows)
+    for each in rows:
+        single.extend([each])
+    assert whole.rewinds == single.rewinds == 1
+    nan = math.nan
+    for table in (whole, single):
+        assert list(table.steps) == [1, 2, 3, 4]
+        asked = ("a", "b", "c", "dropped", "reload/max")
+        found = {key: table.values(key).tolist() for key in asked}
+        assert str(found) == str({"a": [1.0, nan, nan, nan], "b": [nan, 1.0, nan, nan],
+                                  "c": 4 * [nan], "dropped": [0.0, 0.0, 2.0, 1.0],
+                                  "reload/max": 4 * [nan]})  # fmt: skip
+    assert whole.columns.keys() == single.columns.keys()
 
 
 def test_of_many_points_every_extreme_and_every_gap_is_kept() -> None:
