@@ -1,6 +1,6 @@
 """What several ranks learn with adapters, or beside a reference, is what one rank learns.
 
-.venv/bin/python -m pytest tests/test_ranks_learn.py
+make test-slow ARGS=tests/test_ranks_learn.py
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def learned_by_all() -> dict[tuple[str, bool], Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     gang = start(tmp_path, learned_by_all)
     alone = {name: learned(ALONE, *settings) for name, settings in OBJECTIVES.items()}

@@ -212,6 +212,7 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
         second = Session(stack, tmp_path)
         second.trainer._broadcast.wait(30)
         assert 3 not in replay._published(second.trainer._config)
+        assert [each.line for each in second.trainer._broadcast.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, wid=lost)
         assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"

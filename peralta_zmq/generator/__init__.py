@@ -82,8 +82,8 @@ def run(config: Config) -> None:
 
 
 class LeftBehindError(Exception):
-    """The weights are of another run, or of a step that a roll-back went back to: the groups under
-    way are of no use.
+    """The weights are of another run, or of another line of its steps: the groups under way are of
+    no use.
     """
 
 
@@ -367,11 +367,12 @@ class Generator:
                 self._begin(version, os.urandom(8))
                 raise LeftBehindError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
-            same = version.says("result") == before.says("result")  # published again
-            if version.step < before.step or (version.step == before.step and not same):
+            if version.line != before.line:
+                self._evaluated = -1
+            if version.step == before.step and version.says("result") == before.says("result"):
+                return  # published again
+            if version.line != before.line or version.step <= before.step:
                 # Rolled back: a token's step would no longer tell whose it is.
-                if version.number > before.number:  # else it was given back
-                    self._evaluated = min(self._evaluated, version.step - 1)
                 raise LeftBehindError(f"at step {version.step} of another line; groups under way")
 
     def _report(self, *, last: bool = False) -> None:

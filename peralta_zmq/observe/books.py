@@ -140,11 +140,17 @@ class Books:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the held-out problems were answered at this step, and no roll-back undid it."""
-        went_back = self._went_back()
+        went_back = self._went_back
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row.get("step") == step]
         lines = [int(number(row, "line", 0)) for row in rows]  # earlier versions wrote none
         return any(all(back >= step for back in went_back[line:]) for line in lines)
 
+    @property
+    def line(self) -> int:
+        """Roll-backs of this run so far: each begins another line of steps."""
+        return len(self._went_back)
+
+    @property
     def _went_back(self) -> list[float]:
         """The steps that roll-backs went back to, in their order."""
         rows = read_rows(self._folder / EVENTS)
@@ -164,8 +170,7 @@ class Books:
         `policy_steps` are those of the oldest and the newest weights that answered.
         """
         shown = [asdict(answer) for answer in answers[:CLOSING_SAMPLES]]
-        line = len(self._went_back())  # each roll-back begins another one
-        row = {"step": step, "line": line, "accuracy": accuracy, "answers": shown}
+        row = {"step": step, "line": self.line, "accuracy": accuracy, "answers": shown}
         self._evaluations.append(
             row | {"figures": dict(figures), "policy_steps": list(policy_steps)}
         )

@@ -64,7 +64,7 @@ class Publisher:
         store: WeightStore,
         *,
         companions: Mapping[str, bytes],
-        about: Mapping[str, str] | None = None,
+        about: Mapping[str, str | int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         keep: Keep = Keep(),
         keyframe_interval: int = 10,

@@ -127,7 +127,7 @@ class WeightStore:
         tensors: Mapping[str, torch.Tensor],
         *,
         companions: Mapping[str, bytes],
-        about: Mapping[str, str] | None = None,
+        about: Mapping[str, str | int] | None = None,
         keep_last: int = 3,
         keep_interval: int | None = None,
         keep_seconds: float = 0.0,

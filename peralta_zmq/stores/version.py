@@ -52,6 +52,11 @@ class Version:
         return int(self.manifest.about.get("depth", 0))
 
     @property
+    def line(self) -> int:
+        """Roll-backs of the run before it was made; 0 when it does not say."""
+        return int(self.manifest.about.get("line", 0))
+
+    @property
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(size for size, _ in self.manifest.files.values())
@@ -70,9 +75,9 @@ def version_of(folder: Path, manifest: durable.Manifest) -> Version:
     """The version that a manifest describes. Raises CorruptError when it makes no sense."""
     about = manifest.about
     number, step = about.get("number"), about.get("step")
-    depth, parent = about.get("depth", 0), about.get("parent", -1)
+    depth, parent, line = about.get("depth", 0), about.get("parent", -1), about.get("line", 0)
     kind = about.get("kind", "keyframe")
-    numbers = all(type(each) is int for each in (number, step, depth, parent))
+    numbers = all(type(each) is int for each in (number, step, depth, parent, line))
     if not numbers or name_of(cast(int, number)) != folder.name or cast(int, step) < 0:
         raise durable.CorruptError(f"{folder.name}: its manifest names another number or step")
     if kind not in ("keyframe", "delta") or (kind == "delta") != (0 <= parent < cast(int, number)):

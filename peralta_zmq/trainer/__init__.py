@@ -123,6 +123,7 @@ class Trainer:
             return  # what follows is of the newest step
         step = self._learner.step
         self._go_back(step)
+        self._broadcast.begin_line()
         self._broadcast.record_what_is_out()
         self._intake.admission.abandoned = self._books.abandoned_weights(step)
         if step >= self._config.train.max_steps:

@@ -48,6 +48,7 @@ class Broadcast:
         stop: Stop,
     ) -> None:
         self.store, self._books, self._speaker = store, books, speaker
+        self._about: dict[str, str | int] = {**beside.about}
         self._newest: Report | None = None
         weights, token = config.weights, read_token(config.weights.token_file)
         if weights.serve_port:
@@ -59,7 +60,7 @@ class Broadcast:
         self._publisher = Publisher(
             store,
             companions=beside.companions,
-            about=beside.about,
+            about=self._about,
             dtype=policy.DTYPES[weights.dtype],
             keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
@@ -67,6 +68,10 @@ class Broadcast:
             tell=self.tell,
         )
         stack.callback(lambda: self._publisher.close(STOP_SECONDS if stop.asked else 60.0))
+
+    def begin_line(self) -> None:
+        """From now on versions say how often the run was rolled back."""
+        self._about["line"] = self._books.line
 
     def publish(self, step: int, weights: Mapping[str, Tensor], *, whole: bool) -> float:
         """Hand over a step's weights; returns the seconds it took. `whole` asks for a keyframe."""

@@ -215,7 +215,7 @@ def test_a_version_that_never_verifies_is_put_away_after_three_tries(
         {"number": 7}, {"number": "1"}, {"number": True}, {"step": -1}, {"step": 1.5},
         {"parent": 1}, {"parent": 5}, {"parent": None}, {"depth": "1"}, {"kind": "patch"},
         {"kind": "keyframe"}, {"files": []}, {"result": 5}, {"base": []}, {"model": {}},
-        {"run_id": 3},
+        {"run_id": 3}, {"line": 0.5},
     ],
 )  # fmt: skip
 def test_manifest_that_makes_no_sense_is_passed_over(

@@ -25,6 +25,7 @@ from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
 
 HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
+SLOW = pytest.mark.slow  # other pairs of the same values
 END = 2
 PROMPTS = [
     [5, 9, 33], [5, 9, 7], [5, 40, 41, 42, 43, 44, 45, 46], [5, 9, 33, 8],
@@ -118,8 +119,10 @@ def test_what_is_compiled_is_used(engine: NativeEngine) -> None:
     assert (decoder._compiled is not None) == HAS_COMPILER
 
 
-@pytest.mark.parametrize("head_dim", [8, 16])  # of the first torch's operators do all
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim"),  # of head_dim 8 torch's operators do all
+    [(1, 8), (2, 16), pytest.param(1, 16, marks=SLOW), pytest.param(2, 8, marks=SLOW)],
+)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     family: str, kv_heads: int, head_dim: int, tokenizer: Any
@@ -389,8 +392,11 @@ class Lazy(Mapping[str, torch.Tensor]):
         return len(self._weights)
 
 
-@pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "live"),
+    [(False, True), (True, False),
+     pytest.param(False, False, marks=SLOW), pytest.param(True, True, marks=SLOW)],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
     family: str, live: bool, tied: bool, tokenizer: Any
