@@ -81,9 +81,7 @@ def decode_announcement(frame: bytes) -> Announcement:
 
 
 def _known(told: dict[str, Any]) -> dict[str, Any]:
-    known = {
-        name: strict.typed(told[name], kind, name) for name, kind in SAID.items() if name in told
-    }
+    known = strict.known(told, SAID)
     if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("resting", "answered")):
         raise ValueError(f"more than {MAX_BITS} bits")
     for name in BY_SENDER:

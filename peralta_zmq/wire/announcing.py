@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from queue import SimpleQueue
 
 import zmq
 
@@ -37,15 +36,12 @@ class Announcer:
         self._newest: bytes | None = None  # guarded by _changed, as all below
         self._is_new = self._closed = False
         self._linger_seconds = 0.0
-        opened: SimpleQueue[str | WireError] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._work, args=(address, gate, opened), name="announcer", daemon=True
-        )
+        self._socket = open_socket(zmq.PUB, hwm=HINTS_HWM)  # the thread's, once it runs
+        if gate is not None:
+            gate.guard(self._socket)
+        self.address = bind(self._socket, address)
+        self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
         self._thread.start()
-        bound = opened.get()
-        if isinstance(bound, WireError):
-            raise bound
-        self.address = bound
 
     def announce(self, announcement: Announcement) -> None:
         """Tell whoever listens, now and until there is something newer; never blocks."""
@@ -61,23 +57,15 @@ class Announcer:
             self._changed.notify()
         self._thread.join()
 
-    def _work(self, address: str, gate: Gate | None, opened: SimpleQueue[str | WireError]) -> None:
-        publisher = open_socket(zmq.PUB, hwm=HINTS_HWM)
-        if gate is not None:
-            gate.guard(publisher)
-        try:
-            opened.put(bind(publisher, address))
-        except WireError as error:
-            opened.put(error)
-            return
+    def _work(self) -> None:
         closed = False
         while not closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_new or self._closed, ANNOUNCE_SECONDS)
                 frame, closed, self._is_new = self._newest, self._closed, False
             if frame is not None:
-                publisher.send(frame)  # PUB drops, it never blocks
-        publisher.close(linger=int(self._linger_seconds * 1000))
+                self._socket.send(frame)  # PUB drops, it never blocks
+        self._socket.close(linger=int(self._linger_seconds * 1000))
 
 
 class Listener:

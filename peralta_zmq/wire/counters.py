@@ -69,10 +69,7 @@ def decode_counters(frame: bytes) -> Counters:
 
 
 def _counters_of(fields: dict[str, Any]) -> Counters:
-    known = {name: kind for name, kind in TOLD.items() if name in fields}
-    counters = Counters(
-        **{name: strict.typed(fields[name], kind, name) for name, kind in known.items()}
-    )
+    counters = Counters(**strict.known(fields, TOLD))
     strict.check_name(counters.generator_id)
     if len(counters.boot) != 8:
         raise ValueError("boot is not 8 bytes")

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import zmq
@@ -51,11 +50,15 @@ class Gate:
         self._names: dict[bytes, str] | None = known_generators(folder)  # None: we cannot tell
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        opened: SimpleQueue[zmq.ZMQError | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(opened,), daemon=True)
+        self._door = zmq.Context.instance().socket(zmq.REP)  # the thread's, once it runs
+        self._door.setsockopt(zmq.LINGER, 0)
+        try:
+            self._door.bind(ENDPOINT)
+        except zmq.ZMQError as error:
+            self._door.close()
+            raise WireError(f"a second gate in one process ({error})") from None
+        self._thread = threading.Thread(target=self._serve, name="gate", daemon=True)
         self._thread.start()
-        if error := opened.get():
-            raise WireError(f"a second gate in one process ({error})")
 
     def guard(self, server: zmq.Socket[bytes]) -> None:
         """Before `bind`: this socket talks only to clients that the gate lets in.
@@ -77,17 +80,8 @@ class Gate:
         self._closed.set()
         self._thread.join(timeout=2.0)  # it may hang in a dead mount
 
-    def _serve(self, opened: SimpleQueue[zmq.ZMQError | None]) -> None:
-        door = zmq.Context.instance().socket(zmq.REP)
-        door.setsockopt(zmq.LINGER, 0)
-        try:
-            door.bind(ENDPOINT)
-        except zmq.ZMQError as error:
-            door.close()
-            opened.put(error)
-            return
-        opened.put(None)
-        with door:
+    def _serve(self) -> None:
+        with self._door as door:
             while not self._closed.is_set():
                 if door.poll(int(LOOK_SECONDS * 1000)):
                     door.send_multipart(self._answer(door.recv_multipart()))

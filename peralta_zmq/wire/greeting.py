@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from queue import SimpleQueue
 
 import zmq
 
@@ -52,36 +51,25 @@ class Greeter:
     ) -> None:
         self.greeting = greeting
         self._show, self._closed = show, threading.Event()
-        opened: SimpleQueue[str | WireError] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._work, args=(address, gate, opened), name="greeter", daemon=True
-        )
+        self._socket = open_socket(zmq.REP, hwm=HINTS_HWM)  # the thread's, once it runs
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
+        keep_alive(self._socket)
+        if gate is not None:
+            gate.guard(self._socket)
+        self.address = bind(self._socket, address)
+        self._thread = threading.Thread(target=self._work, name="greeter", daemon=True)
         self._thread.start()
-        bound = opened.get()
-        if isinstance(bound, WireError):
-            raise bound
-        self.address = bound
 
     def close(self) -> None:
         """Answer no more; a thread that hangs in a dead mount is left behind."""
         self._closed.set()
         self._thread.join(timeout=2.0)
 
-    def _work(self, address: str, gate: Gate | None, opened: SimpleQueue[str | WireError]) -> None:
-        door = open_socket(zmq.REP, hwm=HINTS_HWM)
-        door.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
-        keep_alive(door)
-        if gate is not None:
-            gate.guard(door)
-        try:
-            opened.put(bind(door, address))
-        except WireError as error:
-            opened.put(error)
-            return
+    def _work(self) -> None:
         while not self._closed.is_set():
-            if ready(door, zmq.POLLIN, LOOK_SECONDS):
-                door.send(self._answer(door.recv_multipart()))
-        door.close(linger=0)
+            if ready(self._socket, zmq.POLLIN, LOOK_SECONDS):
+                self._socket.send(self._answer(self._socket.recv_multipart()))
+        self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> bytes:
         """Something must be sent before the next request can come, so a bad one gets nothing."""

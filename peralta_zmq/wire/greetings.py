@@ -66,10 +66,7 @@ def decode_greeting(frame: bytes) -> Greeting:
 
 
 def _greeting_of(fields: dict[str, Any]) -> Greeting:
-    known = {name: kind for name, kind in TOLD.items() if name in fields}
-    greeting = Greeting(
-        **{name: strict.typed(fields[name], kind, name) for name, kind in known.items()}
-    )
+    greeting = Greeting(**strict.known(fields, TOLD))
     strict.check_facts(greeting.hello)
     if not math.isfinite(greeting.time):
         raise ValueError("time is not finite")

@@ -95,6 +95,13 @@ def typed(value: Any, kind: type, name: str) -> Any:
     return value
 
 
+def known(fields: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
+    """The fields that we know, each of exactly its type; others are passed over, and any may be
+    missing. Raises ValueError.
+    """
+    return {name: typed(fields[name], kind, name) for name, kind in kinds.items() if name in fields}
+
+
 def check_name(name: str) -> None:
     """Raise ValueError for a generator's name that is too long to be spoken of."""
     if len(name.encode()) > MAX_NAME:

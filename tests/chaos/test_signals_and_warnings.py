@@ -124,7 +124,7 @@ def test_ctrl_c_while_a_program_starts_ends_it_whatever_swallows_exceptions(
     program = field.start(door, "--task.name", "lab.deaf", log=door, environment=task)
     until((tmp_path / "lab" / "deaf.reached").exists, program)
     program.signal(signal.SIGINT)
-    assert program.ends(timeout=20) == -signal.SIGINT
+    assert program.ends(timeout=3) == -signal.SIGINT
     assert "Traceback" not in program.printed
 
 
