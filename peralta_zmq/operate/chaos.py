@@ -43,7 +43,6 @@ class Chaos:
         self._folder = folder
         self._seed = seed_of(os.environ)
         self._planned = deque(plan_of(self._seed, workers, max_steps=max_steps))
-        self._num_planned = len(self._planned)
         self._strikes: list[Strike] = []
 
     def look(self, crew: Crew) -> None:
@@ -74,7 +73,8 @@ class Chaos:
         return int(any(each.broken for each in checks))
 
     def _kills(self) -> Check:
-        text = f"made: {len(self._strikes)} of {self._num_planned}"
+        made = len(self._strikes)
+        text = f"made: {made} of {made + len(self._planned)}"
         return Check("kills", text, ("the run was over before",) if self._planned else ())
 
 
