@@ -574,7 +574,11 @@ def test_the_same_weights_published_again_are_of_the_same_line(
     again = published(store, 8, 8.0, line=1)
     assert follower.ready(timeout=20) is not None
     worker._refresh(engine)
-    assert worker._version.number == again.number
+    assert (worker._version.number, worker._version.line) == (again.number, 1)
+    published(store, 9, 9.0, line=1)
+    assert follower.ready(timeout=20) is not None
+    worker._refresh(engine)  # what is under way is of this line
+    assert engine.step == 9
 
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])

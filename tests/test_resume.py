@@ -224,6 +224,19 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
     assert backs == [2]
 
 
+def test_a_roll_back_to_the_step_that_is_out_publishes_it_as_the_new_lines(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path)
+        for _ in range(2):
+            first.advance()
+        first.trainer._save()
+    for more in (("--checkpoint.resume-step=2",), ()):  # once is enough
+        with ExitStack() as stack:
+            versions = Session(stack, tmp_path, *more).trainer._broadcast.store.versions()
+            assert [(each.step, each.line) for each in versions][-2:] == [(2, 0), (2, 1)]
+            assert versions[-1].says("result") == versions[-2].says("result")
+
+
 def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

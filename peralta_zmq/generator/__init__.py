@@ -367,12 +367,12 @@ class Generator:
                 self._begin(version, os.urandom(8))
                 raise LeftBehindError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
-            if version.line != before.line:
-                self._evaluated = -1
             if version.step == before.step and version.says("result") == before.says("result"):
                 return  # published again
             if version.line != before.line or version.step <= before.step:
                 # Rolled back: a token's step would no longer tell whose it is.
+                if version.number > before.number:  # else it was given back
+                    self._evaluated = -1
                 raise LeftBehindError(f"at step {version.step} of another line; groups under way")
 
     def _report(self, *, last: bool = False) -> None:

@@ -57,6 +57,8 @@ class Books:
         self.made_before = report.made_before(folder)
         self._folder = folder
         self.last_step = _last_written(folder)
+        backs = [row for row in events if row.get("event") == "roll_back"]
+        self._went_back = [number(row, "step") for row in backs]  # to these, in their order
         self._is_open = False  # this session has begun to train
         self._next_look = 0.0  # monotonic seconds
         self._newest_rows = deque(read_rows(folder / METRICS), maxlen=2 * WINDOW)
@@ -92,6 +94,7 @@ class Books:
     def rewind(self, step: int) -> None:
         """Record that the steps after `step` are trained anew, and write them again."""
         self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
+        self._went_back.append(step)
         self.last_step = min(self.last_step, step)
 
     def event(self, name: str, **fields: object) -> None:
@@ -140,21 +143,14 @@ class Books:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the held-out problems were answered at this step, and no roll-back undid it."""
-        went_back = self._went_back
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row.get("step") == step]
         lines = [int(number(row, "line", 0)) for row in rows]  # earlier versions wrote none
-        return any(all(back >= step for back in went_back[line:]) for line in lines)
+        return any(all(back >= step for back in self._went_back[line:]) for line in lines)
 
     @property
     def line(self) -> int:
         """Roll-backs of this run so far: each begins another line of steps."""
         return len(self._went_back)
-
-    @property
-    def _went_back(self) -> list[float]:
-        """The steps that roll-backs went back to, in their order."""
-        rows = read_rows(self._folder / EVENTS)
-        return [number(row, "step") for row in rows if row.get("event") == "roll_back"]
 
     def evaluation(
         self,

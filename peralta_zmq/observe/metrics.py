@@ -97,7 +97,10 @@ def last_step(path: Path) -> int | None:
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
     """A field as a number; `default` when it is absent, null or no number."""
     value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) else default
+    try:
+        return float(value) if isinstance(value, (int, float)) else default
+    except OverflowError:  # an integer of more than 308 digits
+        return default
 
 
 def _rows(lines: Sequence[bytes]) -> Iterator[Row]:

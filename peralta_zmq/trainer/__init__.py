@@ -135,7 +135,11 @@ class Trainer:
             event = "resume" if self._books.resuming else "start"
             self._books.event(event, step=step, checkpoint=start, replayed=step - start)
         newest, left_behind = self._broadcast.store.newest(), self._intake.admission.abandoned
-        if newest is None or newest.step != step or newest.wid in left_behind:
+        if (
+            newest is None
+            or (newest.step, newest.line) != (step, self._books.line)
+            or newest.wid in left_behind
+        ):
             self._publish()
             self._broadcast.wait(broadcast.LAST_VERSION_SECONDS)
         else:

@@ -57,7 +57,7 @@ def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_
     with Books(tmp_path, run="run", max_steps=8) as books:
         for step in (0, 4, 8):
             evaluate(books, step)
-        books.event("roll_back", step=4)
+        books.rewind(4)
         assert [books.has_evaluation(step) for step in (0, 4, 8)] == [True, True, False]
         evaluate(books, 8)
         assert books.has_evaluation(8)
@@ -66,9 +66,9 @@ def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_
 def test_an_evaluation_before_a_roll_back_to_its_step_stands(tmp_path: Path) -> None:
     with Books(tmp_path, run="run", max_steps=8) as books:
         evaluate(books, 8)
-        books.event("roll_back", step=2)
+        books.rewind(2)
         evaluate(books, 4)
-        books.event("roll_back", step=4)
+        books.rewind(4)
         assert [books.has_evaluation(step) for step in (4, 8)] == [True, False]
 
 

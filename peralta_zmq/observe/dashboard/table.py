@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from peralta_zmq.observe.metrics import Row, number
 
 MAX_COLUMNS = 2000  # generators name some of them
+NUM_TOGETHER = 512  # rows that become columns together
 FEW_SECONDS = ("time/journal", "time/forward_backward", "time/publish")
 
 
@@ -40,8 +41,9 @@ class Table:
                 self._rewind(number(run[0], "step"))
             size = len(self.steps)
             told = {key: _column(run, key) for key in dict.fromkeys(chain.from_iterable(run))}
+            found = derived(told)
             self.steps.extend(told["step"])
-            for key, values in {**told, **derived(told)}.items():
+            for key, values in {**found, **told, **found}.items():  # first, and instead of told
                 if not np.isnan(values).all():
                     self._put(key, values, size)
 
@@ -138,12 +140,19 @@ def picked(columns: Sequence[NDArray[np.float64]], *, num_buckets: int) -> NDArr
 
 def _ascending(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """The rows that have a step, in parts within which it ascends."""
-    known = [row for row in rows if math.isfinite(number(row, "step"))]
-    steps = [number(row, "step") for row in known]
-    ends = [place for place in range(1, len(steps)) if steps[place] <= steps[place - 1]]
-    for start, end in zip([0, *ends], [*ends, len(steps)], strict=True):
-        if start < end:
-            yield known[start:end]
+    part: list[Row] = []
+    last = -math.inf
+    for row in rows:
+        step = number(row, "step")
+        if not math.isfinite(step):
+            continue
+        if part and (step <= last or len(part) == NUM_TOGETHER):
+            yield part
+            part = []
+        part.append(row)
+        last = step
+    if part:
+        yield part
 
 
 def _column(rows: Sequence[Row], key: str) -> NDArray[np.float64]:
@@ -151,7 +160,7 @@ def _column(rows: Sequence[Row], key: str) -> NDArray[np.float64]:
     found = [row.get(key, math.nan) for row in rows]
     try:
         column = np.array(array("d", found))  # type: ignore[arg-type]  # refuses all but numbers
-    except TypeError:
+    except (TypeError, OverflowError):
         column = np.array([number(row, key) for row in rows])
     column[np.isinf(column)] = np.nan
     return column

@@ -31,7 +31,7 @@ from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
-from peralta_zmq.observe.dashboard.table import Table, picked
+from peralta_zmq.observe.dashboard.table import MAX_COLUMNS, Table, picked
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal
 
@@ -102,23 +102,34 @@ def test_what_no_row_says_is_derived() -> None:
 def test_rows_are_the_same_columns_however_they_come() -> None:
     rows = [
         {"step": 1, "a": 1}, {"step": 2, "b": True, "a": None}, {"step": None, "a": 7},
-        {"step": 3, "a": math.inf, "c": math.nan, "step_time": 0.0}, {"step": 4, "a": "4"},
-        {"step": 3, "dropped/x": 2}, {"a": 8}, {"step": 4, "dropped/y": 1, "b": [5]},
+        {"step": 3, "a": math.inf, "c": math.nan}, {"step": 4, "a": "4"}, {"step": 5, "a": 10**400},
+        {"step": 7, "a": 9}, {"a": 8}, {"step": 6, "dropped/x": 2, "b": [5]},
+        {"step": 8, "dropped/y": 1, "step_time": 0.0},
     ]  # fmt: skip
     whole, single = Table(), Table()
     whole.extend(rows)
     for each in rows:
         single.extend([each])
-    assert whole.rewinds == single.rewinds == 1
     nan = math.nan
     for table in (whole, single):
-        assert list(table.steps) == [1, 2, 3, 4]
-        asked = ("a", "b", "c", "dropped", "reload/max")
-        found = {key: table.values(key).tolist() for key in asked}
-        assert str(found) == str({"a": [1.0, nan, nan, nan], "b": [nan, 1.0, nan, nan],
-                                  "c": 4 * [nan], "dropped": [0.0, 0.0, 2.0, 1.0],
-                                  "reload/max": 4 * [nan]})  # fmt: skip
+        assert (list(table.steps), table.rewinds) == ([1, 2, 3, 4, 5, 6, 8], 1)
+        found = {key: table.values(key).tolist() for key in ("a", "b", "dropped", "rollouts_per_s")}
+        assert str(found) == str({
+            "a": [1.0, *6 * [nan]], "b": [nan, 1.0, *5 * [nan]],
+            "dropped": [*5 * [0.0], 2.0, 1.0], "rollouts_per_s": 7 * [nan],
+        })  # fmt: skip
+        assert not {"c", "reload/max", "rollouts_per_s"} & table.columns.keys()
     assert whole.columns.keys() == single.columns.keys()
+
+
+def test_a_table_has_room_for_what_is_derived_and_for_so_many_columns() -> None:
+    rows = [{**row(step), **dict.fromkeys((f"gen/{step}/{name}" for name in "abcdefgh"), 1)}
+            for step in range(1, MAX_COLUMNS // 8)]  # fmt: skip
+    table = Table()
+    table.extend(rows)
+    assert len(table.columns) == MAX_COLUMNS
+    assert {"time/rest", "dropped", "reward/low", "rollouts_per_s"} <= table.columns.keys()
+    assert table.values("dropped").tolist() == [3] * len(rows)
 
 
 def test_of_many_points_every_extreme_and_every_gap_is_kept() -> None:
