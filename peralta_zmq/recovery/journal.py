@@ -15,13 +15,12 @@ import re
 import shlex
 import struct
 import time
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 from peralta_zmq import durable
-from peralta_zmq.durable import STEP_NAME
+from peralta_zmq.durable import STEP_NAME, crc32
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 
@@ -211,7 +210,7 @@ def file_of(folder: Path, step: int) -> Path:
 
 def _encoded(record: Record) -> bytes:
     kind, content = record
-    return HEADER.pack(len(content), zlib.crc32(content, kind), kind) + content
+    return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
 def _decoded(content: bytes) -> tuple[list[Record], int]:
@@ -233,7 +232,7 @@ def _record_at(content: bytes, start: int) -> Record | None:
     if not size or end > len(content):
         return None
     body = content[start + HEADER.size : end]
-    return Record(kind, body) if zlib.crc32(body, kind) == checksum else None
+    return Record(kind, body) if crc32(body, kind) == checksum else None
 
 
 def _has_record(content: bytes, start: int) -> bool:

@@ -14,7 +14,6 @@ Knows arrays; knows nothing of files or versions.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -23,6 +22,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
+from peralta_zmq.durable import crc32
 from peralta_zmq.stores.tensors import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # a name of no bytes ends the file
@@ -62,7 +62,7 @@ def encode(
         checksum = 0
         for start in range(0, len(new), CHUNK):
             piece = new[start : start + CHUNK]
-            checksum = zlib.crc32(memoryview(cast(Any, piece)), checksum)
+            checksum = crc32(memoryview(cast(Any, piece)), checksum)
             yield _encode_piece(old[start : start + CHUNK], piece, compressor)
         checksums[name] = checksum
         yield struct.pack("<I", checksum)
@@ -88,7 +88,7 @@ def apply(read: Read, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         for start in range(0, len(flat), CHUNK):
             piece = flat[start : start + CHUNK]
             _apply_piece(read, piece, decompressor)
-            checksum = zlib.crc32(memoryview(cast(Any, piece)), checksum)
+            checksum = crc32(memoryview(cast(Any, piece)), checksum)
         checksums[name] = checksum
         _require(struct.unpack("<I", read(4))[0] == checksum, f"{name} comes from another base")
     _require(not left, f"the delta lacks {next(iter(left), '')}")

@@ -12,13 +12,14 @@ import math
 import mmap
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+
+from peralta_zmq.durable import crc32
 
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
@@ -70,7 +71,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The crc32 of each tensor's bytes."""
-    return {name: zlib.crc32(raw(tensors[name])) for name in tensors}
+    return {name: crc32(raw(tensors[name])) for name in tensors}
 
 
 def file_size(specs: Mapping[str, Spec]) -> int:
@@ -104,7 +105,7 @@ def file_of(
         checksums[name] = 0
         for start in range(0, len(view), CHUNK):
             piece = view[start : start + CHUNK]
-            checksums[name] = zlib.crc32(piece, checksums[name])
+            checksums[name] = crc32(piece, checksums[name])
             yield piece
 
 

@@ -21,7 +21,6 @@ is not sent at all. Knows the rules of a sound group; knows nothing of sockets.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +33,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from peralta_zmq.durable import crc32
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import strict
@@ -124,7 +124,7 @@ def _frame_of(group: RolloutGroup) -> bytes:
     }
     frame = cast(bytes, msgpack.packb(fields))[:-4]
     _check_size(group, columns, fields, len(frame) + 4)
-    return frame + pack("<I", zlib.crc32(frame))
+    return frame + pack("<I", crc32(frame))
 
 
 def _columns_of(rollouts: Sequence[Rollout]) -> _Columns:
@@ -257,7 +257,7 @@ def _opened(
         raise ValueError(f"version {version} is not {VERSION}")
     values = FIELDS.of(said)
     _, generator, boot, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
-    if zlib.crc32(frame) != SEALED or values[-1] != frame[-4:]:
+    if crc32(frame) != SEALED or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
     _check_envelope(generator, boot, sequence, step, floor, draw, evaluates)
     return values[:8], (floor, draw, evaluates), values[11:-2]
