@@ -89,7 +89,7 @@ def test_greedy_generators_of_a_frozen_trainer_keep_to_their_pace_and_their_memo
     until(lambda: field.step >= 3 and all(map(num_made, generators)), trainer, *generators)
     trainer.signal(signal.SIGSTOP)
     made, memory = (list(map(count, generators)) for count in (num_made, resident))
-    assert not ended_within(generators[0], 12)
+    assert not ended_within(generators[0], 8)
     under_way = [num_made(each) - count for each, count in zip(generators, made, strict=True)]
     grown = [resident(each) - size for each, size in zip(generators, memory, strict=True)]
     # A step takes less than one of each; one more goes to a trainer that waited at last.

@@ -1,4 +1,7 @@
-"""Half a minute of the long run: row 32 of the fault table."""
+"""Half a minute of the long run: row 32 of the fault table.
+
+make test-slow ARGS=tests/chaos/test_soak.py
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from field import REPO, processes_that_name
 from peralta_zmq.operate.soak_report import BEGIN, END
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_half_a_minute_of_random_faults_keeps_all_promises_and_writes_its_report(
     tmp_path: Path,
