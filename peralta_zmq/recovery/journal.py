@@ -19,8 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
+from isal.isal_zlib import crc32
+
 from peralta_zmq import durable
-from peralta_zmq.durable import STEP_NAME, crc32
+from peralta_zmq.durable import STEP_NAME
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 import zstandard
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from peralta_zmq.durable import crc32
 from peralta_zmq.stores.tensors import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # a name of no bytes ends the file

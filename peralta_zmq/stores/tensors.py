@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-
-from peralta_zmq.durable import crc32
+from isal.isal_zlib import crc32
 
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,

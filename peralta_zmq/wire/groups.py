@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, cast, overload
 
 import msgpack
 import numpy as np
+from isal.isal_zlib import crc32  # zlib's numbers; of 24 KiB in 0.5 us instead of 6
 from numpy.typing import NDArray
 
-from peralta_zmq.durable import crc32
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import strict
