@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +160,7 @@ def _column(rows: Sequence[Row], key: str) -> NDArray[np.float64]:
     """float64 [rows], NaN for what is missing, infinite or no number."""
     found = [row.get(key, math.nan) for row in rows]
     try:
-        column = np.array(array("d", found))  # type: ignore[arg-type]  # refuses all but numbers
+        column = np.array(array("d", cast("list[float]", found)))  # refuses all but numbers
     except (TypeError, OverflowError):
         column = np.array([number(row, key) for row in rows])
     column[np.isinf(column)] = np.nan
