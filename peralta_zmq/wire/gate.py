@@ -50,7 +50,8 @@ class Gate:
         self._names: dict[bytes, str] | None = known_generators(folder)  # None: we cannot tell
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        self._door = zmq.Context.instance().socket(zmq.REP)  # the thread's, once it runs
+        # The thread's, once it runs. A REP would have to answer before it hears the next.
+        self._door = zmq.Context.instance().socket(zmq.ROUTER)
         self._door.setsockopt(zmq.LINGER, 0)
         try:
             self._door.bind(ENDPOINT)
@@ -84,11 +85,17 @@ class Gate:
         with self._door as door:
             while not self._closed.is_set():
                 if door.poll(int(LOOK_SECONDS * 1000)):
-                    door.send_multipart(self._answer(door.recv_multipart()))
+                    who, nothing, *request = door.recv_multipart()
+                    if answer := self._answer(request):
+                        door.send_multipart([who, nothing, *answer])
             door.unbind(ENDPOINT)  # closing alone frees the name later
 
-    def _answer(self, request: list[bytes]) -> list[bytes]:
-        """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials."""
+    def _answer(self, request: list[bytes]) -> list[bytes] | None:
+        """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials.
+
+        Returns: None, when we cannot tell: libzmq hangs up RETRY_SECONDS later, and the client
+        tries again. (A 300 that comes quickly makes it hang up at once, as on a wrong key.)
+        """
         version, number, domain, address, _, mechanism, *credentials = request
         names, name = self._known(), None
         if names and (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
@@ -96,8 +103,8 @@ class Gate:
         if name is not None:
             return [version, number, b"200", b"welcome", name.encode(), b""]
         self.refused += 1
-        if names is None:  # no reason is given, so that the client tries again
-            return [version, number, b"300", b"nobody is let in", b"", b""]
+        if names is None:
+            return None
         self._strangers += 1
         logger.log(
             logging.WARNING if self._strangers == 1 else logging.DEBUG,
@@ -182,10 +189,10 @@ class Turnstile:
         """One that is killed or frozen is waited for; one whose key we do not have greets us, and
         hangs up every time.
         """
+        now = time.monotonic()  # those that fail while it greets us count the next time
         if self._keys is None or not greets(self._address):
             self._failures = 0
             return None
-        now = time.monotonic()
         if not self._failures:
             failures, self._first_failure = 1, now  # nobody knows when those before it were
         self._failures += failures

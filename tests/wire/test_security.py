@@ -292,12 +292,14 @@ def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
     turnstile = stack.enter_context(closing(gates.Turnstile(client, receiver.address, ann)))
     client.connect(receiver.address)
+    began, tries = monotonic(), gates.PATIENCE_TRIES + 2
 
     def knocks_again() -> bool:
         turnstile.check()
-        return gate.refused > gates.PATIENCE_TRIES + 1
+        return gate.refused >= tries
 
     eventually(knocks_again)
+    assert monotonic() - began > (tries - 1) * gates.RETRY_SECONDS  # none was sent away at once
     away.rename(folder)
     client.send(numbered(5))
     assert received(receiver).generator_id == "ann"
