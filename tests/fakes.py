@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,3 +141,9 @@ def tiny_learner(model: Any, **options: Any) -> Any:
 def constant(rate: float) -> Callable[[int], float]:
     """A schedule that never changes."""
     return lambda step: rate
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """What a process has in memory."""
+    pages = Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

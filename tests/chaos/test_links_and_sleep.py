@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fakes import resident_bytes
 from field import Field, Program, ended_within, until
 
 from peralta_zmq.operate.history import LOADED
@@ -88,10 +89,12 @@ def test_greedy_generators_of_a_frozen_trainer_keep_to_their_pace_and_their_memo
     generators = [field.generator(f"g{number}", *pace) for number in range(5)]
     until(lambda: field.step >= 3 and all(map(num_made, generators)), trainer, *generators)
     trainer.signal(signal.SIGSTOP)
-    made, memory = (list(map(count, generators)) for count in (num_made, resident))
+    made = list(map(num_made, generators))
+    memory = [resident_bytes(each.process.pid) for each in generators]
     assert not ended_within(generators[0], 8)
     under_way = [num_made(each) - count for each, count in zip(generators, made, strict=True)]
-    grown = [resident(each) - size for each, size in zip(generators, memory, strict=True)]
+    grown = [resident_bytes(each.process.pid) - size
+             for each, size in zip(generators, memory, strict=True)]  # fmt: skip
     # A step takes less than one of each; one more goes to a trainer that waited at last.
     assert max(under_way) <= (level + 1) + 1, under_way
     assert max(grown) < 16 << 20, grown
@@ -102,12 +105,6 @@ def test_greedy_generators_of_a_frozen_trainer_keep_to_their_pace_and_their_memo
 def num_made(generator: Program) -> int:
     """Groups so far, by its log."""
     return generator.printed.count("made group=")
-
-
-def resident(program: Program) -> int:
-    """Bytes of it in memory."""
-    pages = Path(f"/proc/{program.process.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @chaos

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import TINY, tiny_model
+from fakes import TINY, resident_bytes, tiny_model
 
 from peralta_zmq import policy
 from peralta_zmq.engines.hf import HfEngine
@@ -643,8 +643,3 @@ def alive(kind: type) -> int:
     """Objects of it that somebody holds."""
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096
