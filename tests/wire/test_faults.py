@@ -164,7 +164,7 @@ def test_stalled_trainer_disconnects_nobody_and_loses_nothing(
     assert [each.sequence for each in drained(receiver)] == list(range(sent))
 
 
-def test_trainer_restarted_twenty_times_is_usually_reached_again_within_a_second(
+def test_trainer_restarted_twenty_times_is_reached_again_within_a_second(
     stack: ExitStack,
 ) -> None:
     receiver = receiver_at()
@@ -183,7 +183,7 @@ def test_trainer_restarted_twenty_times_is_usually_reached_again_within_a_second
         seconds.append(monotonic() - bound)
         drained(receiver, quiet=0.05)
     receiver.close()
-    assert sorted(seconds)[10] < 1.0  # the usual one; a machine may stand still for once
+    assert sorted(seconds)[-2] < 1.0  # a machine may stand still for once
 
 
 def test_second_trainer_on_the_port_is_told_who_holds_it_and_the_first_goes_on(
