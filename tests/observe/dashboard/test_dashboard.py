@@ -65,6 +65,15 @@ def test_a_row_is_read_once_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> N
     assert tail.read() == ([{"step": 3}], False)
 
 
+@pytest.mark.parametrize(
+    "bad", ['{"a": [1\n2]}', '{"step": 7}, {"step": 8}', "", "[3]", '{"step": "\\', "[" * 100_000]
+)
+def test_a_line_that_is_no_row_is_passed_over_alone(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n' + bad + '\n{"step": 2}\n')
+    assert Tail(path).read() == ([{"step": 1}, {"step": 2}], False)
+
+
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
