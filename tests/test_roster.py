@@ -20,7 +20,7 @@ from peralta_zmq import wire
 from peralta_zmq.observe.books import Books
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.trainer import roster as rosters
-from peralta_zmq.trainer.roster import SILENCE_SECONDS, Roster
+from peralta_zmq.trainer.roster import Roster
 
 pytestmark = pytest.mark.timeout(20)
 SAID = wire.Counters(
@@ -91,8 +91,13 @@ def test_its_step_is_the_newest_that_a_report_or_a_group_tells(
     assert roster.fares({"gen/ann/step": of_groups})["gen/ann/step"] == told
 
 
-def test_one_unheard_for_long_has_left_and_is_told_once(roster: Roster, tmp_path: Path) -> None:
-    roster.excuse(-SILENCE_SECONDS)
+def test_one_unheard_for_long_has_left_and_is_told_once(
+    roster: Roster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
+    time.sleep(0.2)
+    assert len(roster.live()) == 1  # we did not listen: that is no silence of theirs
+    roster.hear(step=2)
     assert roster.live() == roster.live() == []
     rows = read_rows(tmp_path / EVENTS)
     assert [row["event"] for row in rows] == ["join", "leave"]

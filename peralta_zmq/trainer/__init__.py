@@ -163,7 +163,6 @@ class Trainer:
         row = self._learn(groups)
         failpoint("trainer.stepped")
         self._doubts.judge(step=self._learner.step)
-        self._roster.excuse(time.monotonic() - collected)
         publishing = self._publish()
         row |= {
             "queue/depth": depth,
@@ -182,7 +181,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Save; then close the run, or say how to resume it."""
-        started, step = time.monotonic(), self._learner.step
+        step = self._learner.step
         self._intake.commit()
         self._save()
         complete = step >= self._config.train.max_steps
@@ -197,7 +196,6 @@ class Trainer:
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
             self._books.draw()
             return
-        self._roster.excuse(time.monotonic() - started)
         self._roster.hear_last(step=step)
         self._books.end("complete", step=step)
         self._books.close_run(

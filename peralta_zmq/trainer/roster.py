@@ -14,7 +14,7 @@ from peralta_zmq.observe.hello import hello_text
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
-LAST_SECONDS = 1.0  # for their last reports
+LAST_SECONDS = 2.0  # for their last reports
 MAX_LIVE = 4096  # generators spoken to
 MAX_STARTS = 64  # of one name; of a name that starts again and again the newest
 MAX_LAST = 1 << 16  # last reports kept
@@ -31,6 +31,7 @@ class Roster:
         self.wants_keyframe = False
         self._counters, self._books, self._hello = counters, books, hello
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
+        self._listened = time.monotonic()  # when we did last: who computes hears nobody
         self._greeted: set[str] = set()  # of those, who has said hello
         self._last = dict(books.last_reports)  # sender that makes no more -> groups it has made
 
@@ -40,8 +41,10 @@ class Roster:
         Waits for so many seconds at most until there is a report.
         """
         came = self._counters.receive(timeout=timeout)
+        self._listened = time.monotonic()
         if not came:
             return
+        self._heard |= dict.fromkeys(came.keys() & self._heard.keys(), self._listened)
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)
@@ -55,8 +58,9 @@ class Roster:
     def hear_last(self, *, step: int) -> None:
         """Wait a moment for the last report of each, which they send when they hear the end."""
         deadline = time.monotonic() + LAST_SECONDS
+        self.live()  # who was gone before is not waited for; who ends now does not leave
         self.hear(step=step)
-        while set(self.live()) - self.last_reports().keys():
+        while self._heard.keys() - self._last.keys():
             left = deadline - time.monotonic()
             if left <= 0.0:
                 return
@@ -105,13 +109,9 @@ class Roster:
             name, _, boot = sender.rpartition("/")
             self._books.event("last_report", generator=name, boot=boot, made=made)
 
-    def excuse(self, seconds: float) -> None:
-        """We heard nobody while we computed for so long: that is no silence of theirs."""
-        self._heard = {sender: at + seconds for sender, at in self._heard.items()}
-
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
-        """Senders heard in the last so many seconds."""
-        now = time.monotonic()
+        """Senders heard in the last so many seconds before we listened last."""
+        now = self._listened
         for sender in [each for each, at in self._heard.items() if now - at >= SILENCE_SECONDS]:
             self._leave(sender)
         return [sender for sender, at in self._heard.items() if now - at < within]
