@@ -11,7 +11,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire import strict
-from peralta_zmq.wire.gate import Gate, show_keys
+from peralta_zmq.wire.gate import Gate, Turnstile
 from peralta_zmq.wire.groups import InvalidGroupError, decode_group
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, wait_at_most
@@ -32,23 +32,27 @@ class RolloutSender:
     ) -> None:
         self._timeout = -1.0  # seconds, as the socket has it: it waits without end
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
-        show_keys(self._socket, keys)
+        self._turnstile = Turnstile(self._socket, address, keys)
         self._socket.connect(address)
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
         """Queue one encoded group within `timeout` seconds, or return False; at 0 it may not have
-        been seen yet that there is room. A `Listener` knows whether the trainer turned us away.
+        been seen yet that there is room.
+
+        Raises WireError when the trainer turned us away: libzmq does not try again after that.
         """
         failpoint("wire.send")
         self._timeout = wait_at_most(self._socket, zmq.SNDTIMEO, timeout, self._timeout)
         try:
             self._socket.send(frame)
         except zmq.Again:
+            self._turnstile.check()
             return False
         return True
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Close, giving queued groups up to `linger_seconds` to leave."""
+        self._turnstile.close()
         self._socket.close(linger=int(linger_seconds * 1000))
 
 

@@ -256,6 +256,15 @@ def test_key_that_is_removed_is_not_let_in_again(
     assert "does not know the key" in reason_of(receiver.address, stack, ann)
 
 
+def test_sender_that_is_turned_away_says_why_instead_of_waiting(
+    folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
+) -> None:
+    sender = sender_to(receiver.address, stack, keys=stranger(folder))
+    with pytest.raises(WireError, match="does not know the key of ann"):
+        for _ in until(IN_TIME):
+            sender.send(numbered(5), timeout=0.1)
+
+
 def test_folder_that_cannot_be_trusted_lets_nobody_in(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     gate: wire.Gate,
