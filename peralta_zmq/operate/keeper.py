@@ -31,6 +31,7 @@ HALF_COPIED = FOLDER / "copying"  # there while, and only while, the code is bei
 START_SECONDS = 20.0  # until a supervisor has its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save
 KILL_SECONDS = 10.0
+RESTART_SECONDS = 3.0  # at most, from the end of a supervisor to the next one
 LOOK_SECONDS = 0.2
 
 
@@ -186,6 +187,7 @@ def follow(names: Sequence[str], *, lines: int) -> int:
     for name in names:
         _file(name, "log").touch()
     places = {name: logs.near_end(_file(name, "log"), lines) for name in names}
+    seen = float("-inf")  # monotonic seconds, when one of them ran
     while True:
         alive, said = [name for name in names if supervisor_of(name)], False
         for name in names:
@@ -193,7 +195,9 @@ def follow(names: Sequence[str], *, lines: int) -> int:
             sys.stdout.writelines(f"{name} | {line}\n" for line in come)
             said = said or bool(come)
         sys.stdout.flush()
-        if not alive and not said:
+        if alive:
+            seen = time.monotonic()
+        elif not said and time.monotonic() - seen > RESTART_SECONDS:
             return 0
         if _reader_left(LOOK_SECONDS):
             return 0
