@@ -233,7 +233,8 @@ class Follower:
 
     def _stage(self, target: Version) -> None:
         """Bring the copy to `target`, check it, and offer it."""
-        model = self._served.says("model") if self._served else None
+        served = self._served  # another thread may give it back
+        model = served.says("model") if served else None
         started = time.monotonic()
         count = self._copy.advance(
             self._store, target, model=model, before_change=self._wait_until_settled
@@ -271,10 +272,10 @@ class Follower:
     def _offer(self, version: Version, tensors: Mapping[str, torch.Tensor], count: int) -> None:
         visible = time.monotonic() - self._noticed[1]
         self._copy.shared = self._served is None  # a model may be made over the file itself
+        self.wants_keyframe, self._said = False, ""
         with self._changed:
             self._staged = Staged(version, tensors, self._copy.folder, count, visible)
             self._changed.notify_all()
-        self.wants_keyframe, self._said = False, ""
 
     def _serve_offline(self) -> None:
         """What an earlier process left, when there is no store to ask."""
