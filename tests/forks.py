@@ -6,7 +6,9 @@ import multiprocessing
 from collections.abc import Callable
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "safetensors.torch", "pytest", "peralta_zmq.trainer"])
+FORKS.set_forkserver_preload(
+    ["torch.distributed.tensor", "safetensors.torch", "pytest", "peralta_zmq.trainer"]
+)
 
 
 def exit_code(work: Callable[..., None], *args: object, within: float = 120.0) -> int:

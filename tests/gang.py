@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import FORKS
 
 from peralta_zmq.operate.link import free_ports
 
 DEADLINE = 50.0  # seconds
-CONTEXT = multiprocessing.get_context("forkserver")  # torch is imported once for all ranks
-CONTEXT.set_forkserver_preload(["gang", "torch.distributed.tensor", "peralta_zmq.trainer"])
 
 
 def start(
@@ -25,7 +24,7 @@ def start(
     """Start `job(*arguments)` on each rank; what it returns goes to `folder`."""
     port = free_ports()
     ranks = [
-        CONTEXT.Process(target=_work, args=(folder, rank, count, port, job, arguments), daemon=True)
+        FORKS.Process(target=_work, args=(folder, rank, count, port, job, arguments), daemon=True)
         for rank in range(count)
     ]
     for each in ranks:

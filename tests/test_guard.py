@@ -93,7 +93,7 @@ def test_a_call_that_returns_in_time_leaves_nothing_behind() -> None:
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_other_threads_are_called_without_an_alarm() -> None:

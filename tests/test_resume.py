@@ -281,17 +281,17 @@ class Continued:
         return trainer
 
     def train(self, trainer: Trainer, *, until: int) -> None:
-        """Recover, and take steps up to this one, which is published."""
+        """Recover, and take steps up to this one."""
         trainer.recover()
         self.feed(trainer, groups_for(trainer), until=until)
-        trainer._broadcast.wait(30)
 
     def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
-        """Send groups, and take steps up to this one."""
+        """Send groups, and take steps up to this one, each of which is published."""
         for group in groups:
             assert self._sender.send(wire.encode_group(group), timeout=5)
         while trainer._learner.step < until:
             trainer.advance()
+            trainer._broadcast.wait(30)  # of versions that wait the newest alone comes out
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from peralta_zmq import tasks
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import check_tokens, open_environments
 from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
+from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import Message, Problem
 from peralta_zmq.tasks import calculator
 from peralta_zmq.tasks.remote import Remote
@@ -126,9 +127,7 @@ def test_a_verifier_that_comes_back_is_waited_for_and_no_answer_is_paid_wrongly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kill and restart the program in the middle of a loop that asks all the time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_ports()
     command = [sys.executable, str(REPO / "bin/verifier"), "--verifier.port", str(port)]
     caplog.set_level("INFO")
 

@@ -150,9 +150,10 @@ def test_ten_thousand_steps_are_drawn_within_a_second(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=10_000)
-    took = []
-    for _ in range(3):  # servers that have read nothing yet; what else runs here only adds
-        url = serve(folder).url
+    took: list[float] = []
+    while len(took) < 6 and min(took, default=math.inf) >= 1000:  # what else runs only adds
+        served = serve(folder)  # that has read nothing yet
+        url = served.url
         seen = tab("about:blank")
         seen.origin = url
         seen.page.goto(url, wait_until="commit")
@@ -165,6 +166,8 @@ def test_ten_thousand_steps_are_drawn_within_a_second(
         }""")
         )  # milliseconds since the navigation began
         assert int(seen.chart("reward", "data-points")) < 2000
+        seen.page.goto("about:blank")
+        served.kill()
     print("10,000 steps are drawn", *(f"{each:.0f}" for each in took), "ms after the navigation")
     assert min(took) < 1000
 

@@ -23,7 +23,7 @@ from hosts import REPO, SMALL, Sshd, hosts_file, lan, make_machine, needs_sshd, 
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.operate.link import free_ports
 
-pytestmark = [pytest.mark.lan, pytest.mark.timeout(200), needs_sshd]
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(400), needs_sshd]
 TRAINER_ADDRESS = "127.0.0.2"  # any but 127.0.0.1, which would be everybody's own
 
 
@@ -91,10 +91,16 @@ def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> 
 
 
 def worker_pid(folder: Path, door: str) -> int:
-    """The worker itself, not its supervisor, guard or viewer."""
-    (pid,) = [pid for pid, words in processes_in(folder).items()
-              if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
-    return pid
+    """The worker itself, not its supervisor, guard or viewer; once it is the only one there."""
+    found: list[int] = []
+
+    def is_alone() -> bool:
+        found[:] = [pid for pid, words in processes_in(folder).items()
+                    if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
+        return len(found) == 1
+
+    until(is_alone, f"{door}: {found}", 20)
+    return found[0]
 
 
 def refuses_other_settings(home: Home) -> None:
@@ -125,7 +131,8 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         until(lambda: home.step > step, f"no step after {step}")
 
     try:
-        until(lambda: seen(r"^alpha-trainer \| step=3/") or viewer.poll() is not None, "no step")
+        there = r"^alpha-trainer \| step=3/"
+        until(lambda: seen(there) or viewer.poll() is not None, "no step", seconds=150)
         assert viewer.poll() is None, screen.read_text()
         assert seen(r"^beta-0 \| .*loaded version="), screen.read_text()
 

@@ -165,7 +165,7 @@ def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) ->
         if lives.said.count("up\n") > len(killed()) and len(killed()) < 6:
             assert crew.strike("generator-0")
             assert not crew.strike("generator-0"), "it is dead already"
-        if lives.said.count("up\n") == 7:
+        if lives.said.count("up\n") == 7 and len(record.rows) == 12:
             crew.strike("trainer")
 
     def killed() -> list[object]:
@@ -211,11 +211,12 @@ def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> Non
         elif recalled[1:] == ["soon"] and crew.recall("generator-0"):
             recalled.append("now")
 
-    third = (
-        "lives = open('lives', 'a+'); lives.write('x'); lives.seek(0)\n"
+    again = (
+        "on(signal.SIGTERM, 'left', 0)\n"
+        "lives = open('lives', 'a+'); lives.write('x'); lives.seek(0); say('up')\n"
         "if len(lives.read()) == 3: tell('go')\n"
+        "stay()"
     )
-    again = f"on(signal.SIGTERM, 'left', 0)\n{third}say('up'); stay()"
     workers = [worker("trainer", "wait('go')"), worker("generator-0", again)]
     assert supervise(workers, record=record, look=look) == 0
     assert recalled == ["struck", "soon", "now"]

@@ -91,7 +91,7 @@ def test_file_of_the_other_side_is_seen_by_event_and_by_looking(tmp_path: Path) 
 
 def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     def late() -> tuple[str, str]:
-        threading.Timer(0.3, (tmp_path / "doctor-1").touch).start()
+        threading.Timer(0.5, (tmp_path / "doctor-1").touch).start()
         return "doctor-1", ""
 
     found = weights.check_visible(tmp_path, late, poll_seconds=0.1)
