@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from fakes import group_of, tiny_model
+from sockets import ANYWHERE, eventually
 
 from peralta_zmq import durable, generator, policy, wire
 from peralta_zmq.config import Config, load_config
@@ -313,6 +314,28 @@ def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
     worker._under_way = 0
     worker._refresh(engine)
     assert engine.step == 2
+
+
+def test_a_group_that_takes_long_is_no_silence(
+    store: WeightStore, follower: Follower, line: Line, stack: ExitStack
+) -> None:
+    first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
+    trainer = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id="run")))
+    counters = stack.enter_context(closing(wire.CounterSender(trainer.address)))
+    worker = generator_of(follower, replace(line, counters=counters), first)
+    eventually(lambda: worker._between_steps(engine) or trainer.receive(timeout=0.05))
+
+
+def test_a_trainer_that_does_not_speak_of_us_has_taken_what_it_had_taken(
+    store: WeightStore, follower: Follower, line: Line
+) -> None:
+    worker = generator_of(follower, line, published(store, 1, 1.0))
+    silent = wire.Announcement("run", boot=b"trainer!", recv={}, durable={}, seen={})
+    assert worker._taken(None) == worker._taken(silent) == 0
+    assert worker._taken(replace(silent, taken={worker._outbox.sender: 6})) == 7
+    assert worker._taken(silent) == worker._taken(None) == 7
+    worker._begin(worker._version, b"newstart")
+    assert worker._taken(silent) == 0
 
 
 def test_weights_that_do_not_compute_are_given_up_for_the_version_before(

@@ -132,6 +132,7 @@ class Generator:
         self._serve(version)
         self._sequence = 0  # of the next group
         self._under_way = 0  # groups in the engine
+        self._known_taken = 0  # of our groups, as the trainer said last
         self._todo: Iterator[tuple[int, int]] | None = None  # draws and positions, once begun
         self._evaluated = -1  # the newest evaluation that we have done our part of
         factor = config.curriculum.oversampling_factor
@@ -155,7 +156,7 @@ class Generator:
                 engine, tokenizer, self._turns(engine, draws, environments.problems),
                 num_generations=self._config.sampling.num_generations,
                 sampling=self._sampling(engine.step),
-                between_steps=lambda: self._refresh(engine),
+                between_steps=lambda: self._between_steps(engine),
             )  # fmt: skip
             try:
                 for problem, completions in answers:
@@ -200,6 +201,7 @@ class Generator:
             engine, tokenizer, self._examples(step, held_out.problems),
             num_generations=config.eval.rollouts_per_example,
             sampling=parts.eval_sampling_of(config, seed=self._seed(f"evaluation {step}")),
+            between_steps=self._report_when_due,
         )  # fmt: skip
         with closing(held_out):
             for problem, completions in answers:
@@ -328,13 +330,16 @@ class Generator:
         )
 
     def _taken(self, heard: wire.Announcement | None) -> int:
-        """How many of our groups are in steps that have begun, or dropped."""
-        return heard.taken.get(self._outbox.sender, -1) + 1 if heard else 0
+        """How many of our groups are in steps that have begun, or dropped; as we heard it last,
+        where a trainer that has not heard of us for long does not say.
+        """
+        if heard and self._outbox.sender in heard.taken:
+            self._known_taken = heard.taken[self._outbox.sender] + 1
+        return self._known_taken
 
     def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
         """The newest announcement of the run whose weights we serve; reports in return."""
-        if self._line.counters.due:
-            self._report()
+        self._report_when_due()
         heard = self._line.listener.listen(timeout=timeout)
         self._say_silence()
         if heard is not None:
@@ -374,6 +379,15 @@ class Generator:
                 if version.number > before.number:  # else it was given back
                     self._evaluated = -1
                 raise LeftBehindError(f"at step {version.step} of another line; groups under way")
+
+    def _between_steps(self, engine: registry.Engine) -> None:
+        """New weights at once, and a word to the trainer however long a group takes."""
+        self._refresh(engine)
+        self._report_when_due()
+
+    def _report_when_due(self) -> None:
+        if self._line.counters.due:
+            self._report()
 
     def _report(self, *, last: bool = False) -> None:
         """Tell the trainer how we fare."""

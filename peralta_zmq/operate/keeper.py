@@ -31,7 +31,8 @@ HALF_COPIED = FOLDER / "copying"  # there while, and only while, the code is bei
 START_SECONDS = 20.0  # until a supervisor has its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save
 KILL_SECONDS = 10.0
-RESTART_SECONDS = 3.0  # at most, from the end of a supervisor to the next one
+STOPPED_SECONDS = 1.0  # from the end of a supervisor to the note that it was asked for
+RESTART_SECONDS = 10.0  # from the end of a supervisor to the next one, also by systemd
 LOOK_SECONDS = 0.2
 
 
@@ -197,10 +198,17 @@ def follow(names: Sequence[str], *, lines: int) -> int:
         sys.stdout.flush()
         if alive:
             seen = time.monotonic()
-        elif not said and time.monotonic() - seen > RESTART_SECONDS:
+        elif not said and time.monotonic() - seen > _patience(names):
             return 0
         if _reader_left(LOOK_SECONDS):
             return 0
+
+
+def _patience(names: Sequence[str]) -> float:
+    """Seconds until workers that do not run will not be started again, as it seems."""
+    lives = [_life(name) for name in names]
+    have_ended = all(life and life.code is not None and not life.stopped for life in lives)
+    return STOPPED_SECONDS if have_ended else RESTART_SECONDS
 
 
 def supervisor_of(name: str) -> int | None:

@@ -41,10 +41,12 @@ class Roster:
         Waits for so many seconds at most until there is a report.
         """
         came = self._counters.receive(timeout=timeout)
-        self._listened = time.monotonic()
-        if not came:
-            return
-        self._heard |= dict.fromkeys(came.keys() & self._heard.keys(), self._listened)
+        if came:
+            self._take_in(came, step=step)
+        if self._counters.is_empty:
+            self._listened = time.monotonic()
+
+    def _take_in(self, came: Mapping[str, wire.Counters], *, step: int) -> None:
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)

@@ -59,6 +59,7 @@ class CounterReceiver:
     def __init__(self, address: str, *, run_id: str, gate: Gate | None = None) -> None:
         self.latest: dict[str, Counters] = {}  # by Counters.sender, the latest heard last
         self.refused = 0  # reports
+        self.is_empty = True  # at the end of the last `receive`: nothing more had come
         self._run_id, self._guarded = run_id, gate is not None
         self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT)
@@ -76,10 +77,12 @@ class CounterReceiver:
         if timeout > 0.0:
             ready(self._socket, zmq.POLLIN, timeout)
         came: dict[str, Counters] = {}
+        self.is_empty = False
         for _ in range(MAX_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self.is_empty = True
                 break
             try:
                 counters = self._keep(frames)
