@@ -61,6 +61,18 @@ def write_folder(
     A file may be an iterable of buffers, and `about` a function called once all are written.
     Raises OSError, after removing what was begun; a failed fsync is never tried again.
     """
+    parent = os.open(final.parent, os.O_RDONLY)  # once it is out there may be no free descriptor
+    try:
+        manifest = _write_aside(final, files, about)
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    return manifest
+
+
+def _write_aside(
+    final: Path, files: Mapping[str, Content], about: About | Callable[[], About]
+) -> Manifest:
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{BOOT}")
     shutil.rmtree(temporary, ignore_errors=True)
     failpoint("durable.cleared")
@@ -81,7 +93,6 @@ def write_folder(
         _discard(temporary)
         raise
     failpoint("durable.renamed")
-    sync_folder(final.parent)
     return manifest
 
 

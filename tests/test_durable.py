@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,30 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
 def write_manifest(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text, "utf-8")
     (folder / "STABLE").write_text(hashlib.sha256(text.encode()).hexdigest(), "ascii")
+
+
+def test_a_folder_that_is_out_needs_no_further_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, soft_and_hard = os.rename, resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def rename_with_the_last_one(source: Path, target: Path) -> None:
+        rename(source, target)
+        few = max(map(int, os.listdir("/proc/self/fd"))) + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, soft_and_hard[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    monkeypatch.setattr(os, "rename", rename_with_the_last_one)
+    try:
+        durable.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft_and_hard)
+        for each in taken:
+            os.close(each)
+    assert read_whole(tmp_path / "step_000001") == FILES
 
 
 def test_what_is_written_is_read_back(finished: Path) -> None:
