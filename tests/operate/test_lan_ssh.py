@@ -99,7 +99,7 @@ def worker_pid(folder: Path, door: str) -> int:
                     if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
         return len(found) == 1
 
-    until(is_alone, f"{door}: {found}", 20)
+    until(is_alone, f"not one {door}", 20)
     return found[0]
 
 
