@@ -26,7 +26,7 @@ run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml; without on
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
 
 soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to docs/reliability.md
-	@$(BIN)/python -m peralta_zmq.operate.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	@$(BIN)/python -m tools.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 	  --document docs/reliability.md
 
 test: setup  ## Run the tests (under five minutes on two cores)
@@ -75,14 +75,14 @@ lint: setup  ## ruff and pyright
 	@$(BIN)/pyright
 
 data: setup  ## Rewrite the shipped data files from their seeds
-	@$(BIN)/python -m peralta_zmq.tasks.calculator_rows
-	@$(BIN)/python -m peralta_zmq.tasks.generated
+	@$(BIN)/python -m peralta_zmq.environments.calculator_problems
+	@$(BIN)/python -m tools.make_data
 
 docs: setup  ## Write docs/config.md anew from the settings
-	@$(BIN)/python -m peralta_zmq.config.document
+	@$(BIN)/python -m tools.config_reference
 
 base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
-	@$(BIN)/python -m peralta_zmq.base
+	@$(BIN)/python -m tools.base_model
 
 clean:  ## Remove the environment and every run
 	rm -rf .venv .venv-other runs

@@ -28,7 +28,7 @@ from benchmarks.peers.task import Task, written
 
 BATCH = 128  # rollouts, of those that say no other number
 GOAL, LAST = 0.9, 5  # the mean of so many steps
-BASE = REPO / "peralta_zmq" / "base_model"
+BASE = REPO / "peralta_zmq" / "models" / "embedded"
 PATIENCE = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
 QUICK_PATIENCE, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")

@@ -28,12 +28,12 @@ from transformers import GenerationConfig
 
 from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds, spread
 from benchmarks.limits import flops, reader
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears, products
+from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Int32Array, Request, Sampling
-from peralta_zmq.stores.tensors import MappedTensors, check_finite
-from peralta_zmq.tasks import calculator
+from peralta_zmq.weights.tensors import MappedTensors, check_finite
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
@@ -59,8 +59,8 @@ REQUIRED = {
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
-    policy.keep_memory()
-    policy.use_threads()
+    models.keep_memory()
+    models.use_threads()
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")
     setting.original(4)
@@ -99,12 +99,12 @@ class Setting:
     """The same weights three times: fp32 as the original has them, and twice in our dtype."""
 
     def __init__(self, shape: dict[str, Any], device: torch.device = CPU) -> None:
-        tokenizer = policy.load_tokenizer(policy.EMBEDDED)
-        self.device, (self.dtype, _) = device, policy.choose_dtype(device)
+        tokenizer = models.load_tokenizer(models.EMBEDDED)
+        self.device, (self.dtype, _) = device, models.choose_dtype(device)
         self.plain = without_end(shape).to(device)
         self.hf = copy.deepcopy(self.plain).to(self.dtype)
         own = copy.deepcopy(self.hf)
-        self.num_parameters = sum(each.numel() for each in policy.weights_of(own).values())
+        self.num_parameters = sum(each.numel() for each in models.weights_of(own).values())
         self.native = NativeEngine(own, tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW)
         self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned
 
@@ -114,7 +114,7 @@ class Setting:
         @torch.inference_mode()
         def work() -> None:
             sequences = generated(self.plain, 1, num_new)
-            policy.token_logprobs(self.plain, sequences, torch.ones_like(sequences))
+            models.token_logprobs(self.plain, sequences, torch.ones_like(sequences))
 
         return seconds(work)
 
@@ -182,7 +182,7 @@ class Setting:
         }  # fmt: skip
 
         def work() -> None:
-            for name, tensor in policy.weights_of(self.hf).items():
+            for name, tensor in models.weights_of(self.hf).items():
                 if name in matrices:
                     products.pack(staged[name])
                 else:
@@ -225,7 +225,7 @@ def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
 
 def without_end(shape: dict[str, Any]) -> Any:
     """A random model that never ends a completion."""
-    model = cast(Any, policy.new_model(shape, seed=0).eval())
+    model = cast(Any, models.new_model(shape, seed=0).eval())
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
 
@@ -381,7 +381,7 @@ def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
     """Newer weights between two decode steps, by turns with the copy alone and with the look at
     every number that was once taken there."""
     with TemporaryDirectory(prefix="bench-generation-") as folder:
-        save_file(policy.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
+        save_file(models.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
         staged = MappedTensors(file)
         check_finite(staged)  # as is done beside the sampling, which brings the pages here
         taken = interleaved(
@@ -406,10 +406,10 @@ def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
 
 def tiny(*, repeats: int, device: torch.device) -> Claim:
     """The embedded model on its own task, 24 groups of 8 through 32 slots."""
-    tokenizer = policy.load_tokenizer(policy.EMBEDDED)
-    dtype, _ = policy.choose_dtype(device)
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    dtype, _ = models.choose_dtype(device)
     asked = [
-        Request(index, np.array(policy.chat_prompt(tokenizer, problem.messages), np.int32))
+        Request(index, np.array(models.chat_prompt(tokenizer, problem.messages), np.int32))
         for index, problem in enumerate(
             problem
             for problem in islice(calculator.problems("train", 0), TINY_GROUPS)
@@ -418,7 +418,7 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
     ]
     rates: dict[str, Callable[[], float]] = {}
     for kind in (NativeEngine, HfEngine):
-        model = policy.load_model(policy.EMBEDDED, device=device, dtype=dtype)
+        model = models.load_model(models.EMBEDDED, device=device, dtype=dtype)
         rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), asked)
         rates[kind.__name__]()
     taken = interleaved(rates, repeats=repeats)

@@ -169,14 +169,14 @@ def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], li
 
 def _reached(device: str) -> tuple[Any, str]:
     """The device and the name of its card. Ends the program when it cannot be used."""
-    from peralta_zmq import policy
+    from peralta_zmq import models
     from peralta_zmq.errors import ConfigError
 
     try:
-        chosen = policy.choose_device(device)
+        chosen = models.choose_device(device)
     except ConfigError as error:
         raise SystemExit(f"bin/bench: {error}") from None
-    return chosen, policy.device_name(chosen)
+    return chosen, models.device_name(chosen)
 
 
 def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:

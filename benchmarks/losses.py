@@ -21,13 +21,13 @@ import torch
 
 from benchmarks.harness import progress_of
 from benchmarks.report import when, write_between
-from peralta_zmq import parts, policy
+from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines import ask
-from peralta_zmq.engines.evaluate import evaluate
+from peralta_zmq.engines.evaluation import evaluate
 from peralta_zmq.engines.native import open_engine
+from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
-from peralta_zmq.tasks import calculator
 
 NUM_STEPS, LAST = 40, 5
 BEGIN, END = "<!-- table: make compare-losses -->", "<!-- end of table -->"
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--document", type=Path, help="Markdown with the two marks of the table")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     arguments = parser.parse_args()
-    policy.use_threads()
+    models.use_threads()
     outcomes: list[Outcome] = []
     tell = progress_of(len(arguments.rows))
     for name in arguments.rows:
@@ -118,11 +118,11 @@ class Run:
 
     def __init__(self, config: Config) -> None:
         device, self._config = torch.device("cpu"), config
-        self._tokenizer = policy.load_tokenizer(policy.EMBEDDED)
-        self._model = policy.load_model(policy.EMBEDDED, device=device, dtype=torch.float32)
-        self._learner = parts.learner_of(config, self._model)
-        serving = policy.load_model(
-            policy.EMBEDDED, device=device, dtype=policy.choose_dtype(device)[0]
+        self._tokenizer = models.load_tokenizer(models.EMBEDDED)
+        self._model = models.load_model(models.EMBEDDED, device=device, dtype=torch.float32)
+        self._learner = build.learner_of(config, self._model)
+        serving = models.load_model(
+            models.EMBEDDED, device=device, dtype=models.choose_dtype(device)[0]
         )
         self._engine = open_engine(serving, self._tokenizer, slots=64, max_model_len=256)
         problems = list(calculator.problems("train", config.run.seed))
@@ -132,7 +132,7 @@ class Run:
     def sampled(self) -> list[RolloutGroup]:
         """The groups of one step, from the weights that the engine has."""
         config, step = self._config, self._engine.step
-        sampling = parts.sampling_of(config, seed=1000 * config.run.seed + step)
+        sampling = build.sampling_of(config, seed=1000 * config.run.seed + step)
         answers = ask(
             self._engine, self._tokenizer, islice(self._problems, config.groups_per_step),
             num_generations=config.sampling.num_generations, sampling=sampling,
@@ -159,14 +159,14 @@ class Run:
         problems = list(calculator.problems("eval", self._config.run.seed))
         answers = evaluate(
             self._engine, self._tokenizer, problems, calculator.reward,
-            sampling=parts.eval_sampling_of(self._config, seed=self._config.run.seed),
+            sampling=build.eval_sampling_of(self._config, seed=self._config.run.seed),
         )  # fmt: skip
         return fmean(each.reward for _, said in answers for each in said)
 
     def _serve(self) -> None:
         """Hand the engine the weights in its own number format."""
-        weights = policy.weights_of(self._model)
-        dtype = policy.choose_dtype(torch.device("cpu"))[0]
+        weights = models.weights_of(self._model)
+        dtype = models.choose_dtype(torch.device("cpu"))[0]
         self._engine.apply(
             {name: each.to(dtype) for name, each in weights.items()}, self._learner.step
         )

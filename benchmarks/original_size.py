@@ -28,12 +28,12 @@ import torch
 from benchmarks import generation, training
 from benchmarks.harness import REPO, Claim, progress_of, seconds
 from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
-from peralta_zmq import policy, wire
+from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.stores.copy import Copy
-from peralta_zmq.stores.directory import DirectoryStore, Version
-from peralta_zmq.stores.publisher import Publisher
-from peralta_zmq.stores.tensors import check_finite
+from peralta_zmq.weights.directory import DirectoryStore, Version
+from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.tensors import check_finite
 
 NUM_GROUPS = 12
 PARTS = ("generate", "score", "transfer", "train", "publish", "reload")
@@ -86,9 +86,9 @@ def ours_generate(shape: dict[str, Any]) -> Seconds:
 
 def engine_of(shape: dict[str, Any]) -> NativeEngine:
     """One that never ends a completion before its length."""
-    dtype, _ = policy.choose_dtype(torch.device("cpu"))
+    dtype, _ = models.choose_dtype(torch.device("cpu"))
     engine = NativeEngine(
-        generation.without_end(shape).to(dtype), policy.load_tokenizer(policy.EMBEDDED), slots=32,
+        generation.without_end(shape).to(dtype), models.load_tokenizer(models.EMBEDDED), slots=32,
         max_model_len=NUM_PROMPT + generation.NUM_NEW,
     )  # fmt: skip
     engine._end_ids = []  # pyright: ignore[reportPrivateUsage]
@@ -141,7 +141,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
 
 def published(publisher: Publisher, step: int, setting: Setting) -> tuple[Version, float]:
     """The version, and the seconds until others can read it."""
-    weights = policy.weights_of(setting.model)
+    weights = models.weights_of(setting.model)
 
     def publish() -> None:
         publisher.publish(step, weights)
@@ -163,7 +163,7 @@ def original_generate(shape: dict[str, Any]) -> Seconds:
             began = time.perf_counter()
             sequences = generation.generated(model, 1, max(LENGTHS))
             sampled = time.perf_counter()
-            policy.token_logprobs(model, sequences, torch.ones_like(sequences))
+            models.token_logprobs(model, sequences, torch.ones_like(sequences))
             sampling += sampled - began
             scoring += time.perf_counter() - sampled
     groups = [training.group(number, 1000) for number in range(NUM_GROUPS)]
@@ -179,7 +179,7 @@ def original_train(shape: dict[str, Any]) -> Seconds:
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         saving = seconds(lambda: setting.model.save_pretrained(folder))
         cpu = torch.device("cpu")
-        loading = seconds(lambda: policy.load_model(Path(folder), device=cpu, dtype=torch.float32))
+        loading = seconds(lambda: models.load_model(Path(folder), device=cpu, dtype=torch.float32))
     return {"train": step, "publish": saving, "reload": loading}
 
 
@@ -190,8 +190,8 @@ WORK: dict[str, Callable[[dict[str, Any]], Seconds]] = {
 
 def main(work: str, quick: bool) -> None:
     """Do one part and print its seconds."""
-    policy.use_threads()
-    policy.keep_memory()
+    models.use_threads()
+    models.keep_memory()
     taken = WORK[work](generation.QUICK_SHAPE if quick else generation.SHAPE)
     sys.stdout.write(json.dumps(taken) + "\n")
 

@@ -11,8 +11,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from peralta_zmq.stores.copy import Copy
-from peralta_zmq.stores.directory import DirectoryStore
+from peralta_zmq.weights.directory import DirectoryStore
+from peralta_zmq.weights.replica import Copy
 
 STATUS = Path("/proc/self/status")
 

@@ -31,16 +31,16 @@ from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.curriculum.pools import Pools
+from peralta_zmq.environments.difficulty_pools import Pools
 from peralta_zmq.learning.admission import staleness
-from peralta_zmq.observe.books import Books
-from peralta_zmq.recovery.journal import Journal
+from peralta_zmq.observe.run_log import Books
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.evaluations import Evaluations
-from peralta_zmq.trainer.intake import Intake
-from peralta_zmq.trainer.roster import Roster
-from peralta_zmq.trainer.speaker import Speaker
-from peralta_zmq.trainer.stop import Stop
+from peralta_zmq.trainer.collector import Intake
+from peralta_zmq.trainer.evaluation import Evaluations
+from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.journal import Journal
+from peralta_zmq.trainer.status import Speaker
+from peralta_zmq.trainer.stop_signal import Stop
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4

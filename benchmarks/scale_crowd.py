@@ -21,9 +21,9 @@ import zmq
 
 from benchmarks.wire import RUN, group_of
 from peralta_zmq import wire
-from peralta_zmq.generator.pace import Pace
+from peralta_zmq.generator.pacing import Pace
 from peralta_zmq.rollout import RolloutGroup, sender_of
-from peralta_zmq.wire.counting import REPORT_SECONDS
+from peralta_zmq.wire.generator_status_sockets import REPORT_SECONDS
 from peralta_zmq.wire.sockets import open_socket
 
 SIBLINGS, NUM_PROMPT, NUM_GENERATED = 8, 31, 12

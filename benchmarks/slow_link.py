@@ -15,24 +15,24 @@ import torch
 
 from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
-from peralta_zmq import policy
-from peralta_zmq.stores.copy import Copy
-from peralta_zmq.stores.directory import DirectoryStore
-from peralta_zmq.stores.http import Served
-from peralta_zmq.stores.publisher import Publisher
-from peralta_zmq.stores.serve import Server
-from peralta_zmq.stores.store import WeightStore
+from peralta_zmq import models
+from peralta_zmq.weights.directory import DirectoryStore
+from peralta_zmq.weights.http_backend import Served
+from peralta_zmq.weights.http_server import Server
+from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.store import WeightStore
 
 MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds there and back
 RATE, PATIENCE = 2e-6, 600.0  # of the optimizer; seconds, for the publisher
 
 
 def claims(
-    root: Path, stepper: Callable[[policy.Model], Callable[[float], None]], *, repeats: int
+    root: Path, stepper: Callable[[models.Model], Callable[[float], None]], *, repeats: int
 ) -> Iterator[Claim]:
     """Fetch the first version into so many new copies, then so many deltas into the last one."""
     cpu = torch.device("cpu")
-    model = policy.load_model(policy.EMBEDDED, device=cpu, dtype=torch.float32).train()
+    model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).train()
     step, whole, deltas, sizes = stepper(model), list[float](), list[float](), list[int]()
     with ExitStack() as stack:
         store = DirectoryStore(root / "served")
@@ -57,9 +57,9 @@ def claims(
     yield _claim("delta_over_slow_link", deltas, int(median(sizes)), peer=median(whole))
 
 
-def _published(publisher: Publisher, number: int, model: policy.Model) -> int:
+def _published(publisher: Publisher, number: int, model: models.Model) -> int:
     """Bytes of the version."""
-    publisher.publish(number, policy.weights_of(model))
+    publisher.publish(number, models.weights_of(model))
     assert publisher.wait(PATIENCE)
     (report,) = publisher.take_reports()
     assert report.version, report.reason

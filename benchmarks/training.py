@@ -24,13 +24,13 @@ from torch import Tensor
 
 from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds
 from benchmarks.limits import flops
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.batch import Batch, Piece, cut, make_batches
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
-from peralta_zmq.learning.step import take_step
-from peralta_zmq.policy.score import Scorer
+from peralta_zmq.learning.optimizer_step import take_step
+from peralta_zmq.learning.packing import Batch, Piece, cut, make_batches
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
 NUM_PROMPT, LENGTHS, NUM_GROUPS = 110, (12, 18, 26, 40), 4
@@ -52,8 +52,8 @@ REQUIRED = {
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     """Measure; the claims' names are those of the architecture."""
-    policy.use_threads()
-    policy.keep_memory()
+    models.use_threads()
+    models.keep_memory()
     shape = QUICK_SHAPE if quick else SHAPE
     for name, number in (("peak_memory", 1), ("peak_memory_4_groups", NUM_GROUPS)):
         yield peak_memory(f"{name}_vs_original", shape, num_groups=number, device=device)
@@ -78,7 +78,7 @@ class Setting:
         self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS, device: torch.device = CPU
     ) -> None:
         self._device = device
-        self.model = cast(Any, policy.new_model(shape, seed=0).eval()).to(device)
+        self.model = cast(Any, models.new_model(shape, seed=0).eval()).to(device)
         parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE
@@ -255,9 +255,9 @@ def alone(
 
 def measure(shape: dict[str, Any], way: str, num_groups: int, device: str, keeps: bool) -> None:
     """Take two steps, for the second of which there is optimizer state, and print the peak."""
-    policy.use_threads()
+    models.use_threads()
     if keeps:
-        policy.keep_memory()
+        models.keep_memory()
     setting = Setting(shape, device=torch.device(device))
     step = partial(getattr(setting, way), num_groups)
     step()

@@ -22,13 +22,13 @@ import torch
 
 from benchmarks import slow_link
 from benchmarks.harness import Claim, progress, progress_of, seconds, spread
-from peralta_zmq import durable, policy
+from peralta_zmq import atomic_files, models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.stores import delta
-from peralta_zmq.stores.copy import Copy
-from peralta_zmq.stores.directory import DELTA, DirectoryStore, Version
-from peralta_zmq.stores.publisher import Publisher, Report
-from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.weights import delta
+from peralta_zmq.weights.directory import DELTA, DirectoryStore, Version
+from peralta_zmq.weights.publisher import Publisher, Report
+from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.store import WeightStore
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -48,12 +48,12 @@ Measured = dict[str, list[float]]
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
     """Publish, fetch and apply real updates at each learning rate."""
-    policy.use_threads()
+    models.use_threads()
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         yield from slow_link.claims(Path(folder), _stepper, repeats=5)
-    model = policy.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
+    model = models.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
     cast(Any, model).to(device)
-    size = sum(each.numel() for each in policy.weights_of(model).values())
+    size = sum(each.numel() for each in models.weights_of(model).values())
     progress(f"model: {size / 1e6:.0f}M parameters")
     step = _stepper(model)
     root = Path(tempfile.mkdtemp(prefix="bench-weights-"))
@@ -64,7 +64,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
     yield from _claims(measured, full=2.0 * size)
 
 
-def _stepper(model: policy.Model) -> Callable[[float], None]:
+def _stepper(model: models.Model) -> Callable[[float], None]:
     """A function that takes one AdamW step at a learning rate."""
     named = dict(model.named_parameters())
     optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
@@ -75,7 +75,7 @@ def _stepper(model: policy.Model) -> Callable[[float], None]:
         tokens = torch.randint(0, int(model.config.vocab_size), (2, 33), generator=random)
         tokens = tokens.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
-            scores = policy.token_logprobs(model, tokens, torch.ones_like(tokens))
+            scores = models.token_logprobs(model, tokens, torch.ones_like(tokens))
         (-scores[:, 1:].mean()).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
         optimizer.step()
@@ -84,11 +84,11 @@ def _stepper(model: policy.Model) -> Callable[[float], None]:
     return step
 
 
-def _original(measured: Measured, model: policy.Model, folder: Path) -> None:
+def _original(measured: Measured, model: models.Model, folder: Path) -> None:
     """fp32 save_pretrained, and from_pretrained as the original's workers do."""
     saving = seconds(lambda: model.save_pretrained(folder))
     device = model.device
-    loading = seconds(lambda: policy.load_model(folder, device=device, dtype=torch.float32))
+    loading = seconds(lambda: models.load_model(folder, device=device, dtype=torch.float32))
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     shutil.rmtree(folder)
     progress(f"original: {written / 1e6:.0f} MB, save {saving:.2f} s, load {loading:.2f} s")
@@ -97,7 +97,7 @@ def _original(measured: Measured, model: policy.Model, folder: Path) -> None:
 
 
 def _ours(
-    model: policy.Model, step: Callable[[float], None], root: Path, *, steps: int
+    model: models.Model, step: Callable[[float], None], root: Path, *, steps: int
 ) -> Measured:
     store = DirectoryStore(root / "weights")
     store.claim("bench")
@@ -105,14 +105,14 @@ def _ours(
     copy = Copy(root / "copy")
     measured: Measured = {}
     with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
-        publisher.publish(0, policy.weights_of(model))
+        publisher.publish(0, models.weights_of(model))
         keyframe = _report(publisher)
         assert keyframe.version
         measured["keyframe"] = [keyframe.version.size]
         copy.advance(store, keyframe.version)
         for _ in range(WARM_UP):
             step(RATES[0])
-        publisher.publish(1, policy.weights_of(model))
+        publisher.publish(1, models.weights_of(model))
         copy.advance(store, _published(_report(publisher)))
         live = {name: each.clone() for name, each in copy.tensors().items()}
         served = {name: each.to(model.device) for name, each in live.items()}  # a generator's
@@ -123,7 +123,7 @@ def _ours(
                 number += 1
                 step(rate)
                 before = {name: each.clone() for name, each in copy.tensors().items()}
-                stall = publisher.publish(number, policy.weights_of(model))
+                stall = publisher.publish(number, models.weights_of(model))
                 report = _report(publisher)
                 _measure(measured, f"{rate:g}", report, stall)
                 _apply(measured, store, copy, report, live, served)
@@ -175,7 +175,7 @@ def _apply(
     version = _published(report)
     if version.kind == "delta":
         file = version.folder / DELTA
-        chunks = durable.read_chunks(file)
+        chunks = atomic_files.read_chunks(file)
         note(measured, "apply", seconds(lambda: delta.apply(delta.reader_of(chunks), live)))
     note(measured, "background", seconds(lambda: copy.advance(store, version)))
     tensors = copy.tensors()
@@ -191,7 +191,7 @@ def _reader_peak(weights: Path) -> float:
 
 
 def _check(
-    model: policy.Model,
+    model: models.Model,
     before: dict[str, torch.Tensor],
     served: dict[str, torch.Tensor],
     measured: Measured,
@@ -199,7 +199,7 @@ def _check(
 ) -> None:
     """What is served are the masters rounded, bit for bit; the entropy of what changed."""
     bound = 0.0
-    for name, master in policy.weights_of(model).items():
+    for name, master in models.weights_of(model).items():
         expected = delta.bits_of(master.to("cpu", torch.bfloat16))
         assert (delta.bits_of(served[name].cpu()) == expected).all(), f"{name} differs"
         bound += delta.entropy_bits(delta.bits_of(before[name]), expected)

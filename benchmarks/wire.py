@@ -28,11 +28,11 @@ import zmq
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
-from peralta_zmq.operate.link import free_ports
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
-from peralta_zmq.wire import groups, strict
+from peralta_zmq.wire import messages, validation
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
+from tools.tcp_link import free_ports
 
 VOCAB_SIZE = 64
 RUN = "bench-00112233"
@@ -153,12 +153,12 @@ def _checking(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Cl
 def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
     """Microseconds of a check: msgpack; whose group it is, and its checksum; the rollouts."""
     frame, rounds = wire.encode_group(group), 3000
-    said = strict.unpack(frame)
-    _, _, columns = groups._opened(said, frame)  # pyright: ignore[reportPrivateUsage]
-    siblings_of = groups._siblings_of  # pyright: ignore[reportPrivateUsage]
+    said = validation.unpack(frame)
+    _, _, columns = messages._opened(said, frame)  # pyright: ignore[reportPrivateUsage]
+    siblings_of = messages._siblings_of  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Callable[[], object]] = {
-        "unpack": lambda: strict.unpack(frame),
-        "envelope": lambda: groups._opened(said, frame),  # pyright: ignore[reportPrivateUsage]
+        "unpack": lambda: validation.unpack(frame),
+        "envelope": lambda: messages._opened(said, frame),  # pyright: ignore[reportPrivateUsage]
         "rollouts": lambda: siblings_of(group.policy_step, VOCAB_SIZE, *columns),
     }
 

@@ -24,10 +24,10 @@ Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "rewa
 
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
-        "calculator": "peralta_zmq.tasks.calculator",
-        "countdown": "peralta_zmq.tasks.countdown",
-        "math_answers": "peralta_zmq.tasks.math_answers",
-        "reverse_text": "peralta_zmq.tasks.reverse_text",
+        "calculator": "peralta_zmq.environments.calculator",
+        "countdown": "peralta_zmq.environments.countdown",
+        "math_answers": "peralta_zmq.environments.math_answers",
+        "reverse_text": "peralta_zmq.environments.reverse_text",
     },
     "engine": {
         "native": "peralta_zmq.engines.native:open_engine",

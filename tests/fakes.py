@@ -48,9 +48,9 @@ def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
 
 @functools.cache
 def _built(settings: str, seed: int) -> Any:
-    from peralta_zmq import policy
+    from peralta_zmq import models
 
-    return policy.new_model(json.loads(settings), seed=seed).eval()
+    return models.new_model(json.loads(settings), seed=seed).eval()
 
 
 def rollout_with(
@@ -123,7 +123,7 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner
     from peralta_zmq.learning.losses import reinforce
-    from peralta_zmq.policy.score import Scorer
+    from peralta_zmq.models.scoring import Scorer
 
     chosen: dict[str, Any] = {
         "score": Scorer(model),

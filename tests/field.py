@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq.observe.metrics import Row, read_rows
-from peralta_zmq.operate.chaos import SEED, seed_of
-from peralta_zmq.operate.history import read_history
-from peralta_zmq.operate.link import free_ports
-from peralta_zmq.operate.promises import check
-from peralta_zmq.operate.supervise import WITNESSED
+from peralta_zmq.operate.local import WITNESSED
+from tools.chaos import SEED, seed_of
+from tools.promises import check
+from tools.run_history import read_history
+from tools.tcp_link import free_ports
 
 REPO = Path(__file__).parents[1]
 SMALL = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from field import Field, until
 
 from benchmarks.report import when
-from peralta_zmq.operate.history import read_history
+from tools.run_history import read_history
 
 STEPS = 40
 SETTINGS = (f"--train.max-steps={STEPS}", "--train.batch-size=64", "--checkpoint.interval=50")

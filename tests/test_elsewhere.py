@@ -14,12 +14,12 @@ from field import Field, until
 
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate.link import free_ports
-from peralta_zmq.recovery import journal
+from peralta_zmq.trainer import journal
+from tools.tcp_link import free_ports
 
 # No answer is worth 0 here, so that a 0 would be somebody's failure.
 NEVER_ZERO = """
-from peralta_zmq.tasks.calculator import problems
+from peralta_zmq.environments.calculator import problems
 
 def reward(problem, completion_text):
     return 0.5 + 0.5 * (len(completion_text) % 2)

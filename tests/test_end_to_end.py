@@ -22,15 +22,16 @@ import test_resume
 import torch
 
 from benchmarks.throttle import Link
-from peralta_zmq import policy, replay
+from peralta_zmq import models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import JournalError
+from peralta_zmq.observe.metric_names import meaning_of
 from peralta_zmq.observe.metrics import Row, read_rows
-from peralta_zmq.observe.names import meaning_of
-from peralta_zmq.operate.link import free_ports
-from peralta_zmq.recovery.journal import read_records
 from peralta_zmq.rollout import Message
-from peralta_zmq.trainer import Trainer
+from peralta_zmq.trainer import replay
+from peralta_zmq.trainer.journal import read_records
+from peralta_zmq.trainer.loop import Trainer
+from tools.tcp_link import free_ports
 
 REPO = Path(__file__).parent.parent
 signals = test_resume.signals  # a trainer works in this process too
@@ -164,11 +165,11 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
     assert 'id="report"' in (machine.run / "report.html").read_text("utf-8")
     weights = machine.run / "weights" / "step_00000003"
     assert f'from_pretrained("{weights}")' in trainer.printed
-    model = policy.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)
-    tokenizer = policy.load_tokenizer(weights)
-    prompt = policy.chat_prompt(tokenizer, [Message("user", "add 2 to the product of 3 and 4.")])
+    model = models.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)
+    tokenizer = models.load_tokenizer(weights)
+    prompt = models.chat_prompt(tokenizer, [Message("user", "add 2 to the product of 3 and 4.")])
     said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
-    assert "3" in policy.text_of(tokenizer, said[0, len(prompt) :].numpy())
+    assert "3" in models.text_of(tokenizer, said[0, len(prompt) :].numpy())
 
     assert replayed.ends() == 0, replayed.printed
     assert "step=3" in replayed.printed and "  as published" in replayed.printed
@@ -316,10 +317,10 @@ def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
     machine: Machine, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(policy.EMBEDDED, model)
+    shutil.copytree(models.EMBEDDED, model)
     settings = json.loads((model / "config.json").read_text())
     settings |= {"hidden_size": 32, "intermediate_size": 64}
-    policy.new_model(settings, seed=0).save_pretrained(model)
+    models.new_model(settings, seed=0).save_pretrained(model)
     original = ("@", str(REPO / "configs" / "calculator.toml"), "--model.name", str(model),
                 "--sampling.num-generations", "4", "--train.batch-size", "48")  # fmt: skip
     steps = ("--train.max-steps", "1", "--wire.hwm", "12")

@@ -12,18 +12,18 @@ import torch
 from fakes import siblings, tiny_model
 from weight_sets import COMPANIONS, published, same
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.batch import cut, make_batches
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.learning.step import Taken, take_step
-from peralta_zmq.policy.score import Scorer
+from peralta_zmq.learning.optimizer_step import Taken, take_step
+from peralta_zmq.learning.packing import cut, make_batches
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore
-from peralta_zmq.stores.publisher import Publisher
-from peralta_zmq.stores.tensors import MappedTensors
+from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
+from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.tensors import MappedTensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,14 +44,14 @@ def sharp_model(seed: int, device: str) -> Any:
 def generated(device: str) -> Sampled:
     """Greedy rollouts in three rows that grow, with a common prefix and newer weights between."""
     engine = NativeEngine(
-        sharp_model(0, device), policy.load_tokenizer(policy.EMBEDDED), slots=3, max_model_len=100
+        sharp_model(0, device), models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100
     )
     steps: list[int] = []
 
     def between_steps() -> None:
         steps.append(1)
         if len(steps) % 30 == 0:
-            newer = policy.weights_of(sharp_model(len(steps), "cpu"))
+            newer = models.weights_of(sharp_model(len(steps), "cpu"))
             engine.apply(newer, engine.step + 1)
 
     asked = [
@@ -109,7 +109,7 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[Taken], dict[str, tor
         )
         for _ in range(3)
     ]  # fmt: skip
-    return taken, {name: each.cpu() for name, each in policy.weights_of(model).items()}
+    return taken, {name: each.cpu() for name, each in models.weights_of(model).items()}
 
 
 @pytest.mark.parametrize(

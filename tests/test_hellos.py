@@ -10,9 +10,9 @@ from fakes import RUN
 from sockets import ANYWHERE
 
 from peralta_zmq import wire
-from peralta_zmq.observe.books import Books
 from peralta_zmq.observe.metrics import EVENTS, read_rows
-from peralta_zmq.trainer.roster import Roster
+from peralta_zmq.observe.run_log import Books
+from peralta_zmq.trainer.generator_registry import Roster
 
 HERE = {"python": "3.11.7", "torch": "2.13.0"}
 HELLO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}

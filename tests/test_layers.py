@@ -86,7 +86,7 @@ def imports_of(source: str) -> Iterator[Import]:
 
 
 def module_of(file: Path) -> str:
-    """peralta_zmq/stores/watch.py -> stores.watch; a folder's __init__ is the folder."""
+    """peralta_zmq/weights/watch.py -> stores.watch; a folder's __init__ is the folder."""
     return ".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts).removesuffix(
         ".__init__"
     )

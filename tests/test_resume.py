@@ -22,17 +22,18 @@ from bad_losses import POISON
 from fakes import group_of
 from forks import exit_code
 
-from peralta_zmq import durable, failpoints, replay, wire
+from peralta_zmq import atomic_files, failpoints, wire
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError, TrainingError
+from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
-from peralta_zmq.operate.link import free_ports
-from peralta_zmq.policy import adapters
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import Trainer
-from peralta_zmq.trainer.broadcast import Broadcast
+from peralta_zmq.trainer import replay
+from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.publishing import Broadcast
+from tools.tcp_link import free_ports
 
-DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(durable.__file__).read_text()))
+DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
 STEPS = 8
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
@@ -87,7 +88,7 @@ def start(folder: Path, plan: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(place, marks=() if place == "durable.opened" else pytest.mark.chaos)
+    [pytest.param(place, marks=() if place == "atomic_files.opened" else pytest.mark.chaos)
      for place in DURABLE],
 )  # fmt: skip
 def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
@@ -101,7 +102,7 @@ def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
         assert code == -signal.SIGKILL
         assert exit_code(start, folder, "") == 0
         assert (folder / "demo" / RESOLVED).exists(), f"killed at {place}:{count}"
-        assert (folder / "demo" / "weights" / "step_00000000" / durable.STABLE).exists()
+        assert (folder / "demo" / "weights" / "step_00000000" / atomic_files.STABLE).exists()
     assert count > 1
 
 
@@ -304,7 +305,7 @@ def steps_published(folder: Path) -> list[object]:
 
 
 def weights_of(trainer: Trainer) -> str:
-    return replay.fingerprint(adapters.published_weights(trainer._model))
+    return replay.fingerprint(lora.published_weights(trainer._model))
 
 
 def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
@@ -401,7 +402,7 @@ def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
     before = (continued.folder / RESOLVED).read_bytes()
     with ExitStack() as stack, monkeypatch.context() as patched:
         trainer = continued.open(stack, max_steps=8)
-        patched.setattr(durable, "write_folder", full)
+        patched.setattr(atomic_files, "write_folder", full)
         with pytest.raises(JournalError, match=r"checkpoint .* full; make room for it"):
             trainer.recover()
     assert (continued.folder / RESOLVED).read_bytes() == before

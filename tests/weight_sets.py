@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import failpoints
-from peralta_zmq.stores.directory import DirectoryStore
-from peralta_zmq.stores.follow import Follower
-from peralta_zmq.stores.publisher import Publisher, Report
-from peralta_zmq.stores.store import WeightStore
-from peralta_zmq.stores.version import Version
+from peralta_zmq.weights.directory import DirectoryStore
+from peralta_zmq.weights.publisher import Publisher, Report
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.version import Version
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
 

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers.task import Task, asked, chat, problems, say
-from peralta_zmq.tasks import calculator
+from peralta_zmq.environments import calculator
 
 NUM_WORKERS = 4  # threads that ask one generator
 WEIGHTS = "model.safetensors"

@@ -7,8 +7,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem
-from peralta_zmq.tasks import calculator
 
 
 @dataclass(frozen=True, slots=True)

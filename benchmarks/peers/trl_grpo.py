@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.peers.task import asked, chat, problems, say
+from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem
-from peralta_zmq.tasks import calculator
 
 
 class Rows(TrainerCallback):

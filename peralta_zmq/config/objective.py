@@ -1,7 +1,7 @@
 """The knobs of what is learned: [loss], [advantage], [filter], and by which weights: [lora].
 
 An option that is None is left to the function, whose signature has the default; which options a
-function takes is read from its signature too, in `peralta_zmq.objective`.
+function takes is read from its signature too, in `peralta_zmq.build_objective`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from peralta_zmq import durable
+from peralta_zmq import atomic_files
 from peralta_zmq.config.load import load_config
 from peralta_zmq.config.names import shown
 from peralta_zmq.config.section import Section, rows_of
@@ -46,7 +46,7 @@ def write_resolved(config: Config, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        durable.replace_file(folder / RESOLVED, toml_text(config).encode())
+        atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
     except OSError as error:
         raise ConfigError(
             f"run folder {folder} cannot be written ({error.strerror}); choose another --run.dir"

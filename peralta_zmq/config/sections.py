@@ -15,9 +15,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from peralta_zmq.config.objective import (
-    Table,
-)
+from peralta_zmq.config.objective import Table
 from peralta_zmq.config.section import Decay, Fraction, Names, Port, Section, Text
 
 MAX_BETA_BF16 = 0.99  # 1/100 of a number is more than the 1/256 that bfloat16 resolves

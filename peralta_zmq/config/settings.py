@@ -9,6 +9,7 @@ from typing import cast
 
 from pydantic import model_validator
 
+from peralta_zmq.atomic_files import MAX_NAME
 from peralta_zmq.config.environments import (
     CurriculumSection,
     DataSection,
@@ -19,12 +20,7 @@ from peralta_zmq.config.environments import (
     check_environments,
 )
 from peralta_zmq.config.names import refuse_strange_rows, refuse_strange_settings
-from peralta_zmq.config.objective import (
-    AdvantageSection,
-    FilterSection,
-    LoraSection,
-    LossSection,
-)
+from peralta_zmq.config.objective import AdvantageSection, FilterSection, LoraSection, LossSection
 from peralta_zmq.config.section import PLAIN_NAME, Section
 from peralta_zmq.config.sections import (
     MAX_BETA_BF16,
@@ -43,7 +39,6 @@ from peralta_zmq.config.sections import (
     WeightsSection,
     WireSection,
 )
-from peralta_zmq.durable import MAX_NAME
 from peralta_zmq.errors import ConfigError
 
 

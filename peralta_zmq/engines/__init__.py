@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 
 
@@ -30,7 +30,7 @@ class Generates(Protocol):
 
 def ask(
     engine: Generates,
-    tokenizer: policy.Tokenizer,
+    tokenizer: models.Tokenizer,
     problems: Iterable[Problem | None],
     *,
     num_generations: int,
@@ -51,7 +51,7 @@ def ask(
                 continue
             number = next(numbers)
             under_way[number] = problem, []
-            tokens = problem.input_token_ids or policy.chat_prompt(tokenizer, problem.messages)
+            tokens = problem.input_token_ids or models.chat_prompt(tokenizer, problem.messages)
             prompt_ids = np.array(tokens, np.int32)
             for sibling in range(num_generations):
                 yield Request(number * num_generations + sibling, prompt_ids)

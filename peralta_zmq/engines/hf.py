@@ -20,7 +20,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.requests import (
     check_request,
     check_sampling,
@@ -38,8 +38,8 @@ class HfEngine:
 
     def __init__(
         self,
-        model: policy.Model,
-        tokenizer: policy.Tokenizer,
+        model: models.Model,
+        tokenizer: models.Tokenizer,
         *,
         step: int = 0,
         slots: int = 32,
@@ -60,7 +60,7 @@ class HfEngine:
     def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
         """Sample from `weights` from now on. Raises ValueError, with nothing changed, if they
         are of another model."""
-        policy.apply_weights(self._model, weights)
+        models.apply_weights(self._model, weights)
         self.step = step
 
     def cancel(self) -> None:
@@ -195,5 +195,5 @@ class LogprobRecorder(LogitsProcessor):
 
     def _take(self, tokens: torch.Tensor) -> None:
         assert self._logits is not None
-        taken = policy.selected_logprobs(self._logits, tokens, temperature=self._temperature)
+        taken = models.selected_logprobs(self._logits, tokens, temperature=self._temperature)
         self._taken.append(taken)

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
@@ -37,7 +37,7 @@ def check_request(request: Request, sampling: Sampling, max_model_len: int) -> N
 
 
 def completion_of(
-    tokenizer: policy.Tokenizer,
+    tokenizer: models.Tokenizer,
     request: Request,
     sampling: Sampling,
     *,
@@ -60,7 +60,7 @@ def completion_of(
     )
 
 
-def said(tokenizer: policy.Tokenizer, token_ids: NDArray[np.integer]) -> str:
+def said(tokenizer: models.Tokenizer, token_ids: NDArray[np.integer]) -> str:
     """The text of generated tokens, as rewards and stop strings see it: no special tokens."""
     return cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
@@ -70,7 +70,7 @@ def where_stopped(text: str, stop: Sequence[str]) -> int | None:
     return min((text.find(each) for each in stop if each in text), default=None)
 
 
-def end_ids(model: policy.Model, tokenizer: policy.Tokenizer) -> list[int]:
+def end_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]:
     """The tokens that end a completion."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:

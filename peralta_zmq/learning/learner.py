@@ -15,14 +15,20 @@ import torch
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction
-from peralta_zmq.learning.batch import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.filters import Filter, apply_filters
+from peralta_zmq.learning.group_metrics import describe
+from peralta_zmq.learning.logprob_mismatch import Mismatch
+from peralta_zmq.learning.optimizer_step import (
+    Score,
+    ScoreWithEntropy,
+    Taken,
+    logprobs_of,
+    take_step,
+)
+from peralta_zmq.learning.packing import Batch, Cut, Oversize, Temperature, cut, make_batches
 from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.learning.reference import Frozen, Reference
-from peralta_zmq.learning.statistics import describe
-from peralta_zmq.learning.step import Score, ScoreWithEntropy, Taken, logprobs_of, take_step
+from peralta_zmq.learning.reference_models import Frozen, Reference
 from peralta_zmq.learning.tokens import TokenLoss
-from peralta_zmq.learning.trust import Mismatch
 from peralta_zmq.rollout import RolloutGroup
 
 MAX_SKIPPED = 3  # steps in a row without a finite gradient

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from peralta_zmq.observe.names import meaning_of
+from peralta_zmq.observe.metric_names import meaning_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELLED = (

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from peralta_zmq.durable import replace_file
+from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
 from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import Answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import (
+from peralta_zmq.observe.evidence import (  # fmt: skip
     ENOUGH,
     WINDOW,
     Fare,
@@ -23,7 +23,7 @@ from peralta_zmq.observe.evidence import (
     is_over,
     observed,
     session_of,
-)  # fmt: skip
+)
 from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]

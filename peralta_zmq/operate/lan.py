@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from peralta_zmq.config import load_config, run_door, run_plain_door
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import status, steps, tail
-from peralta_zmq.operate.shell import Standing, on, run, unreachable
+from peralta_zmq.operate import host_setup, lan_status, log_viewer
+from peralta_zmq.operate.ssh import Standing, on, run, unreachable
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
     from peralta_zmq.config.hosts import Host, Hosts
-    from peralta_zmq.operate.steps import Step
+    from peralta_zmq.operate.host_setup import Step
 
 PROGRAM = "bin/lan"
 LOCAL = ("local", "chaos")
@@ -44,7 +44,7 @@ def door() -> int:
     if sys.argv[1:2] and sys.argv[1] in EVERYWHERE:
         return run_plain_door(main, PROGRAM)
     if sys.argv[1:2] and sys.argv[1] in LOCAL:
-        return run_door("peralta_zmq.operate.supervise:main", PROGRAM, commands=LOCAL)
+        return run_door("peralta_zmq.operate.local:main", PROGRAM, commands=LOCAL)
     return run_door("", PROGRAM, commands=(*LOCAL, *EVERYWHERE))  # help, or what is missing
 
 
@@ -64,12 +64,12 @@ def main(arguments: Sequence[str]) -> int:
         crew = Fleet(hosts, config, again=again, partial=options.partial, dry_run=options.dry_run)
         if options.command == "sync":
             return crew.sync()
-        return crew.up() or (0 if options.dry_run else _show(hosts, again, tail.FROM_NOW))
+        return crew.up() or (0 if options.dry_run else _show(hosts, again, log_viewer.FROM_NOW))
     if options.command == "status":
-        return status.show(hosts)
+        return lan_status.show(hosts)
     chosen = select(hosts, options.names)
     if options.command == "logs":
-        tail.follow(chosen, again, lines=tail.SOME)
+        log_viewer.follow(chosen, again, lines=log_viewer.SOME)
         return 0
     return _order(options.command, chosen)
 
@@ -111,26 +111,26 @@ class Fleet:
         return int(not (ready and self._pass((START, self._each(self._told("start"))))))
 
     def _prepared(self) -> Iterator[Phase]:
-        yield "look", self._each(steps.probe)
-        yield "copy", self._each(lambda host: steps.sync(host, self.config))
-        yield "install", self._each(steps.install)
+        yield "look", self._each(host_setup.probe)
+        yield "copy", self._each(lambda host: host_setup.sync(host, self.config))
+        yield "install", self._each(host_setup.install)
 
     def _agreed(self) -> Iterator[Phase]:
         keys = self.config.keys_folder
         if keys and not self.dry_run:
             _make_keys(keys, self.hosts.generators)
-        yield "hand over", self._each(lambda host: steps.hand_over(host, self.config))
+        yield "hand over", self._each(lambda host: host_setup.hand_over(host, self.config))
         yield "check", self._each(self._told("check"))
 
     def _examine(self) -> bool:
         """The doctors: the trainer's answers the others, so it begins first and ends last."""
         trainer, config = self.hosts.trainer, self.config
-        others = {host.name: [steps.doctor(host, config)]
+        others = {host.name: [host_setup.doctor(host, config)]
                   for host in self.hosts.host if host is not trainer}  # fmt: skip
         if self.dry_run:
-            self._pass(("doctor", {trainer.name: [steps.doctor(trainer, config)]}))
+            self._pass(("doctor", {trainer.name: [host_setup.doctor(trainer, config)]}))
             return self._pass(("doctor", others))
-        step = steps.doctor(trainer, config)
+        step = host_setup.doctor(trainer, config)
         with Standing(step.command, DOCTOR_ANSWERS) as standing:
             passed = not standing.serves or self._pass(("doctor", others))
             result = standing.end()
@@ -140,7 +140,7 @@ class Fleet:
         return self._pass(("doctor", others))  # a trainer that runs already answers them itself
 
     def _told(self, word: str) -> Callable[[Host], list[Step]]:
-        return lambda host: steps.tell(host, word, steps.jobs_of(host, self.hosts, self.config))
+        return lambda host: host_setup.tell(host, word, host_setup.jobs_of(host, self.hosts, self.config))
 
     def _each(self, steps_of: Callable[[Host], list[Step]]) -> Mapping[str, list[Step]]:
         return {host.name: steps_of(host) for host in self.hosts.host}
@@ -188,7 +188,7 @@ class Fleet:
         """Whether the run goes; else say what of it runs, for some of it may."""
         if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
             return True
-        running = ", ".join(status.running(self.hosts)) or "nobody"
+        running = ", ".join(lan_status.running(self.hosts)) or "nobody"
         sys.stderr.write(
             f"{', '.join(self.failed)} did not start whole; running now: {running}; "
             f"bin/lan down {self.again} ends all\n"
@@ -210,8 +210,8 @@ def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
     word = "stop" if command == "down" else command
 
     def obey(host: Host, names: Sequence[str]) -> str | None:
-        script = steps.inside(host, " ".join([steps.KEEPER, word, *names]))
-        result = run(on(host, script, seconds=steps.LONG))
+        script = host_setup.inside(host, " ".join([host_setup.KEEPER, word, *names]))
+        result = run(on(host, script, seconds=host_setup.LONG))
         sys.stdout.write(result.out)
         return unreachable(host, result) or result.last_words if result.code else None
 
@@ -227,8 +227,8 @@ def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
 
 def _show(hosts: Hosts, again: str, lines: int) -> int:
     """The logs until all is over, and then how the trainer ended; 0 when nobody waits for it."""
-    over = tail.follow(select(hosts, ()), again, lines=lines)
-    return status.trainer_code(hosts) if over else 0
+    over = log_viewer.follow(select(hosts, ()), again, lines=lines)
+    return lan_status.trainer_code(hosts) if over else 0
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:

@@ -14,27 +14,23 @@ that it is safe, and is sent again when it was lost on the way.
     keys, gate     who may connect
 """
 
-from peralta_zmq.wire.announcements import (
-    Announcement,
-    decode_announcement,
-    encode_announcement,
-)
-from peralta_zmq.wire.announcing import Announcer, Listener
-from peralta_zmq.wire.counters import Counters, decode_counters, encode_counters
-from peralta_zmq.wire.counting import CounterReceiver, CounterSender
-from peralta_zmq.wire.gate import Gate
-from peralta_zmq.wire.greeting import Greeter, Guest
-from peralta_zmq.wire.greetings import (
+from peralta_zmq.wire.announcement_sockets import Announcer, Listener
+from peralta_zmq.wire.announcements import Announcement, decode_announcement, encode_announcement
+from peralta_zmq.wire.auth import Gate
+from peralta_zmq.wire.generator_status import Counters, decode_counters, encode_counters
+from peralta_zmq.wire.generator_status_sockets import CounterReceiver, CounterSender
+from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
+from peralta_zmq.wire.messages import decode_group, encode_group
+from peralta_zmq.wire.outbox import Outbox
+from peralta_zmq.wire.probe import (
     Greeting,
     decode_greeting,
     decode_request,
     encode_greeting,
     encode_request,
 )
-from peralta_zmq.wire.groups import decode_group, encode_group
-from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
-from peralta_zmq.wire.outbox import Outbox
-from peralta_zmq.wire.rollouts import RolloutReceiver, RolloutSender
+from peralta_zmq.wire.probe_sockets import Greeter, Guest
+from peralta_zmq.wire.rollout_sockets import RolloutReceiver, RolloutSender
 from peralta_zmq.wire.sockets import answers, next_port, taken
 
 __all__ = [

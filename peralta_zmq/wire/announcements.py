@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgpack
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import strict
+from peralta_zmq.wire import validation
 
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; of 4,096 senders with the longest names it has 2.7 million
 MAX_SENDERS = 1 << 14  # in one announcement
@@ -73,7 +73,7 @@ def decode_announcement(frame: bytes) -> Announcement:
     """
     if len(frame) > MAX_ANNOUNCEMENT:
         raise WireError(f"an announcement of {len(frame)} bytes")
-    told = strict.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
+    told = validation.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
     try:
         return Announcement(**_known(told))
     except (TypeError, ValueError) as error:
@@ -81,11 +81,11 @@ def decode_announcement(frame: bytes) -> Announcement:
 
 
 def _known(told: dict[str, Any]) -> dict[str, Any]:
-    known = strict.known(told, SAID)
+    known = validation.known(told, SAID)
     if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("resting", "answered")):
         raise ValueError(f"more than {MAX_BITS} bits")
     for name in BY_SENDER:
         for sender, sequence in known.get(name, {}).items():
-            strict.typed(sender, str, name)
-            strict.typed(sequence, int, name)
+            validation.typed(sender, str, name)
+            validation.typed(sequence, int, name)
     return known

@@ -14,7 +14,7 @@ from typing import cast
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.strict import MAX_MESSAGE
+from peralta_zmq.wire.validation import MAX_MESSAGE
 
 SEND_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
 # With a window below two segments of the loopback (64 KiB each) TCP waits 40 ms for an

@@ -11,7 +11,7 @@ import pytest
 from field import REPO
 
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.operate.link import free_ports
+from tools.tcp_link import free_ports
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from field import REPO, processes_that_name
 
-from peralta_zmq.operate.soak_report import BEGIN, END
+from tools.soak_report import BEGIN, END
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_half_a_minute_of_random_faults_keeps_all_promises_and_writes_its_report
 ) -> None:
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    command = [sys.executable, "-m", "peralta_zmq.operate.soak", "--minutes", "0.5",
+    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.5",
                "--run", str(tmp_path / "soak"), "--document", str(document)]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
     assert ended.returncode == 0, ended.stdout

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines import ask
-from peralta_zmq.engines.evaluate import evaluate
+from peralta_zmq.engines.evaluation import evaluate
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
@@ -20,7 +20,7 @@ PROBLEMS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return policy.load_tokenizer(policy.EMBEDDED)
+    return models.load_tokenizer(models.EMBEDDED)
 
 
 class Parrot:
@@ -89,7 +89,7 @@ def test_every_problem_comes_with_its_completions(tokenizer: Any) -> None:
 
 def test_siblings_have_equal_prompts_which_are_the_problems(tokenizer: Any) -> None:
     for index, said in asked(Parrot(), tokenizer, 2):
-        expected = policy.chat_prompt(tokenizer, PROBLEMS[index].messages)
+        expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
         assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
 
 
@@ -101,7 +101,7 @@ def test_problem_is_given_as_soon_as_its_last_sibling_is_there(tokenizer: Any) -
 
 def test_completions_in_any_order_find_their_problem(tokenizer: Any) -> None:
     for index, said in asked(Parrot(order=[4, 0, 5, 2, 1, 3]), tokenizer, 2):
-        expected = policy.chat_prompt(tokenizer, PROBLEMS[index].messages)
+        expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
         assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
 
 

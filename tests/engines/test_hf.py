@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import TINY, tiny_model
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.rollout import Completion, Message, Request, Sampling
 
@@ -27,7 +27,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return policy.load_tokenizer(policy.EMBEDDED)
+    return models.load_tokenizer(models.EMBEDDED)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def scored(model: Any, completion: Completion, temperature: float) -> list[float
     ids = np.concatenate([completion.prompt_ids, completion.token_ids])
     row = torch.from_numpy(ids).long()[None]
     with torch.no_grad():
-        logprobs = policy.token_logprobs(model, row, torch.ones_like(row), temperature=temperature)
+        logprobs = models.token_logprobs(model, row, torch.ones_like(row), temperature=temperature)
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
@@ -195,7 +195,7 @@ def test_siblings_differ_and_so_do_seeds(engine: HfEngine) -> None:
 def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) -> None:
     before = sampled(engine, GREEDY)
     other = sharp_model(seed=8)
-    engine.apply(policy.weights_of(other), 4)
+    engine.apply(models.weights_of(other), 4)
     after = sampled(engine, GREEDY)
     assert tokens(after) != tokens(before)
     for completion in after:
@@ -206,13 +206,13 @@ def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) 
 
 def test_each_token_names_the_weights_that_sampled_it(engine: HfEngine) -> None:
     steps = set(sampled(engine, GREEDY)[0].policy_steps.tolist())
-    engine.apply(policy.weights_of(sharp_model(seed=8)), 9)
+    engine.apply(models.weights_of(sharp_model(seed=8)), 9)
     assert (steps, set(sampled(engine, GREEDY)[0].policy_steps.tolist())) == ({3}, {9})
 
 
 def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
-    weights = dict(policy.weights_of(sharp_model(seed=8)))
+    weights = dict(models.weights_of(sharp_model(seed=8)))
     weights["model.norm.weight"] = torch.ones(TINY["hidden_size"] + 1)
     with pytest.raises(ValueError, match=r"model\.norm"):
         engine.apply(weights, 9)
@@ -226,8 +226,8 @@ def test_defaults_of_the_model_do_not_change_our_sampling(model: Any, tokenizer:
 
 
 def test_text_leaves_out_special_tokens(tokenizer: Any) -> None:
-    base = policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    prompt = policy.chat_prompt(tokenizer, [Message("user", "What is 1 plus 2?")])
+    base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    prompt = models.chat_prompt(tokenizer, [Message("user", "What is 1 plus 2?")])
     sampling = Sampling(temperature=0.0, max_completion_length=32)
     (said,) = sampled(HfEngine(base, tokenizer), sampling, [prompt])
     assert said.finish_reason == "stop" and said.token_ids[-1] == tokenizer.eos_token_id
@@ -235,7 +235,7 @@ def test_text_leaves_out_special_tokens(tokenizer: Any) -> None:
 
 
 def test_weights_applied_between_two_completions_do_not_change_who_sampled_them() -> None:
-    model, tokenizer = tiny_model(), policy.load_tokenizer(policy.EMBEDDED)
+    model, tokenizer = tiny_model(), models.load_tokenizer(models.EMBEDDED)
     engine = HfEngine(model, tokenizer, step=3)
     prompt = np.array([5, 6], np.int32)
     sampled = engine.generate(

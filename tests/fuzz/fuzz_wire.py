@@ -15,7 +15,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["peralta_zmq"]):
-    from peralta_zmq import durable, wire
+    from peralta_zmq import atomic_files, wire
     from peralta_zmq.errors import WireError
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -41,11 +41,11 @@ def decode_all(content: bytes) -> None:
             decode(content)
         except WireError:
             continue
-    (FOLDER / durable.MANIFEST).write_bytes(content)
-    (FOLDER / durable.STABLE).write_text(hashlib.sha256(content).hexdigest(), "ascii")
+    (FOLDER / atomic_files.MANIFEST).write_bytes(content)
+    (FOLDER / atomic_files.STABLE).write_text(hashlib.sha256(content).hexdigest(), "ascii")
     try:
-        durable.read_manifest(FOLDER)
-    except durable.CorruptError:
+        atomic_files.read_manifest(FOLDER)
+    except atomic_files.CorruptError:
         return
 
 

@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 
 from peralta_zmq.errors import StoreError
-from peralta_zmq.stores.directory import WEIGHTS, DirectoryStore, Version
-from peralta_zmq.stores.follow import Follower
-from peralta_zmq.stores.store import Base, WeightStore
+from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.weights.store import Base, WeightStore
+from peralta_zmq.weights.subscriber import Follower
 
 RUN = "lab"
 KEEP_ALL = 1_000_000

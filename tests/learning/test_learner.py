@@ -12,11 +12,11 @@ from fakes import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.losses import grpo_kl, reinforce
-from peralta_zmq.learning.reference import AnotherModel, Reference
+from peralta_zmq.learning.reference_models import AnotherModel, Reference
 from peralta_zmq.learning.tokens import Tokens
-from peralta_zmq.policy.score import Scorer
-from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
 
 
 def groups_of(step: int) -> list[RolloutGroup]:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from fakes import siblings
 
-from peralta_zmq import parts, policy
+from peralta_zmq import build, models
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.optimizer import make_optimizer
-from peralta_zmq.ranks import check_shared
-from peralta_zmq.recovery.checkpoint import Checkpoint, restore, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
+from peralta_zmq.trainer.ranks import check_shared
 
 EIGHT_BIT = "adamw_8bit"
 
@@ -37,13 +37,13 @@ small = pytest.mark.parametrize("optim", ["adamw_bf16", EIGHT_BIT], indirect=Tru
 
 
 def embedded() -> Any:
-    return policy.load_model(policy.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    return models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def learner_with(optim: str, *settings: str) -> Learner:
     arguments = [f"--train.optim={optim}", "--train.dtype=float32", "--train.weight-decay=0.1",
                  *settings]  # fmt: skip
-    return parts.learner_of(load_config("bin/trainer", arguments), embedded())
+    return build.learner_of(load_config("bin/trainer", arguments), embedded())
 
 
 def take(learner: Learner, *, to: int) -> Learner:

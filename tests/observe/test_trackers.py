@@ -22,8 +22,8 @@ import pytest
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import trackers
-from peralta_zmq.observe.books import Books
 from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.run_log import Books
 from peralta_zmq.observe.trackers import Numbers, Tracker, check_trackers, open_trackers
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,9 +12,9 @@ from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.sections import RunSection, SecuritySection, WeightsSection, WireSection
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import lan, shell, steps
-from peralta_zmq.operate.keeper import Job
-from peralta_zmq.operate.shell import Result
+from peralta_zmq.operate import host_setup, lan, ssh
+from peralta_zmq.operate.ssh import Result
+from peralta_zmq.operate.supervisor import Job
 
 MAC = Host(name="mac", ssh="mac.local", role="trainer", count=1, weights_dir="/Volumes/my nas/w")
 PC = Host(name="pc", ssh="-p 2222 me@pc", count=2, device="cuda", weights_dir="/mnt/nas/w",
@@ -32,7 +32,7 @@ def config(**sections: object) -> Config:
 def looked_at(host: Host, **changes: str) -> str | None:
     """What the judge says of a host that is well but for these lines."""
     out = "".join(f"{name}={word}\n" for name, word in {**WELL, **changes}.items() if word)
-    return steps.probe(host)[0].judge(Result(0, out, ""))
+    return host_setup.probe(host)[0].judge(Result(0, out, ""))
 
 
 # Commands.
@@ -41,8 +41,8 @@ def looked_at(host: Host, **changes: str) -> str | None:
 def test_a_dry_run_prints_every_command_and_runs_none(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell.subprocess, "run", None)
-    monkeypatch.setattr(shell.subprocess, "Popen", None)
+    monkeypatch.setattr(ssh.subprocess, "run", None)
+    monkeypatch.setattr(ssh.subprocess, "Popen", None)
     keys = SecuritySection(keys=str(tmp_path / "keys"))
     fleet = lan.Fleet(HOSTS, config(security=keys), dry_run=True)
     assert fleet.up() == 0
@@ -52,19 +52,20 @@ def test_a_dry_run_prints_every_command_and_runs_none(
         ("look", "mac pc"), ("copy", "mac pc"), ("install", "mac pc"), ("hand over", "mac pc"),
         ("check", "mac pc"), ("doctor", "mac"), ("doctor", "pc"), ("start", "mac pc"),
     ] for host in hosts.split()]  # fmt: skip
-    ssh = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 " \
+    prefix = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 " \
           "-o ServerAliveCountMax=3 -p 2222"  # fmt: skip
-    assert f"{ssh} me@pc 'cd ~/peralta_zmq && make --no-print-directory setup" in out
+    assert f"{prefix} me@pc 'cd ~/peralta_zmq && make --no-print-directory setup" in out
     assert "--delete --exclude=/.git --exclude=/.venv" in out
     copied = next(line for line in out.splitlines() if line.endswith(" me@pc:peralta_zmq/"))
-    assert f"-e '{ssh}' {steps.REPO}/" in copied and f" {steps.REPO}/peralta_zmq " in copied
+    assert f"-e '{prefix}' {host_setup.REPO}/" in copied
+    assert f" {host_setup.REPO}/peralta_zmq " in copied
     assert not (tmp_path / "keys").exists()
 
 
 def test_each_worker_gets_the_settings_of_its_host() -> None:
-    settings = str(steps.settings_file(config()))
-    trainer, beside = steps.jobs_of(MAC, HOSTS, config())
-    first, second = steps.jobs_of(PC, HOSTS, config())
+    settings = str(host_setup.settings_file(config()))
+    trainer, beside = host_setup.jobs_of(MAC, HOSTS, config())
+    first, second = host_setup.jobs_of(PC, HOSTS, config())
     assert [each.name for each in (trainer, beside, first, second)] == [
         "mac-trainer", "mac-0", "pc-0", "pc-1"]  # fmt: skip
     assert trainer.command == (
@@ -81,30 +82,30 @@ def test_each_worker_gets_the_settings_of_its_host() -> None:
 
 def test_other_settings_make_another_job_and_leave_the_file_of_those_that_run() -> None:
     other = config(run=RunSection(seed=1))
-    before, after = (steps.jobs_of(PC, HOSTS, each) for each in (config(), other))
+    before, after = (host_setup.jobs_of(PC, HOSTS, each) for each in (config(), other))
     assert [job.name for job in before] == [job.name for job in after]
     assert all(old != new for old, new in zip(before, after, strict=True))
-    assert steps.jobs_of(PC, HOSTS, config()) == before
-    (written,) = steps.hand_over(PC, other)
-    assert str(steps.settings_file(other)) in written.command.shown
-    assert str(steps.settings_file(config())) not in written.command.shown
-    assert str(steps.settings_file(other)) in after[0].command
-    assert str(steps.settings_file(other)) in steps.doctor(PC, other).command.shown
+    assert host_setup.jobs_of(PC, HOSTS, config()) == before
+    (written,) = host_setup.hand_over(PC, other)
+    assert str(host_setup.settings_file(other)) in written.command.shown
+    assert str(host_setup.settings_file(config())) not in written.command.shown
+    assert str(host_setup.settings_file(other)) in after[0].command
+    assert str(host_setup.settings_file(other)) in host_setup.doctor(PC, other).command.shown
 
 
 def test_the_password_of_the_weights_goes_along_where_this_machine_has_it(tmp_path: Path) -> None:
     token = tmp_path / "token"
     served = config(weights=WeightsSection(token_file=str(token)))
-    assert len(steps.hand_over(PC, served)) == 1  # every host has its own, at that path
-    assert "--weights.token-file" not in steps.jobs_of(PC, HOSTS, served)[0].command
+    assert len(host_setup.hand_over(PC, served)) == 1  # every host has its own, at that path
+    assert "--weights.token-file" not in host_setup.jobs_of(PC, HOSTS, served)[0].command
     token.write_text("x" * 32)
-    assert steps.hand_over(PC, served)[1].command.words[-2:] == (
+    assert host_setup.hand_over(PC, served)[1].command.words[-2:] == (
         str(token), "me@pc:peralta_zmq/.lan/weights-token")  # fmt: skip
     for host in HOSTS.host:
-        for job in steps.jobs_of(host, HOSTS, served):
+        for job in host_setup.jobs_of(host, HOSTS, served):
             at = job.command.index("--weights.token-file")
             assert job.command[at + 1] == ".lan/weights-token"
-    assert "--weights.token-file .lan/weights-token" in steps.doctor(PC, served).command.shown
+    assert "--weights.token-file .lan/weights-token" in host_setup.doctor(PC, served).command.shown
 
 
 # What a copy leaves alone.
@@ -115,13 +116,13 @@ def test_what_a_run_leaves_on_a_host_survives_every_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, there = tmp_path / "ours", tmp_path / "there"
-    monkeypatch.setattr(steps, "REPO", ours)
+    monkeypatch.setattr(host_setup, "REPO", ours)
     host = Host(name="pc", dir=str(there), weights_dir=f"{there}/nas[1]/weights")
     settings = config(run=RunSection(dir="./out"), weights=WeightsSection(dir="configs/w"))
 
     def copy() -> None:
-        for step in steps.sync(host, settings):
-            assert step.judge(shell.run(step.command)) is None
+        for step in host_setup.sync(host, settings):
+            assert step.judge(ssh.run(step.command)) is None
 
     def put(*files: str) -> None:
         for file in map(tmp_path.joinpath, files):
@@ -154,11 +155,11 @@ def test_runs_and_weights_within_the_project_are_found(
     folder: str, runs: str, weights: str | None, patterns: list[str]
 ) -> None:
     host = Host(name="pc", ssh="pc", dir=folder, weights_dir=weights)
-    assert steps.left_by_runs(host, config(run=RunSection(dir=runs))) == patterns
+    assert host_setup.left_by_runs(host, config(run=RunSection(dir=runs))) == patterns
 
 
 def test_jobs_survive_the_way_to_their_keeper() -> None:
-    from peralta_zmq.operate.keeper import job_text, jobs_of
+    from peralta_zmq.operate.supervisor import job_text, jobs_of
 
     jobs = [Job("a", ("x", "y z"), {"A": "ä\n"}), Job("b", ("w",), {}, "runs/demo")]
     assert jobs_of("".join(f"{job_text(job)}\n" for job in jobs)) == jobs
@@ -167,7 +168,7 @@ def test_jobs_survive_the_way_to_their_keeper() -> None:
 def test_a_host_gets_the_keys_it_needs_and_no_others(tmp_path: Path) -> None:
     for name in ("trainer", "mac-0", "pc-0", "pc-1"):
         (tmp_path / f"{name}.public").touch()
-    names = {host.name: sorted(Path(each).name for each in steps.key_files(host, tmp_path))
+    names = {host.name: sorted(Path(each).name for each in host_setup.key_files(host, tmp_path))
              for host in HOSTS.host}  # fmt: skip
     assert names == {
         "mac": ["mac-0.public", "mac-0.secret", "pc-0.public", "pc-1.public", "trainer.public",
@@ -220,13 +221,13 @@ def test_a_host_that_is_not_well_says_what_and_the_remedy(
      "cannot be reached; is it on, and does ssh -p 2222 me@pc work?"),
 ])  # fmt: skip
 def test_a_host_that_ssh_does_not_reach_says_why(err: str, said: str) -> None:
-    problem = shell.unreachable(PC, Result(255, "", err)) or ""
+    problem = ssh.unreachable(PC, Result(255, "", err)) or ""
     assert err.rstrip(".") in problem and said in problem
-    assert shell.unreachable(PC, Result(1, "", err)) is None
+    assert ssh.unreachable(PC, Result(1, "", err)) is None
 
 
 def test_a_copy_that_stopped_halfway_can_go_on() -> None:
-    copied = steps.sync(PC, config())[1]
+    copied = host_setup.sync(PC, config())[1]
     assert copied.judge(Result(12, "", "rsync: connection unexpectedly closed")) == (
         "copying stopped halfway (rsync code 12: rsync: connection unexpectedly closed); "
         "the same command again goes on from there"
@@ -240,24 +241,24 @@ def test_no_rsync_on_this_machine(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    copied = steps.sync(host, config())[1]
-    assert copied.judge(shell.run(copied.command)) == (
+    copied = host_setup.sync(host, config())[1]
+    assert copied.judge(ssh.run(copied.command)) == (
         "there is no rsync on this machine; install it (apt install rsync, or brew install rsync)"
     )
 
 
 def test_a_command_that_never_serves_or_never_ends_is_ended() -> None:
-    silent = shell.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
-    with shell.Standing(silent, "ready") as standing:
+    silent = ssh.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
+    with ssh.Standing(silent, "ready") as standing:
         assert not standing.serves and standing.end().code != 0
-    stays = shell.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
-    with shell.Standing(stays, "ready") as standing:
+    stays = ssh.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
+    with ssh.Standing(stays, "ready") as standing:
         assert standing.serves
         assert standing.end(seconds=0.1) == Result(124, "", "no end after 0 s")
 
 
 def test_the_failing_lines_of_a_doctor_are_told() -> None:
-    judge = steps.doctor(PC, config()).judge
+    judge = host_setup.doctor(PC, config()).judge
     checks = [
         {"name": "ports", "ok": False, "detail": "5555 is taken", "remedy": "stop it"},
         {"name": "device", "ok": True, "detail": "cpu", "remedy": ""},

@@ -29,7 +29,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
 from peralta_zmq.wire import sockets as wire_sockets
-from peralta_zmq.wire import strict
+from peralta_zmq.wire import validation
 
 UNDER_WAY = 4  # groups that a generator may have there, as its pace would allow
 
@@ -260,7 +260,7 @@ def test_oversize_group_is_refused_by_its_sender_and_its_neighbours_arrive(
 ) -> None:
     receiver, sender = pair(stack)
     large = group_of([1.0, 0.0], lengths=[4000, 4000], sequence=6)
-    monkeypatch.setattr(strict, "MAX_MESSAGE", 32_000)
+    monkeypatch.setattr(validation, "MAX_MESSAGE", 32_000)
     assert sender.send(numbered(5), timeout=DEADLINE)
     with pytest.raises(WireError, match=r"32000.*lower sampling\.max_completion_length"):
         sender.send(wire.encode_group(large), timeout=DEADLINE)
@@ -271,7 +271,7 @@ def test_oversize_group_is_refused_by_its_sender_and_its_neighbours_arrive(
 def test_oversize_message_of_another_client_cuts_off_that_client_only(stack: ExitStack) -> None:
     receiver, sender = pair(stack)
     hostile = raw_socket(stack, receiver.address)
-    hostile.send(bytes(strict.MAX_MESSAGE + 1))
+    hostile.send(bytes(validation.MAX_MESSAGE + 1))
     for number in range(5):
         assert sender.send(numbered(number), timeout=DEADLINE)
         assert received(receiver).sequence == number

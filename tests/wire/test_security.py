@@ -31,8 +31,8 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import gate as gates
-from peralta_zmq.wire import keys, strict
+from peralta_zmq.wire import auth as gates
+from peralta_zmq.wire import keys, validation
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
@@ -420,7 +420,7 @@ def test_trainer_is_no_generator(folder: Path) -> None:
 
 def test_name_that_somebody_claims_makes_no_line_of_the_log() -> None:
     with pytest.raises(WireError) as refused:
-        strict.check_claim("ann\ntrainer: all is well", "bob")
+        validation.check_claim("ann\ntrainer: all is well", "bob")
     assert "\n" not in str(refused.value)
 
 

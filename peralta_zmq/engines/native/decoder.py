@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KeyValues, Part, Window
 from peralta_zmq.engines.native.compiled import OneToken, library_for
@@ -34,7 +34,7 @@ class Decoder:
     With `live`, the weights belong to somebody who changes them (a trainer): nothing is packed.
     """
 
-    def __init__(self, model: policy.Model, *, num_rows: int, capacity: int, live: bool) -> None:
+    def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
         config = cast(Any, model.config)
         self._model, self._config = cast(Any, model), config
         self._one_mask = config.model_type in ONE_MASK
@@ -183,7 +183,7 @@ def _compiled_for(model: Any) -> ctypes.CDLL | None:
     return library_for(model.dtype, model.device, shared=shared, width=shape["head_dim"])
 
 
-def serves(model: policy.Model) -> bool:
+def serves(model: models.Model) -> bool:
     """Whether the model is of a family that Decoder computes exactly."""
     return cast(Any, model.config).model_type in FAMILIES
 

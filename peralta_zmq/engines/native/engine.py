@@ -12,7 +12,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import prompts
 from peralta_zmq.engines.native.decoder import Decoder, serves
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_engine(
-    model: policy.Model,
-    tokenizer: policy.Tokenizer,
+    model: models.Model,
+    tokenizer: models.Tokenizer,
     *,
     step: int = 0,
     slots: int = 32,
@@ -53,8 +53,8 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: policy.Model,
-        tokenizer: policy.Tokenizer,
+        model: models.Model,
+        tokenizer: models.Tokenizer,
         *,
         step: int = 0,
         slots: int = 32,
@@ -75,7 +75,7 @@ class NativeEngine:
         """Sample from `weights` from the next token on. Raises ValueError, with nothing changed,
         if they are of another model."""
         if self._decoder is None:
-            policy.apply_weights(self._model, weights)
+            models.apply_weights(self._model, weights)
         else:
             self._decoder.apply(weights)
         if self._loop is not None:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native.products import can_pack, pack
 
 SAME_ROWS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in all families served
@@ -76,8 +76,8 @@ class PackedLinear(nn.Module):
 class Weights:
     """The weights of a model by name, wherever they lie."""
 
-    def __init__(self, model: policy.Model, *, pack: bool) -> None:
-        live = policy.weights_of(model)
+    def __init__(self, model: models.Model, *, pack: bool) -> None:
+        live = models.weights_of(model)
         self._shapes = {name: tensor.shape for name, tensor in live.items()}
         self._plain = dict(live)
         self._products: list[Product] = []
@@ -87,14 +87,14 @@ class Weights:
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Copy all of them or none: ValueError says why. One product more memory, no second
         model."""
-        policy.check_weights(self._shapes, weights)
+        models.check_weights(self._shapes, weights)
         with torch.no_grad():
             for name, plain in self._plain.items():
                 plain.copy_(weights[name])
             for product in self._products:
                 product.load(*product.own(weights))
 
-    def _pack(self, model: policy.Model) -> None:
+    def _pack(self, model: models.Model) -> None:
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         used_elsewhere = {
             each.weight.data_ptr() for each in model.modules() if isinstance(each, nn.Embedding)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native.cache import NOTHING
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.prompts import ROWS, Prompts
@@ -25,7 +25,7 @@ class Loop:
     def __init__(
         self,
         decoder: Decoder,
-        tokenizer: policy.Tokenizer,
+        tokenizer: models.Tokenizer,
         sampling: Sampling,
         end_ids: Sequence[int],
         slots: int,

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native.decoder import cache_shape
 from peralta_zmq.errors import ConfigError
 
 GIB = 2**30
 
 
-def check_room(model: policy.Model, *, slots: int, extra_rows: int, capacity: int) -> None:
+def check_room(model: models.Model, *, slots: int, extra_rows: int, capacity: int) -> None:
     """Raise ConfigError when keys and values of all rows would not fit in the free memory."""
     row = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     needed, free = row * (slots + extra_rows), free_bytes(model.device)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from peralta_zmq.durable import replace_file
+from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
 from peralta_zmq.observe.metrics import finite

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from peralta_zmq.durable import is_held
+from peralta_zmq.atomic_files import is_held
 from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.table import Table
 from peralta_zmq.observe.metrics import EVENTS, METRICS, SAMPLES, Row, number

@@ -42,12 +42,12 @@ Looks at this machine with the settings of a run; exit code 1 when something is 
 
 def main(arguments: Sequence[str]) -> int:
     """`bin/doctor ARGUMENTS`; the exit code. Raises ConfigError for bad arguments of keygen."""
-    from peralta_zmq.operate.doctor import visit
+    from peralta_zmq.operate.doctor import roles
 
     if arguments[:1] == ["keygen"]:
-        from peralta_zmq.operate import keys
+        from peralta_zmq.operate import keygen
 
-        keys.main(load_config(f"{PROGRAM} keygen", arguments[1:]))
+        keygen.main(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0
     options, rest = _options(arguments)
     book = Book()
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         book.write(failed("config", error, "see bin/doctor --help"))
         return book.close(as_json=options.json)
-    role = options.role or visit.role_of(config)
+    role = options.role or roles.role_of(config)
     book.write(Check("config", True, f"run {config.run.name}, seen as its {role}"))
     with ExitStack() as stack:
         if role == "generator":
-            visit.visit_generator(config, book, stack, patience=options.wait)
-        elif visit.visit_trainer(config, book, stack, answers=options.wait > 0):
+            roles.visit_generator(config, book, stack, patience=options.wait)
+        elif roles.visit_trainer(config, book, stack, answers=options.wait > 0):
             _stay(options.wait)
     return book.close(as_json=options.json)
 

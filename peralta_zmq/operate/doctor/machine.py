@@ -84,12 +84,12 @@ def check_versions(
 
 def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
     """Which device computes, in which numbers, and why. Raises ConfigError for one not here."""
-    from peralta_zmq import policy
+    from peralta_zmq import models
 
-    device = policy.choose_device(config.model.device)
-    dtype, reason = policy.choose_dtype(device, config.model.dtype)
+    device = models.choose_device(config.model.device)
+    dtype, reason = models.choose_dtype(device, config.model.dtype)
     name = str(dtype).removeprefix("torch.")
-    detail = f"{policy.device_name(device)}, {name} ({reason}), {policy.available_cores()} cores"
+    detail = f"{models.device_name(device)}, {name} ({reason}), {models.available_cores()} cores"
     seen = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     if device.type == "cpu" and seen and config.model.device == "auto":
         return Check("device", True, f"{detail}; nvidia-smi is here, but torch sees no GPU",

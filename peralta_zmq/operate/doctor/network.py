@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peralta_zmq import wire
+from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config
-from peralta_zmq.durable import is_held
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor.check import Check, failed
 from peralta_zmq.operate.doctor.machine import LOCAL_NETWORK
@@ -168,7 +168,7 @@ def answer_others(
 
     Raises WireError when the port is taken, or for a key file.
     """
-    from peralta_zmq.stores.probe import Probe
+    from peralta_zmq.weights.probe_file import Probe
 
     keys, wires = config.keys_folder, config.wire
     gate = stack.enter_context(closing(wire.Gate(keys))) if keys else None

@@ -15,11 +15,11 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from peralta_zmq import durable
+from peralta_zmq import atomic_files
 from peralta_zmq.operate.doctor.check import Check
 
 if TYPE_CHECKING:
-    from peralta_zmq.stores.place import Place
+    from peralta_zmq.weights.backends import Place
 
 MIN_MODELS = 3  # that a weights folder must have room for
 MIN_COPIES = 2  # and the folder of a generator's own copy
@@ -34,7 +34,7 @@ Show = Callable[[], tuple[str, str]]  # lets the other side make a file: its nam
 
 def check_there(folder: Path, *, role: str) -> Check:
     """The folder can be listed; before a run the trainer makes its own."""
-    from peralta_zmq.stores.watch import kind_of
+    from peralta_zmq.weights.watch import kind_of
 
     kind = kind_of(folder) or "unknown"
     try:
@@ -57,9 +57,9 @@ def check_writing(folder: Path, *, size: int = SAMPLE) -> Check:
     """Write, fsync and rename work, for files and for folders."""
     there = existing(folder)
     content, started = os.urandom(MIB) * (size // MIB), time.monotonic()
-    name, moved = (there / f"doctor-{kind}-{durable.BOOT}" for kind in ("made", "moved"))
+    name, moved = (there / f"doctor-{kind}-{atomic_files.BOOT}" for kind in ("made", "moved"))
     try:
-        durable.write_folder(name, {"sample": content}, {})
+        atomic_files.write_folder(name, {"sample": content}, {})
         seconds = time.monotonic() - started
         os.rename(name, moved)
     except OSError as error:
@@ -68,7 +68,7 @@ def check_writing(folder: Path, *, size: int = SAMPLE) -> Check:
                      "another weights.dir")  # fmt: skip
     finally:
         for each in (name, moved):
-            durable.remove_folder(each)
+            atomic_files.remove_folder(each)
     return Check("writing", True, f"write, fsync and rename work, {size / seconds / 1e6:.0f} MB/s")
 
 
@@ -77,7 +77,7 @@ def check_owner(folder: Path, run: Path, *, trains: bool) -> Check:
 
     `trains` says that the one of this run does already. Raises OSError.
     """
-    from peralta_zmq.stores.folder import Folder
+    from peralta_zmq.weights.local_backend import Folder
 
     place = Folder(folder)
     owner, ours = _owner(place), _owner(Folder(run))
@@ -114,7 +114,7 @@ def check_visible(
     event_patience: float = EVENT_SECONDS,
 ) -> Check:
     """A file that the other side makes appears here: by an event, and by looking."""
-    from peralta_zmq.stores.watch import Watch
+    from peralta_zmq.weights.watch import Watch
 
     came: list[float] = []
     noticed = threading.Event()
@@ -186,7 +186,7 @@ def check_speed(
     if newest is not None:
         try:
             files = _files_of(place, newest)
-        except (OSError, *durable.MALFORMED):
+        except (OSError, *atomic_files.MALFORMED):
             return Check("speed", False, f"{newest} cannot be read in {place.where}",
                          "start the trainer: it publishes anew")  # fmt: skip
         largest = max(files, key=lambda name: files[name])
@@ -217,13 +217,13 @@ def existing(folder: Path) -> Path:
 
 def _place(address: str, token_file: str | None) -> Place:
     from peralta_zmq.password import read_token
-    from peralta_zmq.stores.place import open_place
+    from peralta_zmq.weights.backends import open_place
 
     return open_place(address, token=read_token(token_file))
 
 
 def _versions(place: Place) -> list[str]:
-    from peralta_zmq.stores.version import NAME
+    from peralta_zmq.weights.version import NAME
 
     with suppress(FileNotFoundError):
         return [each for each in place.names() if NAME.fullmatch(each)]
@@ -232,18 +232,18 @@ def _versions(place: Place) -> list[str]:
 
 def _owner(place: Place) -> str:
     """The run whose weights these are; '' before there is one. Raises OSError."""
-    from peralta_zmq.stores.version import IDENTITY
+    from peralta_zmq.weights.version import IDENTITY
 
     try:
         return str(json.loads(b"".join(place.read(IDENTITY)))["run_id"])
-    except (FileNotFoundError, *durable.MALFORMED):
+    except (FileNotFoundError, *atomic_files.MALFORMED):
         return ""
 
 
 def _read_own(place: Place, folder: Path) -> tuple[int, float]:
-    name = f"doctor-read-{durable.BOOT}"
+    name = f"doctor-read-{atomic_files.BOOT}"
     try:
-        durable.replace_file(folder / name, os.urandom(MIB) * (SAMPLE // MIB))
+        atomic_files.replace_file(folder / name, os.urandom(MIB) * (SAMPLE // MIB))
         return _read(place, name, folder)
     finally:
         (folder / name).unlink(missing_ok=True)
@@ -251,9 +251,9 @@ def _read_own(place: Place, folder: Path) -> tuple[int, float]:
 
 def _now_in(folder: Path) -> float:
     """Unix seconds by the clock of the folder's file system."""
-    file = folder / f".doctor-clock-{durable.BOOT}"
+    file = folder / f".doctor-clock-{atomic_files.BOOT}"
     try:
-        durable.replace_file(file, b"")
+        atomic_files.replace_file(file, b"")
         return file.stat().st_mtime
     finally:
         file.unlink(missing_ok=True)
@@ -261,7 +261,7 @@ def _now_in(folder: Path) -> float:
 
 def _files_of(place: Place, name: str) -> dict[str, int]:
     """Name and bytes of each file of a version. Raises OSError or a MALFORMED."""
-    said = cast("dict[str, Any]", json.loads(b"".join(place.read(f"{name}/{durable.MANIFEST}"))))
+    said = cast("dict[str, Any]", json.loads(b"".join(place.read(f"{name}/{atomic_files.MANIFEST}"))))
     return {str(each["name"]): int(each["bytes"]) for each in said["files"]}
 
 

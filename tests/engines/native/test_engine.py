@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import TINY, resident_bytes, tiny_model
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, open_engine, products
 from peralta_zmq.engines.native.cache import KeyValues
@@ -52,7 +52,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return policy.load_tokenizer(policy.EMBEDDED)
+    return models.load_tokenizer(models.EMBEDDED)
 
 
 def sharp_model(seed: int = 0, **settings: Any) -> Any:
@@ -107,7 +107,7 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     """The trainer's logprobs of the generated tokens."""
     row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
     with torch.no_grad():
-        logprobs = policy.token_logprobs(
+        logprobs = models.token_logprobs(
             model, row[None], torch.ones_like(row)[None], temperature=temperature
         )
     return logprobs[0, len(completion.prompt_ids) :].tolist()
@@ -189,7 +189,7 @@ def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
         if seed:
-            engine.apply(policy.weights_of(plain), 1)
+            engine.apply(models.weights_of(plain), 1)
         ours, theirs = list[float](), list[float]()
         for each in sampled(engine, Sampling(max_completion_length=12)):
             known = np.array(scored(exact, each, 1.0))
@@ -375,7 +375,7 @@ class Lazy(Mapping[str, torch.Tensor]):
     """Weights that are made when asked for; counts how many are alive at once."""
 
     def __init__(self, model: Any) -> None:
-        self._weights = policy.weights_of(model)
+        self._weights = models.weights_of(model)
         self._given: list[weakref.ref[torch.Tensor]] = []
         self.most = 0
 
@@ -421,7 +421,7 @@ def switched_greedy(
     out: list[int] = []
     scores: list[float] = []
     while len(out) < len(seeds) and (not out or out[-1] != END):
-        policy.apply_weights(model, policy.weights_of(sharp_model(seed=seeds[len(out)], **kind)))
+        models.apply_weights(model, models.weights_of(sharp_model(seed=seeds[len(out)], **kind)))
         with torch.no_grad():
             said = model(input_ids=fed, past_key_values=cache, use_cache=True)
         cache, logprobs = said.past_key_values, said.logits[0, -1].log_softmax(-1)
@@ -441,7 +441,7 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(
     def swap() -> None:
         steps.append(1)
         if len(steps) == 4:  # tokens 1 and 2 come in the first step
-            engine.apply(policy.weights_of(new), 7)
+            engine.apply(models.weights_of(new), 7)
 
     completions = sampled(engine, GREEDY, between_steps=swap)
     assert len(completions) == len(PROMPTS)
@@ -468,7 +468,7 @@ def test_rows_keep_the_common_prefix_of_the_weights_they_began_with(
         steps.append(1)
         if len(steps) % 4 == 0:
             newest = engine.step + 1
-            engine.apply(policy.weights_of(sharp_model(seed=seeds[newest % 3])), newest)
+            engine.apply(models.weights_of(sharp_model(seed=seeds[newest % 3])), newest)
 
     asked = requests([[*range(10, 30), last] for last in range(40, 56)])
     completions = sampled(engine, GREEDY, asked, between_steps=swap)
@@ -501,7 +501,7 @@ def test_a_scheduled_temperature_is_that_of_the_weights_that_sampled(
     def next_step() -> None:
         calls.append(1)
         if len(calls) in (1, 4, 6):
-            engine.apply(policy.weights_of(sharp_model()), engine.step + 2)
+            engine.apply(models.weights_of(sharp_model()), engine.step + 2)
 
     sampling = Sampling(**options, schedule=COOLING, max_completion_length=12)
     completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
@@ -527,7 +527,7 @@ def test_a_cold_schedule_draws_what_is_likeliest(tokenizer: Any) -> None:
 
 
 def strange(name: str) -> dict[str, torch.Tensor]:
-    weights = dict(policy.weights_of(sharp_model(seed=8)))
+    weights = dict(models.weights_of(sharp_model(seed=8)))
     last = "model.norm.weight"  # the check must come before the first copy
     if name == "other name":
         weights["model.other.weight"] = weights.pop(last)
@@ -549,7 +549,7 @@ def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> N
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
 def test_logits_that_are_not_finite_end_what_is_under_way(engine: NativeEngine, name: str) -> None:
     before = tokens(sampled(engine, GREEDY))
-    good = policy.weights_of(sharp_model())
+    good = models.weights_of(sharp_model())
     engine.apply({**good, name: torch.full_like(good[name], 3e38)}, 9)
     with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
         sampled(engine, GREEDY)
@@ -584,7 +584,7 @@ def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> 
     before = tokens(sampled(engine, GREEDY))
     kinds = [type(each) for each in model.modules()]
     assert model.config._attn_implementation == "eager" and PackedLinear not in kinds
-    policy.apply_weights(model, policy.weights_of(sharp_model(seed=8)))  # an optimizer step
+    models.apply_weights(model, models.weights_of(sharp_model(seed=8)))  # an optimizer step
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(seed=8), each, 12) for each in PROMPTS] != before
 

@@ -12,7 +12,7 @@ from fakes import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from peralta_zmq import policy
+from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder, forward
 from peralta_zmq.engines.native.graphs import Graphs
 from peralta_zmq.rollout import Request, Sampling
@@ -66,7 +66,7 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
     """Twenty rollouts in three rows that grow, with a common prefix and newer weights between."""
     model = tiny_model()
     engine = NativeEngine(
-        model, policy.load_tokenizer(policy.EMBEDDED), slots=3, max_model_len=100, live=True
+        model, models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100, live=True
     )
     steps: list[int] = []
 
@@ -74,7 +74,7 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
         steps.append(1)
         if len(steps) % 30 == 0:
             newer = tiny_model(seed=len(steps))
-            engine.apply(policy.weights_of(newer), engine.step + 1)
+            engine.apply(models.weights_of(newer), engine.step + 1)
 
     asked = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)

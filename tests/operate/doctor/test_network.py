@@ -16,9 +16,9 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import network
 from peralta_zmq.operate.doctor.check import failed
-from peralta_zmq.operate.link import free_ports
-from peralta_zmq.trainer import folders
+from peralta_zmq.trainer import run_folder
 from peralta_zmq.wire.keys import make_keys
+from tools.tcp_link import free_ports
 
 SAID = wire.Greeting("demo", time=1000.0)
 
@@ -67,7 +67,7 @@ def test_port_in_use_names_who_has_it(config: Config, port: int, offset: int) ->
 def test_port_that_our_own_trainer_has_is_in_order(config: Config, port: int) -> None:
     config.run_folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", port)), ExitStack() as stack:
-        with closing(folders.lock(config.run_folder)):
+        with closing(run_folder.lock(config.run_folder)):
             assert network.check_ports(config, stack).ok
         assert not network.check_ports(config, stack).ok
 

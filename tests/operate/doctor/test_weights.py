@@ -14,10 +14,10 @@ import pytest
 from weight_sets import weights_at
 
 from peralta_zmq.config import load_config
-from peralta_zmq.operate.doctor import weights, work
-from peralta_zmq.stores.folder import Folder
-from peralta_zmq.stores.probe import Probe
-from peralta_zmq.stores.store import WeightStore
+from peralta_zmq.operate.doctor import weights, workload
+from peralta_zmq.weights.local_backend import Folder
+from peralta_zmq.weights.probe_file import Probe
+from peralta_zmq.weights.store import WeightStore
 
 MIB = 1 << 20
 ROOT = os.geteuid() == 0
@@ -178,7 +178,7 @@ def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
 
 
 def test_weights_behind_an_address(tmp_path: Path) -> None:
-    from peralta_zmq.stores.serve import Server
+    from peralta_zmq.weights.http_server import Server
 
     store = WeightStore(Folder(tmp_path))
     store.claim("demo-1")
@@ -194,12 +194,12 @@ def test_weights_behind_an_address(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_model_are_read_from_its_files() -> None:
-    from peralta_zmq import policy
+    from peralta_zmq import models
 
-    size = work.model_bytes(load_config("doctor", ["--weights.dtype", "float32"]))
-    model = policy.load_model(
-        policy.EMBEDDED, device=policy.choose_device("cpu"), dtype=policy.DTYPES["float32"]
+    size = workload.model_bytes(load_config("doctor", ["--weights.dtype", "float32"]))
+    model = models.load_model(
+        models.EMBEDDED, device=models.choose_device("cpu"), dtype=models.DTYPES["float32"]
     )
-    assert size == 4 * sum(each.numel() for each in policy.weights_of(model).values())
-    assert work.model_bytes(load_config("doctor", [])) == size // 2
-    assert work.model_bytes(load_config("doctor", ["--model.name", "no/such-model"])) is None
+    assert size == 4 * sum(each.numel() for each in models.weights_of(model).values())
+    assert workload.model_bytes(load_config("doctor", [])) == size // 2
+    assert workload.model_bytes(load_config("doctor", ["--model.name", "no/such-model"])) is None

@@ -1,1 +1,0 @@
-"""Which problem comes next."""

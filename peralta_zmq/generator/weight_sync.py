@@ -1,0 +1,133 @@
+"""The generator's side of the weight store: the engine's first weights, and every newer version.
+
+Knows the store, the engines and the config; knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+from peralta_zmq import build_lora, models, registry, wire
+from peralta_zmq.config import Config, files_given
+from peralta_zmq.engines.lora import AdaptedEngine
+from peralta_zmq.errors import StoreError
+from peralta_zmq.password import read_token
+from peralta_zmq.weights.backends import open_place
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import Follower, Staged
+from peralta_zmq.weights.version import Version
+
+WAITING_SECONDS = 5.0  # between two lines that say what we wait for
+logger = logging.getLogger(__name__)
+
+
+def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
+    """Apply the newest version that is ready, in place; a bad one changes nothing.
+
+    Returns the version that the engine samples from.
+    """
+    staged = follower.ready()
+    if staged is None:
+        return current
+    started = time.monotonic()
+    try:
+        if staged.version.says("adapts") != current.says("adapts"):
+            raise ValueError("it is an adapter for another base than that of the one served")
+        engine.apply(staged.tensors, staged.version.step)
+    except ValueError as error:
+        follower.settle(refused=str(error))
+        logger.warning("refused version=%d reason=%s", staged.version.number, error)
+        return current
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version
+
+
+def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
+    version = staged.version
+    logger.info(
+        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
+        apply_seconds,
+    )  # fmt: skip
+
+
+def open_follower(config: Config, name: str) -> Follower:
+    """What follows the store of this run; its copy of the weights outlives the process."""
+    address = config.weights_address
+    place = open_place(address, token=read_token(config.weights.token_file))
+    return Follower(
+        WeightStore(place),
+        config.run_folder / "copies" / name,
+        poll_seconds=config.weights.poll_seconds,
+        watch=None if "://" in address else config.weights_folder,
+    )
+
+
+def open_engine(
+    config: Config,
+    follower: Follower,
+    listener: wire.Listener,
+    address: str,
+    ask_for_keyframe: Callable[[str], None],
+) -> tuple[Version, registry.Engine, models.Tokenizer]:
+    """An engine over the newest version that can be read; waits for one, saying so every 5 s,
+    and asking the run that is announced for a keyframe when there are only deltas.
+
+    The weights are loaded once; later versions go in place. Raises StoreError when
+    weights.wait_for_weights_timeout is over.
+    """
+    started = said = time.monotonic()
+    patience = config.weights.wait_for_weights_timeout or float("inf")
+    while (staged := follower.ready(timeout=0.2)) is None:
+        if time.monotonic() - started > patience:
+            raise StoreError(
+                f"no weights in {config.weights_address} after {patience:g} s "
+                f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
+            )
+        heard = listener.listen()
+        if heard is not None and follower.wants_keyframe:
+            ask_for_keyframe(heard.run_id)
+        if time.monotonic() - said > WAITING_SECONDS:
+            said = time.monotonic()
+            seconds, answers = said - started, wire.answers(address)
+            logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
+    started = time.monotonic()
+    made = make_engine(config, staged)
+    follower.settle()
+    _log_loaded(staged, apply_seconds=time.monotonic() - started)
+    return staged.version, *made
+
+
+def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
+    """What is missing, and what to do about it."""
+    files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
+    diagnose = f"Diagnose: bin/doctor{files}"
+    if answers:
+        reason = f"it answers, but {weights} has no version. Is that its weights.dir?"
+        return f"{start}: {reason} {diagnose}"
+    return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
+
+
+def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, models.Tokenizer]:
+    """The configured engine over weights that lie here.
+
+    Raises ConfigError for an adapter whose base is not the model of this machine's settings.
+    """
+    device = models.choose_device(config.model.device)
+    dtype, reason = models.choose_dtype(device, config.model.dtype)
+    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    version, adapts = staged.version, staged.version.says("adapts") is not None
+    folder = build_lora.base_of(config, version) if adapts else staged.folder
+    model = models.load_model(folder, device=device, dtype=dtype)
+    tokenizer = models.load_tokenizer(folder)
+    make = functools.partial(
+        registry.resolve("engine", config.engine.name), model, tokenizer, step=version.step,
+        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+    )  # fmt: skip
+    if adapts:
+        return AdaptedEngine(make, model, staged.tensors, version.step), tokenizer
+    return make(), tokenizer

@@ -1,0 +1,223 @@
+"""A trainer of several processes: rank 0 leads, the others compute their share of each step.
+
+Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The others know the
+model and what rank 0 tells them: its settings, the groups of a step, the tensors of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from peralta_zmq import build, build_lora, models, wire
+from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
+from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.logprob_mismatch import Mismatch
+from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.models import lora
+from peralta_zmq.rollout import RolloutGroup
+
+if TYPE_CHECKING:
+    from peralta_zmq.learning.distributed import ManyRanks, Order
+
+TrainerRanks: TypeAlias = "OneRank | ManyRanks"
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun tells each process
+
+
+class Place(NamedTuple):
+    """Which of a trainer's processes this is."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int  # among those of this machine
+    num_local: int
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Where torchrun has put this process; alone when it was not torchrun that started it.
+
+    Raises ConfigError when the environment tells of several processes, but not of all it must.
+    """
+    if environment.get("WORLD_SIZE", "1") == "1":
+        return Place(0, 1, 0, 1)
+    try:
+        return Place(*(int(environment[name]) for name in PLACE))
+    except (KeyError, ValueError):
+        told = " ".join(f"{name}={environment.get(name, '')}" for name in PLACE)
+        raise ConfigError(
+            f"the environment says {told}; start several ranks with torchrun, or unset WORLD_SIZE"
+        ) from None
+
+
+def enlist(config: Config) -> tuple[Config, TrainerRanks]:
+    """Meet the other ranks, if there are any; returns rank 0's settings and the ranks.
+
+    A rank's own are only the device and the number of workers that share its machine. Raises
+    ConfigError for a device of which ranks cannot share the work, RankError when none comes.
+    """
+    place = place_of(os.environ)
+    models.use_threads(config.train.num_workers * place.num_local)
+    if place.num_ranks == 1:
+        return config, ALONE
+    from peralta_zmq.learning import distributed
+
+    device = models.choose_device(config.model.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local_rank)
+    check_shared(config, device)
+    ranks = distributed.join(device)
+    if ranks.number == 0:
+        ranks.tell({"do": "begin"}, [config.model_dump_json().encode()])
+        return config, ranks
+    return _settings_of(ranks.listen(), config, device), ranks
+
+
+def check_shared(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a device, or a setting on it, that several ranks cannot have."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"model.device {device} takes one rank; "
+            "start without torchrun, or use --model.device cpu"
+        )
+    if device.type == "cuda" and config.train.optim == "adamw_8bit":
+        raise ConfigError(
+            "train.optim adamw_8bit cannot be shared among ranks on cuda; "
+            "use adamw_bf16, or start without torchrun"
+        )
+
+
+def _settings_of(order: Order, own: Config, device: torch.device) -> Config:
+    theirs = Config.model_validate_json(order.contents[0])
+    model = theirs.model.model_copy(update={"device": str(device)})
+    train = theirs.train.model_copy(update={"num_workers": own.train.num_workers})
+    return theirs.model_copy(update={"model": model, "train": train})
+
+
+def dismiss(ranks: TrainerRanks) -> None:
+    """By rank 0: all work is done, every rank ends."""
+    if not isinstance(ranks, OneRank):
+        ranks.tell({"do": "end"})
+        ranks.leave()
+
+
+def led(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner | Leader:
+    """The learner, so that the other ranks do what it does.
+
+    Where ranks share the parameters among them, `model` has the whole weights after each step.
+    """
+    return learner if isinstance(ranks, OneRank) else Leader(learner, ranks, model)
+
+
+class Leader:
+    """A learner on rank 0, with its face: what is asked of it is asked of every rank."""
+
+    def __init__(self, learner: Learner, ranks: ManyRanks, model: models.Model) -> None:
+        self._learner, self._ranks = learner, ranks
+        self._whole = lora.trained_parameters(model)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._learner.step
+
+    @property
+    def problem(self) -> str:
+        """Why the last step was skipped, if it was."""
+        return self._learner.problem
+
+    @property
+    def advantages(self) -> Sequence[Sequence[float]]:
+        """As `Learner.advantages`."""
+        return self._learner.advantages
+
+    @property
+    def mismatch(self) -> dict[str, Mismatch]:
+        """As `Learner.mismatch`, of the tokens of all ranks."""
+        return self._learner.mismatch
+
+    @property
+    def learning_rate(self) -> Callable[[int], float]:
+        """The learning rate as a function of the step."""
+        return self._learner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, schedule: Callable[[int], float]) -> None:
+        self._learner.learning_rate = schedule
+
+    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Take the next step with all ranks. Raises as `Learner.learn`, and RankError."""
+        rate = self.learning_rate(self.step + 1)
+        frames = [wire.encode_group(group) for group in groups]
+        self._ranks.tell({"do": "learn", "rate": rate}, frames)
+        metrics = self._learner.learn(groups)
+        self._gather()
+        return metrics
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """As `Learner.state`: whole tensors, which any number of ranks can restore."""
+        if self._ranks.lined_up:
+            self._ranks.tell({"do": "state"})
+        return self._learner.state()
+
+    def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let all ranks go on from what `state` gave. Raises ValueError, with nothing changed."""
+        self._learner.restore(step, tensors)
+        told = [(name, str(each.dtype)[6:], list(each.shape)) for name, each in tensors.items()]
+        self._ranks.tell({"do": "restore", "step": step, "tensors": told})
+        self._ranks.hand_out(tensors.values())
+        self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        if self._ranks.lined_up:
+            for name, tensor in self._learner.weights():
+                self._whole[name].copy_(tensor)
+
+
+def follow(config: Config, ranks: ManyRanks) -> None:
+    """Do as rank 0 says until it is done; it alone is asked to stop.
+
+    Raises RankError when rank 0 is gone, or what a part of one's own raises on this rank only.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 says the rest
+    try:
+        model = build_lora.load_policy(config, models.model_folder(config.model.name))
+        learner = build.learner_of(config, model, ranks)
+        while (order := ranks.listen()).words["do"] != "end":
+            _obey(order, learner, ranks, vocab_size=int(model.config.vocab_size))
+    except TrainingError:
+        return  # it is the same on all ranks, and rank 0 says it
+    except PeraltaError as error:
+        raise type(error)(f"rank {ranks.number}: {error}") from None
+    ranks.leave()
+
+
+def _obey(order: Order, learner: Learner, ranks: ManyRanks, *, vocab_size: int) -> None:
+    words = order.words
+    if words["do"] == "learn":
+        learner.learning_rate = partial(_constant, words["rate"])
+        learner.learn([wire.decode_group(each, vocab_size=vocab_size) for each in order.contents])
+    elif words["do"] == "restore":
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype))
+                   for name, dtype, shape in words["tensors"]}  # fmt: skip
+        ranks.hand_out(tensors.values())
+        learner.restore(words["step"], tensors)
+    else:
+        learner.state()
+        return
+    if ranks.lined_up:  # rank 0 gathers them
+        for _ in learner.weights():
+            pass
+
+
+def _constant(rate: float, step: int) -> float:
+    return rate

@@ -1,0 +1,97 @@
+"""The hosts file: what can be written, and what is refused with the host's name and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.config.hosts import Hosts, load_hosts
+from peralta_zmq.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "configs/hosts.example.toml"
+TRAINER = '[[host]]\nname = "mac"\nrole = "trainer"\nssh = "mac.local"\n'
+
+
+def load(folder: Path, text: str) -> Hosts:
+    path = folder / "hosts.toml"
+    path.write_text(text)
+    return load_hosts(path)
+
+
+def refusal(folder: Path, text: str) -> str:
+    """The one line that a file causes; it begins with the file's name."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text)
+    (line,) = str(caught.value).splitlines()
+    start = f"{folder}/hosts.toml: "
+    assert line.startswith(start)
+    return line.removeprefix(start)
+
+
+def test_a_host_says_what_runs_there(tmp_path: Path) -> None:
+    hosts = load(
+        tmp_path,
+        TRAINER + 'count = 1\n[[host]]\nname = "pc"\nssh = "-p 2222 me@pc"\ncount = 2\n'
+        'device = "cuda"\nweights_dir = "/mnt/my nas/w"\nenv = { A = "1" }\n',
+    )
+    mac, pc = hosts.host
+    assert hosts.trainer == mac
+    assert mac.workers == ["mac-trainer", "mac-0"]
+    assert pc.workers == pc.generators == ["pc-0", "pc-1"]
+    assert hosts.generators == ["mac-0", "pc-0", "pc-1"]
+    assert mac.folder == pc.folder == "~/peralta_zmq"
+    assert pc.env == {"A": "1"}
+
+
+def test_the_example_runs_on_this_machine_without_ssh_or_a_copy() -> None:
+    hosts = load_hosts(EXAMPLE)
+    (here,) = hosts.host
+    assert here.ssh is None and here.folder is None
+    assert here.workers == ["here-trainer", "here-0", "here-1"]
+    assert (EXAMPLE.parents[1] / hosts.config).exists()
+
+
+def test_the_commented_host_of_the_example_is_one(tmp_path: Path) -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    start = lines.index("# [[host]]")
+    text = "\n".join([*lines[:start], *(line.removeprefix("# ") for line in lines[start:])])
+    pc = load(tmp_path, text).host[1]
+    assert pc.ssh == "me@pc.local" and pc.workers == ["pc-0", "pc-1"]
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (TRAINER, "nobody generates; add a host, or give mac count = 1 for a generator there"),
+    ('[[host]]\nname = "pc"\n', 'no host is the trainer; give one of them role = "trainer"'),
+    (f'{TRAINER}[[host]]\nname = "pc"\nrole = "trainer"\n',
+     "hosts mac and pc are both the trainer; a run has one, so give the others "
+     'role = "generator"'),
+    (f'{TRAINER}[[host]]\nname = "mac"\n',
+     "host mac is listed 2 times; list it once, with count = for more generators there"),
+    (f'{TRAINER}[[host]]\nname = "pc"\nssh = "mac.local"\ndir = "~/peralta_zmq/"\n',
+     "hosts mac and pc are the same folder of the same machine; list it once, with count = for "
+     "its generators, or give each a dir of its own"),
+    (f'{TRAINER}[[host]]\nname = "a"\ncount = 1\n[[host]]\nname = "a b"\ndir = "x"\n',
+     "host 'a b' is not a plain name; use letters, digits, . _ and -"),
+    (f'{TRAINER}[[host]]\nname = "pc"\nrolle = "x"\n',
+     "host pc: unknown setting rolle; did you mean role?"),
+    (f'{TRAINER}[[host]]\nname = "pc"\ncount = 0\n',
+     "host pc: count = 0 runs nothing there; leave the host out"),
+    (f'{TRAINER}[[host]]\nname = "pc"\nssh = "me@pc -v"\n',
+     "host pc: ssh 'me@pc -v' ends in no machine; write me@box"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    assert refusal(tmp_path, text) == said
+
+
+@pytest.mark.parametrize("folder", ["~", "/", ".", "~/", "..", "~/a/../..", "/a b", "$HOME", "~x"])
+def test_a_folder_that_a_copy_could_ruin_is_refused(tmp_path: Path, folder: str) -> None:
+    text = f'{TRAINER}[[host]]\nname = "pc"\nssh = "pc"\ndir = "{folder}"\n'
+    assert refusal(tmp_path, text).startswith(f"host pc: dir {folder!r} is no folder of its own")
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"configs/hosts.tml is not a TOML file"):
+        load_hosts(Path("configs/hosts.tml"))
+    with pytest.raises(ConfigError, match=r"hosts.exmple.toml does not exist; did you mean"):
+        load_hosts(EXAMPLE.with_name("hosts.exmple.toml"))

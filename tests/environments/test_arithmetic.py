@@ -1,0 +1,276 @@
+"""The evaluator agrees with exact arithmetic and survives everything else."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peralta_zmq.environments.arithmetic import evaluate
+from peralta_zmq.environments.dataset import SHIPPED, read_rows
+
+WORST_SECONDS = 0.010
+
+BY_HAND = [
+    ("1 + 2 * 3", 7),
+    ("(1 + 2) * 3", 9),
+    ("7 / 2", Fraction(7, 2)),
+    ("7 // 2", 3),
+    ("-7 // 2", -4),
+    ("7 % 3", 1),
+    ("-7 % 3", 2),
+    ("7.5 // 2", 3),
+    ("7.5 % 2", Fraction(3, 2)),
+    ("2 ** 10", 1024),
+    ("-2 ** 2", -4),
+    ("(-2) ** 2", 4),
+    ("2 ** 3 ** 2", 512),
+    ("2 ** -1", Fraction(1, 2)),
+    ("(1 / 2) ** 2", Fraction(1, 4)),
+    ("0 ** 0", 1),
+    ("2 ** (4 / 2)", 4),
+    ("10 - 4 - 3", 3),
+    ("--+-5", -5),
+    (".5", Fraction(1, 2)),
+    ("5.", 5),
+    ("007.5", Fraction(15, 2)),
+    ("00", 0),
+    ("\t 1 + 1 \n", 2),
+    ("(1\n + 0.5)", Fraction(3, 2)),
+    ("1000000000000000", 10**15),
+    ("1 / 1000000000000000", Fraction(1, 10**15)),
+    ("1 ** 64", 1),
+]
+
+REFUSED = [
+    ("", "an empty text"),
+    (" \n", "an empty text"),
+    ("1 / 0", "division by zero"),
+    ("1 // 0", "division by zero"),
+    ("1 % 0", "division by zero"),
+    ("0 ** -1", "division by zero"),
+    ("9**9**9", "exponent beyond 64"),
+    ("1 ** 65", "exponent beyond 64"),
+    ("1 ** -65", "exponent beyond 64"),
+    ("4 ** 0.5", "not a whole number"),
+    ("2 ** 50", "beyond 1e+15"),
+    ("2 ** -50", "beyond 1e+15"),
+    ("1000000000000001", "beyond 1e+15"),
+    ("0.0000000000000001", "beyond 1e+15"),
+    ("1000000000000000 * 2 / 2", "beyond 1e+15"),
+    ("1" * 257, "more than 256 characters"),
+    ("1" * 300, "more than 256 characters"),
+    ("1" * 256, "beyond 1e+15"),
+    ("(" * 41 + "1" + ")" * 41, "parentheses deeper than 40"),
+    ("(" * 128 + ")" * 128, "parentheses deeper than 40"),
+    ("-" * 40 + "1", "operations deeper than 40"),
+    ("1" + "+1" * 40, "operations deeper than 40"),
+    ("1**" * 85 + "1", "more than 128 numbers"),
+    ("-" * 255 + "1", "more than 128 numbers"),
+    ("1e400", "'e' is not arithmetic"),
+    ("1e5", "'e' is not arithmetic"),
+    ("1j", "'j' is not arithmetic"),
+    ("nan", "'a' is not arithmetic"),
+    ("inf", "'f' is not arithmetic"),
+    ("True", "'T' is not arithmetic"),
+    ("1_000", "'_' is not arithmetic"),
+    ("0x10", "'x' is not arithmetic"),
+    ("__import__('os')", "is not arithmetic"),
+    ("1 @ 2", "'@' is not arithmetic"),
+    ("1 < 2", "'<' is not arithmetic"),
+    ("1, 2", "',' is not arithmetic"),
+    ("1 # one", "is not arithmetic"),
+    ("1\x00", "is not arithmetic"),
+    ("1\r+1", "is not arithmetic"),
+    ("\u0661 + \uff12", "is not arithmetic"),  # Arabic and full-width digits
+    ("1 \u2212 2", "is not arithmetic"),  # the typographic minus
+    ("\U0001f600", "is not arithmetic"),
+    ("\ud800", "is not arithmetic"),
+    ("007", "not an expression"),
+    ("1 +", "not an expression"),
+    ("1 2", "not an expression"),
+    ("(1", "not an expression"),
+    ("1)", "not an expression"),
+    ("1\n+1", "not an expression"),
+    ("1.2.3", "not an expression"),
+    ("*1", "not an expression"),
+    ("()", "not arithmetic"),
+    ("...", "not arithmetic"),
+    ("1(2)", "not arithmetic"),
+    ("(1)(*(2))", "not arithmetic"),
+]
+
+# Deep and broken in the ways that cost a parser or big integers most.
+COSTLY = [
+    *(text for text, _ in REFUSED),
+    "(" * 40 + "1" + ")" * 40,
+    "(" * 256,
+    "1(" * 40 + "1 1" + ")" * 40,
+    "-(" * 40 + "1 1" + ")" * 40,
+    "(1**" * 39 + "1 1" + ")" * 39,
+    "+-" * 128,
+    "1 " * 128,
+    "/".join(["999999999999999"] * 16),
+    "(1/999999999999999)**-64",
+    "(999999999999999/999999999999998)**64",
+    "0." + "1" * 254,
+]
+
+# All of them pass the charset, so that the parser and the bounds get the work.
+PIECES = (
+    *"0123456789.+-*/%() \n\t",
+    *("**", "//", "1(", "(*", "()", "-(", "2**", "**64", "0.1", "1/3", " + ", "2*(", "3)"),
+    *("999999999999999", "0.000000000000001", "10**15"),
+)
+
+
+def outcome(text: str) -> Fraction | None:
+    """The value, or None for a refusal; anything else but ValueError passes through."""
+    try:
+        value = evaluate(text)
+    except ValueError:
+        return None
+    assert type(value) is Fraction
+    assert max(abs(value.numerator), value.denominator) <= 10**15
+    return value
+
+
+def seconds_of(text: str) -> float:
+    """Processor time of one evaluation; a slow one is measured again, the collector may run."""
+    fastest = float("inf")
+    for _ in range(4):
+        start = time.thread_time()
+        outcome(text)
+        fastest = min(fastest, time.thread_time() - start)
+        if fastest < WORST_SECONDS / 4:
+            break
+    return fastest
+
+
+@pytest.mark.parametrize(("text", "value"), BY_HAND)
+def test_an_expression_has_the_value_worked_out_by_hand(text: str, value: Fraction | int) -> None:
+    assert evaluate(text) == value
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSED)
+def test_anything_else_is_refused_with_its_reason(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        evaluate(text)
+
+
+def test_decimal_literals_are_exact() -> None:
+    assert evaluate("0.1 + 0.2") == Fraction(3, 10)
+
+
+def test_a_third_is_not_its_rounded_decimal() -> None:
+    assert evaluate("1 / 3") != evaluate("0.333333333333333")
+
+
+def test_a_literal_on_the_second_line_is_read_from_the_second_line() -> None:
+    assert evaluate("(0.25 +\n0.5)") == Fraction(3, 4)
+
+
+def test_forty_parentheses_are_not_too_deep() -> None:
+    assert evaluate("(" * 40 + "1" + ")" * 40) == 1
+
+
+def test_thirty_nine_signs_before_a_number_are_not_too_deep() -> None:
+    assert evaluate("-" * 39 + "1") == -1
+
+
+def test_sixty_four_numbers_are_not_too_many() -> None:
+    eight = "+".join(["1"] * 8)
+    assert evaluate("+".join([f"({eight})"] * 8)) == 64  # 64 numbers and 63 sums
+
+
+def test_sixty_five_numbers_are_too_many() -> None:
+    eight = "+".join(["1"] * 8)
+    with pytest.raises(ValueError, match="more than 128 numbers"):
+        evaluate("1+" + "+".join([f"({eight})"] * 8))  # 65 numbers and 64 sums
+
+
+def test_256_characters_are_not_too_long() -> None:
+    assert evaluate("1 +" + " " * 252 + "1") == 2
+
+
+def test_an_exponent_is_refused_before_the_power_is_computed() -> None:
+    assert seconds_of("9**999999999999") < WORST_SECONDS
+
+
+@pytest.mark.parametrize("text", COSTLY)
+def test_the_costliest_texts_take_less_than_ten_milliseconds(text: str) -> None:
+    assert seconds_of(text) < WORST_SECONDS
+
+
+@pytest.mark.parametrize(
+    "count", [20_000, pytest.param(200_000, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])]
+)
+def test_jumbles_raise_nothing_but_value_error_within_ten_milliseconds(count: int) -> None:
+    draw = random.Random(27)
+    jumbles = ["".join(draw.choices(PIECES, k=draw.randint(1, 60))) for _ in range(count // 2)]
+    for _ in range(count // 2):
+        opening, middle, closing = ("".join(draw.choices(PIECES, k=3)) for _ in range(3))
+        repeats = draw.randint(1, 45)
+        jumbles.append((opening * repeats + middle + closing * repeats)[:256])
+    slowest = max(jumbles, key=seconds_of)
+    assert seconds_of(slowest) < WORST_SECONDS, slowest
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=300))
+def test_no_text_raises_anything_but_value_error(text: str) -> None:
+    outcome(text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+def test_no_jumble_of_signs_raises_anything_but_value_error(text: str) -> None:
+    outcome(text)
+
+
+def expressions() -> st.SearchStrategy[str]:
+    """Well-formed expressions of at most 16 numbers, powers small."""
+    number = st.integers(0, 50).map(str) | st.sampled_from(["0.5", "1.25", "12.125", ".75"])
+
+    def grown(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        sign = st.sampled_from(["+", "-", "*", "/", "//", "%"])
+        binary = st.tuples(inner, sign, inner).map(" ".join)
+        power = st.tuples(inner, st.sampled_from(["**2", "** -1", "**0"])).map("".join)
+        return binary | power | inner.map("({})".format) | inner.map("-{}".format)
+
+    return st.recursive(number, grown, max_leaves=16)
+
+
+def by_python(text: str) -> Fraction | None:
+    """Python's own answer with every number made a Fraction; None where it is too large."""
+    exact = re.sub(r"\d*\.\d+|\d+", r"F('\g<0>')", text)
+    try:
+        return Fraction(eval(exact, {"F": Fraction}))
+    except (ZeroDivisionError, OverflowError):
+        return None
+
+
+@settings(max_examples=500, deadline=None)
+@given(expressions())
+def test_every_value_is_the_one_python_gives(text: str) -> None:
+    value = outcome(text)
+    assert value is None or value == by_python(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(1, 9)), max_size=10))
+def test_small_expressions_are_never_refused(terms: list[tuple[str, int]]) -> None:
+    text = "5" + "".join(f" {sign} {number}" for sign, number in terms)
+    assert outcome(text) == by_python(text)
+
+
+@pytest.mark.parametrize("name", SHIPPED[:3])
+def test_every_shipped_target_has_the_value_python_gives(name: str) -> None:
+    column = "python_expression"
+    targets = [row.columns[column] for row in read_rows(name, columns=[column])]
+    assert [evaluate(target) for target in targets] == [by_python(target) for target in targets]

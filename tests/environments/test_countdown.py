@@ -1,0 +1,55 @@
+"""Countdown pays for a value made from every number once, and for nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.environments import countdown
+from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Problem
+
+PROBLEM = Problem("p", "countdown", (), "3 7 7 = 28")
+
+
+@pytest.mark.parametrize(
+    "text", ["7 * (7 - 3)", " (7-3)*7 \n", "7 * 7 - 7 * 3 + 0", "-(3 - 7) * 7"]
+)
+def test_only_what_uses_every_number_once_is_paid(text: str) -> None:
+    assert countdown.reward(PROBLEM, text) == float("0" not in text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "28",
+        "7 * 4",
+        "7 * 7 - 3 * 7",  # 7 three times
+        "3 + 7 + 7",  # another value
+        "7 * (7 - 3) = 28",
+        "37 - 7 - 2",
+        "7 * (7 - 3.0)",
+        "(7 // 7) * 28 ** 1",
+        "",
+    ],
+)
+def test_everything_else_is_not_paid(text: str) -> None:
+    assert countdown.reward(PROBLEM, text) == 0.0
+
+
+def test_other_operations_are_not_of_the_game() -> None:
+    power = Problem("p", "countdown", (), "2 3 = 8")
+    assert countdown.reward(power, "2 ** 3") == 0.0
+    assert countdown.reward(Problem("p", "countdown", (), "2 4 = 8"), "2 * 4") == 1.0
+
+
+def test_a_row_without_a_target_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("prompt,answer\nmake 5.,2 3 = 5\nmake 6.,2 3 6\n")
+    assert [each.answer for each in countdown.problems("train", 0, train=str(file))] == ["2 3 = 5"]
+
+
+def test_a_problem_without_a_target_is_an_error_and_no_zero() -> None:
+    with pytest.raises(TaskError, match=r"problem p: the answer '28' is not numbers = target"):
+        countdown.reward(Problem("p", "countdown", (), "28"), "28")

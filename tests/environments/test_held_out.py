@@ -1,0 +1,84 @@
+"""pass@k and avg@k by hand, and examples that are all answered whoever dies."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from peralta_zmq.environments.difficulty_pools import is_resting
+from peralta_zmq.environments.held_out import Evaluation, examples_for, figures, pass_at_k
+from peralta_zmq.rollout import Message, Problem
+
+PROBLEMS = [Problem(str(n), "t", (Message("user", f"what is {n}?"),), "") for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "num_right", "k", "expected"),
+    [
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+        (4, 2, 2, 5 / 6),  # 1 - C(2,2)/C(4,2) = 1 - 1/6
+        (4, 3, 2, 1.0),
+        (4, 0, 4, 0.0),
+        (10, 3, 5, 1 - 21 / 252),  # C(7,5) = 21, C(10,5) = 252
+    ],
+)
+def test_pass_at_k_by_hand(num_answers: int, num_right: int, k: int, expected: float) -> None:
+    assert pass_at_k(num_answers, num_right, k) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_right", range(7))
+def test_pass_at_k_is_the_share_of_all_choices_with_a_right_answer(num_right: int) -> None:
+    answers = [True] * num_right + [False] * (6 - num_right)
+    for k in range(1, 7):
+        chosen = [any(each) for each in combinations(answers, k)]
+        assert pass_at_k(6, num_right, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_figures_of_two_environments_by_hand() -> None:
+    found = figures({"a": [[1, 0, 0, 0], [1, 1, 0.5, 0]], "b": [[0.9]]})
+    assert found == pytest.approx(
+        {
+            "a/avg@4": (0.25 + 0.625) / 2,
+            "a/pass@1": (1 / 4 + 2 / 4) / 2,
+            "a/pass@2": (1 / 2 + 5 / 6) / 2,
+            "a/pass@4": 1.0,
+            "b/avg@1": 0.9,
+            "b/pass@1": 0.0,  # an answer passes with the whole reward
+        }
+    )
+
+
+def test_three_answers_have_a_pass_at_three() -> None:
+    assert list(figures({"a": [[1, 0, 0]]})) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
+
+
+def test_an_evaluation_ends_with_its_last_example() -> None:
+    made = Evaluation(5, PROBLEMS, rollouts_per_example=2)
+    assert not made.expects("9", 2)  # no example of ours
+    assert not made.expects("1", 1)  # of other settings
+    for number, problem in enumerate(("1", "0", "2")):
+        assert made.expects(problem, 2)
+        made.take(problem, [("x", 1.0), ("y", 0.0)], policy_step=5 + number)
+        assert not made.expects(problem, 2)  # the first answer counts
+        assert made.complete == (number == 2)
+        assert is_resting(made.answered, int(problem))
+    assert [problem.id for problem, _ in made.answers()] == ["0", "1", "2"]
+    assert made.answers()[2][1][0].problem == "what is 2?"
+    assert made.policy_steps == [5, 6, 7]
+
+
+def test_generators_begin_with_their_shares_and_then_help_out_from_the_end() -> None:
+    def todo(index: int) -> list[int]:
+        return list(examples_for(7, index=index, count=2, answered=lambda place: place == 4))
+
+    assert todo(0) == [0, 2, 6, 5, 3, 1]
+    assert todo(1) == [1, 3, 5, 6, 2, 0]
+
+
+def test_whoever_lives_answers_every_example() -> None:
+    for count in (1, 2, 5, 9):
+        for index in range(count):
+            todo = examples_for(7, index=index, count=count, answered=lambda place: False)
+            assert sorted(todo) == list(range(7))

@@ -1,0 +1,45 @@
+"""Mathematical answers are compared by value, whatever their form. Needs the extra `math`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from peralta_zmq.environments import math_answers
+from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.rollout import Problem
+
+
+def problem(answer: str) -> Problem:
+    return Problem("p", "math_answers", (), answer)
+
+
+@pytest.mark.parametrize(
+    ("target", "said", "worth"),
+    [
+        (r"\frac{1}{2}", "The answer is $0.5$.", 1.0),
+        (r"\frac{1}{2}", r"so we get \boxed{\frac{2}{4}}", 1.0),
+        (r"3\sqrt{5}", r"$\sqrt{45}$", 1.0),
+        (r"3\sqrt{5}", r"$\sqrt{46}$", 0.0),
+        ("64", "64", 1.0),
+        ("64", "63", 0.0),
+        ("64", "I do not know", 0.0),
+    ],
+)
+def test_equal_values_are_paid(target: str, said: str, worth: float) -> None:
+    pytest.importorskip("math_verify")
+    assert math_answers.reward(problem(target), said) == worth
+
+
+def test_a_target_that_is_no_mathematics_is_an_error_and_no_zero() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(TaskError, match=r"problem p: the answer .* is not mathematics"):
+        math_answers.reward(problem(""), "1")
+
+
+def test_without_the_library_the_task_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    math_answers._library.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'peralta_zmq\[math\]'"):
+        math_answers.problems("train", 0)

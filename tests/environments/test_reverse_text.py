@@ -1,0 +1,33 @@
+"""A reversed text is paid by its likeness to the answer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from peralta_zmq.environments import reverse_text
+from peralta_zmq.rollout import Problem
+
+PROBLEM = Problem("p", "reverse_text", (), "dcba")
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("dcba", 1.0),
+        (" dcba\n", 1.0),
+        ("dcb", 6 / 7),  # 2 * 3 characters of 4 + 3
+        ("dxba", 6 / 8),  # d, ba: 2 * 3 of 8
+        ("xyz", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_likeness_is_twice_what_matches_of_both(text: str, worth: float) -> None:
+    assert reverse_text.reward(PROBLEM, text) == pytest.approx(worth)
+
+
+def test_a_flood_of_text_is_worth_nothing_and_costs_no_time() -> None:
+    started = time.monotonic()
+    assert reverse_text.reward(PROBLEM, "dcba" * 10**6) == 0.0
+    assert time.monotonic() - started < 10

@@ -1,0 +1,95 @@
+"""However many processes take a step, it is the step of one.
+
+.venv/bin/python -m pytest tests/learning/test_ranks.py
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import siblings, tiny_model
+from gang import on_ranks
+from torch import Tensor
+
+from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.distributed import ManyRanks, join
+from peralta_zmq.learning.losses import grpo, importance, reinforce
+from peralta_zmq.learning.optimizer_step import take_step
+from peralta_zmq.learning.packing import cut, make_batches
+from peralta_zmq.learning.ranks import ALONE, Ranks
+from peralta_zmq.models.scoring import Scorer
+
+CPU = torch.device("cpu")
+GROUPS = [
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6),
+    siblings([1, 0], lengths=[2, 2], seed=3, num_prompt=2),
+    siblings([1, 0, 0], lengths=[8, 3, 4], seed=4),
+    siblings([0, 1], lengths=[6, 2], seed=5, num_prompt=5),
+]
+
+
+def several(*, shards: bool) -> ManyRanks:
+    """This process among those that were started with it."""
+    if not shards:
+        return join(CPU)
+    dist.init_process_group("gloo")
+    return ManyRanks(CPU, shards=True)
+
+
+# The gradient.
+
+
+class Keep(torch.optim.SGD):
+    """An optimizer that keeps the gradient it was given and changes nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [each.grad for each in self.param_groups[0]["params"]]
+
+
+LOSSES = {
+    "reinforce": reinforce,
+    "grpo": functools.partial(grpo, epsilon=0.2),
+    "sequence": functools.partial(importance, ratio_type="sequence"),
+}
+
+
+def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
+    """The whole gradient of a step on all groups, or on one, and the metrics of the step."""
+    model = ranks.prepared(tiny_model().double())
+    score, found = Scorer(model), {}
+    for name, loss in LOSSES.items():
+        for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
+            pieces = cut(groups, group_mean, max_tokens=max_tokens).pieces
+            batches = make_batches(pieces, max_tokens=max_tokens, ranks=ranks)
+            optimizer = Keep(model.parameters(), lr=1.0)
+            taken = take_step(
+                optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, ranks=ranks
+            )
+            seen = torch.cat([ranks.whole(each).flatten() for each in optimizer.seen])
+            found[f"{name} {max_tokens} {len(groups)}"] = seen, taken.metrics
+    return found
+
+
+def gradients_of_many(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]]:
+    ranks = several(shards=shards)
+    try:
+        return gradients(ranks)
+    finally:
+        ranks.leave()
+
+
+@pytest.mark.parametrize(("count", "shards"), [(2, False), (3, False), (3, True)])
+def test_no_number_of_ranks_changes_the_gradient(tmp_path: Path, count: int, shards: bool) -> None:
+    alone = gradients(ALONE)  # one rank
+    for found in on_ranks(tmp_path, gradients_of_many, shards, count=count):
+        for name, (expected, metrics) in alone.items():
+            theirs, told = found[name]
+            assert (theirs - expected).norm() <= 1e-6 * expected.norm(), name
+            assert told == pytest.approx(metrics, rel=1e-6), name

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes import group_of, rollout_with
+
+from peralta_zmq.learning.group_metrics import by_environment, describe
+
+GROUPS = [
+    group_of([1, 0, 0, 1], lengths=[4, 4, 4, 8], policy_step=6),
+    group_of([1, 1, 1, 1], lengths=[2, 2, 2, 6], policy_step=4),
+]
+ROW = describe(GROUPS, step=8)
+
+
+def test_reward_is_the_mean_of_all_rollouts_signal_or_not() -> None:
+    assert ROW["reward"] == 0.75
+
+
+def test_share_of_groups_without_signal_is_counted() -> None:
+    assert ROW["frac_reward_zero_std"] == 0.5
+
+
+def test_deviation_is_the_mean_of_the_groups_own() -> None:
+    assert ROW["reward_std"] == 0.25  # .5 and 0
+
+
+def test_length_is_the_mean_of_generated_tokens() -> None:
+    assert ROW["completions/mean_length"] == 4  # (20 + 12) / 8
+
+
+def test_tokens_are_counted_with_their_prompts() -> None:
+    assert (ROW["num_rollouts"], ROW["num_tokens"]) == (8, 32 + 8 * 3)
+
+
+def test_staleness_is_that_of_the_groups() -> None:
+    assert (ROW["staleness/mean"], ROW["staleness/max"]) == (2, 3)  # 8 - 1 - 6 and 8 - 1 - 4
+
+
+def test_clipped_ratio_is_the_share_that_ran_out_of_tokens() -> None:
+    rollouts = (
+        *(rollout_with(1.0) for _ in range(3)),
+        rollout_with(0.0, finish_reason="length"),
+    )
+    group = replace(GROUPS[0], rollouts=rollouts)
+    assert describe([group], step=8)["completions/clipped_ratio"] == 0.25
+
+
+def test_parts_of_the_reward_have_their_own_means() -> None:
+    rollouts = (rollout_with(1.5, rewards={"right": 1.0, "short": 0.5}),
+                rollout_with(0.0, rewards={"right": 0.0, "short": 0.0}))  # fmt: skip
+    row = describe([replace(GROUPS[0], rollouts=rollouts)], step=8)
+    assert (row["rewards/right/mean"], row["rewards/short/mean"]) == (0.5, 0.25)
+
+
+def test_each_environment_has_its_own_mean_over_rollouts() -> None:
+    groups = [*GROUPS, group_of([0.5, 0.25], task="sudoku"), group_of([0.25] * 4, task="sudoku")]
+    assert by_environment(groups) == {
+        "rewards/calculator/mean": 0.75, "rewards/sudoku/mean": pytest.approx(1.75 / 6),
+    }  # fmt: skip
+
+
+def test_generators_are_counted_with_their_newest_weights() -> None:
+    groups = [*GROUPS, replace(GROUPS[0], generator_id="bob", policy_step=7)]
+    row = describe(groups, step=8)
+    assert (row["gen/ann/groups"], row["gen/ann/step"]) == (2, 6)
+    assert (row["gen/bob/groups"], row["gen/bob/step"]) == (1, 7)
+
+
+def test_step_without_any_signal_still_reports_its_reward() -> None:
+    row = describe([group_of([0.5, 0.5])], step=1)
+    assert (row["reward"], row["frac_reward_zero_std"]) == (0.5, 1)
+
+
+def test_order_of_groups_does_not_matter() -> None:
+    assert describe(GROUPS[::-1], step=8) == pytest.approx(ROW)

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import siblings, tiny_model
+from torch import Tensor
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.losses import grpo, reinforce
+from peralta_zmq.learning.optimizer_step import Taken, take_step
+from peralta_zmq.learning.packing import Batch, Cut, Temperature, cut, make_batches, masked_out
+from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.models.scoring import Scorer
+from peralta_zmq.rollout import Branch, Segment
+
+GROUPS = [
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6),
+    siblings([1, 0], lengths=[2, 2], seed=3, num_prompt=2),
+]
+NUM_TOKENS = 35
+
+
+def per_sequence(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss over sequences: each is its mean, divided by the step's sequences."""
+    size = torch.zeros(tokens.num_sequences, dtype=tokens.logprobs.dtype)
+    size = size.index_add(0, tokens.sequence, tokens.mask.to(size.dtype))
+    each = tokens.mask * tokens.advantages * tokens.logprobs / size.clamp(min=1)[tokens.sequence]
+    value = -each.sum() / tokens.step_sequences
+    return value, {"kept": (size > 0).sum() / tokens.step_sequences}
+
+
+LOSSES = [reinforce, functools.partial(grpo, epsilon=0.2), per_sequence]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    yield tiny_model().double()
+
+
+def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> Cut:
+    return cut(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
+
+
+def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
+    pieces = cut_to(max_tokens).pieces
+    return make_batches(pieces, max_tokens=max_tokens, temperature=temperature)
+
+
+class Keep(torch.optim.SGD):
+    """An optimizer that keeps the gradient it was given and changes nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [each.grad.clone() for each in self.param_groups[0]["params"]]
+
+
+def gradient(
+    model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole gradient of a step, flat, and the step's metrics."""
+    optimizer = Keep(model.parameters(), lr=1.0)
+    score = options.pop("score", None) or Scorer(model)
+    taken = take_step(
+        optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, **options
+    )  # fmt: skip
+    return torch.cat([each.flatten() for each in optimizer.seen]), taken.metrics
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    return bool((ours - theirs).norm() <= tolerance * theirs.norm())
+
+
+# Any split, any order; any number of ranks is in test_ranks.
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("max_tokens", [15, 20, 40])
+def test_no_split_into_micro_batches_changes_the_gradient(
+    model: Any, loss: TokenLoss, max_tokens: int
+) -> None:
+    whole, _ = gradient(model, batches_of(), loss)
+    split = batches_of(max_tokens)
+    assert len(split) > 1
+    assert close(gradient(model, split, loss)[0], whole, 1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
+    whole, _ = gradient(model, batches_of(), loss)
+    pieces = list(cut_to(15).pieces)
+    random.Random(0).shuffle(pieces)
+    shuffled = make_batches(pieces, max_tokens=20)[::-1]
+    assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_split_does_not_change_the_reported_numbers(model: Any, loss: TokenLoss) -> None:
+    _, whole = gradient(model, batches_of(), loss)
+    _, split = gradient(model, batches_of(20), loss)
+    assert split == pytest.approx(whole, rel=1e-6)
+
+
+# Packed and padded.
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: TokenLoss) -> None:
+    packed, told = gradient(model, batches_of(), loss)
+    scorer = Scorer(model)
+    scorer.note = "padded rows: asked for"
+    alone = cut_to(share_prompts=False).pieces
+    padded = make_batches(alone, max_tokens=1000, padded=True)
+    found, metrics = gradient(model, padded, loss, score=scorer)
+    assert close(found, packed, 1e-6)
+    assert metrics == pytest.approx(told, rel=1e-6)
+
+
+def test_loss_is_the_mean_over_the_generated_tokens_of_the_step(model: Any) -> None:
+    total, count = 0.0, 0
+    for group in GROUPS:
+        for rollout, a in zip(group.rollouts, group_mean(group.rewards, []), strict=True):
+            ids = torch.from_numpy(rollout.token_ids).long()
+            table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            for t in np.flatnonzero(rollout.loss_mask):
+                total -= a * table[t - 1, ids[t]].item()
+                count += 1
+    assert count == NUM_TOKENS
+    _, metrics = gradient(model, batches_of(20), reinforce)
+    assert metrics["loss"] == pytest.approx(total / NUM_TOKENS, rel=1e-6)
+
+
+# One token by hand.
+
+
+def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
+    """One generated token whose logprob is the only parameter, -1; its advantage is .5."""
+    parameter = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
+    one = torch.ones(1, dtype=torch.float64)
+    batch = Batch(
+        token_ids=torch.tensor([3, 4]),
+        segments=(Segment((Branch(-1, 2),)),), scored=torch.tensor([1]),
+        old_logprobs=one * old, advantages=one / 2, mask=one,
+        sequence=torch.tensor([0]), num_sequences=1,
+    )  # fmt: skip
+    return parameter, batch
+
+
+def step_by_hand(
+    parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
+) -> Taken:
+    chosen: dict[str, Any] = {
+        "score": lambda ids, segments, scored, temperature: parameter.expand(1) * factor,
+        "loss": reinforce,
+        "max_grad_norm": 10.0,
+    }
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD([parameter], lr=0.1)
+    return take_step(optimizer, batches, **{**chosen, **options})
+
+
+def test_mismatch_of_one_token_is_the_k3_estimate() -> None:
+    # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
+    parameter, batch = by_hand(old=-1.5)
+    taken = step_by_hand(parameter, [batch])
+    assert taken.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
+
+
+def test_mismatch_is_zero_when_the_sampler_had_the_same_weights() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch]).metrics["mismatch_kl"] == 0
+
+
+def test_effective_sample_size_by_hand() -> None:
+    # ratios 1 and 2: (1 + 2)^2 / (2 * (1 + 4)) = .9, over two micro-batches
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
+
+
+def test_entropy_is_estimated_by_hand() -> None:
+    # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
+    parameter, batch = by_hand(old=-1.0)
+    other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
+    assert step_by_hand(parameter, [batch, other]).metrics["entropy"] == pytest.approx(1.5)
+
+
+def test_entropy_of_a_loss_that_computes_it_stands_before_the_estimate() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"entropy": torch.tensor(0.25)}
+
+    parameter, batch = by_hand(old=-1.0)
+    assert step_by_hand(parameter, [batch], loss=loss).metrics["entropy"] == 0.25
+
+
+def test_mismatch_of_each_sender_by_hand_over_two_micro_batches() -> None:
+    # ann: k3 of .5 twice; bob: of 1, e - 2 = .718282; what is masked out has no sender
+    parameter, batch = by_hand(old=-1.5)
+    of_ann = replace(batch, senders=("ann/0",))
+    of_bob = replace(batch, senders=("bob/0",), old_logprobs=batch.old_logprobs - 0.5)
+    of_eve = masked_out(replace(batch, senders=("eve/0",)))
+    taken = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
+    assert taken.mismatch.keys() == {"ann/0", "bob/0"}
+    assert taken.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)
+    assert taken.mismatch["ann/0"].num_tokens == 2
+    assert taken.mismatch["bob/0"].mean == pytest.approx(0.718282, abs=1e-6)
+    assert not [name for name in taken.metrics if "ann" in name or "bob" in name]
+
+
+def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))
+    taken = step_by_hand(parameter, [batch, other])
+    assert (taken.metrics["mismatch_kl"], taken.metrics["ess"]) == (0, 1)
+    assert taken.metrics["loss"] == 0.5  # not halved
+
+
+@pytest.mark.parametrize(("limit", "after"), [(10.0, -0.95), (0.25, -0.975)])
+def test_step_follows_the_gradient_up_to_its_limit(limit: float, after: float) -> None:
+    # d(-.5 p)/dp = -.5, so p moves up by .1 * min(.5, limit)
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [batch], max_grad_norm=limit)
+    assert parameter.item() == pytest.approx(after, abs=1e-6)
+    assert taken.metrics["grad_norm"] == pytest.approx(0.5)
+
+
+def test_metrics_of_the_loss_are_added_up() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.logprobs.sum(), {"share": tokens.mask.sum() / tokens.step_tokens}
+
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [batch, batch, batch], loss=loss)
+    assert taken.metrics["share"] == pytest.approx(1)
+
+
+def test_step_without_batches_changes_nothing() -> None:
+    parameter, _ = by_hand(old=-1.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+    metrics = step_by_hand(parameter, [], optimizer=optimizer).metrics
+    assert (parameter.item(), metrics["loss"], metrics["skipped"]) == (-1.0, 0.0, 0.0)
+
+
+def test_tokens_are_scored_at_the_temperatures_of_their_batch() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    seen: list[object] = []
+
+    def score(
+        ids: Tensor, segments: object, scored: Tensor, *, temperature: Tensor | float
+    ) -> Tensor:
+        seen.append(temperature)
+        return parameter.expand(1)
+
+    for each in (0.7, torch.tensor([0.5])):
+        step_by_hand(parameter, [replace(batch, temperatures=each)], score=score)
+        assert seen[-1] is each
+
+
+# What cannot be stepped on.
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
+    assert (parameter.item(), taken.metrics["skipped"]) == (-1.0, 1.0)
+    assert taken.problem == "the policy gives 1 tokens a logprob that is not finite"
+
+
+def test_a_skipped_step_tells_the_loss_from_the_policy() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
+    assert taken.problem == "the loss is inf although every logprob of the policy is finite"
+
+
+def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return (tokens.logprobs + 1).abs().sqrt().sum(), {}  # infinitely steep at -1
+
+    parameter, batch = by_hand(old=-1.0)
+    taken = step_by_hand(parameter, [batch], loss=loss)
+    assert taken.problem == "the gradient of loss 'loss' is not finite although its value is 0"
+
+
+def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
+    parameter, batch = by_hand(old=-1.0)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for factor in (math.nan, 1.0):
+        taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
+    assert (taken.problem, parameter.item()) == ("", pytest.approx(-0.95))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (lambda tokens: tokens.logprobs.sum(), "must return a scalar and a dict of metrics"),
+        (lambda tokens: (tokens.logprobs, {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (tokens.mask.sum(), {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (1.0, {}), "a scalar that depends on tokens.logprobs"),
+        (lambda tokens: (tokens.logprobs.sum(), {"kl": tokens.mask[None]}), "metric 'kl' of loss"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_named(given: Any, complaint: str) -> None:
+    parameter, batch = by_hand(old=-1.0)
+    given.__name__ = "mine"
+    with pytest.raises(ConfigError, match=complaint) as error:
+        step_by_hand(parameter, [batch], loss=functools.partial(given))
+    assert "'mine'" in str(error.value)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import group_of, siblings
+
+from peralta_zmq.learning.advantages import group_mean, length_weighted, token_whitening
+from peralta_zmq.learning.packing import Batch, cut, deal, make_batches
+from peralta_zmq.rollout import RolloutGroup
+
+
+def batches_of(
+    groups: list[RolloutGroup],
+    *,
+    max_tokens: int = 1000,
+    advantage: Any = group_mean,
+    **options: Any,
+) -> list[Batch]:
+    share = options.pop("share_prompts", True)
+    pieces = cut(groups, advantage, max_tokens=max_tokens, share_prompts=share).pieces
+    return make_batches(pieces, max_tokens=max_tokens, **options)
+
+
+def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
+    return [[[*map(tuple, each.branches)] for each in batch.segments] for batch in batches]
+
+
+def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
+    """The group with these token ids in its rollouts."""
+    rollouts = [
+        replace(each, token_ids=np.array(row, np.int32))
+        for each, row in zip(group.rollouts, rows, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+# What is packed.
+
+
+def test_siblings_share_their_prompt() -> None:
+    (batch,) = batches_of([siblings([1, 0, 0], lengths=[2, 4, 1])])
+    assert layouts([batch]) == [[[(-1, 5), (2, 4), (2, 1)]]]
+    assert len(batch.token_ids) == 3 + 7
+
+
+def test_every_token_keeps_its_id_and_logprob() -> None:
+    group = siblings([1, 0], lengths=[2, 4])
+    (batch,) = batches_of([group])
+    first, second = group.rollouts
+    assert batch.token_ids.tolist() == [*first.token_ids, *second.token_ids[3:]]
+    assert batch.scored.tolist() == [3, 4, 5, 6, 7, 8]
+    assert batch.old_logprobs.tolist() == [*first.logprobs[3:], *second.logprobs[3:]]
+
+
+def test_what_siblings_begin_with_in_common_is_in_the_row_once() -> None:
+    group = with_tokens(
+        group_of([1, 0, 0, 1], lengths=[3, 3, 3, 2]),
+        [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21, 23], [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21],
+    )  # fmt: skip
+    (batch,) = batches_of([group])
+    assert layouts([batch]) == [[[(-1, 6), (4, 1)]]]
+    assert batch.token_ids.tolist() == [7, 8, 9, 20, 21, 22, 23]
+    assert batch.scored.tolist() == [3, 4, 5, 3, 4, 6, 3, 4, 5, 3, 4]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_rollouts_with_other_prompts_begin_for_themselves() -> None:
+    group = with_tokens(group_of([1, 0], lengths=[1, 2]), [5, 6, 7, 9], [6, 6, 7, 9, 9])
+    assert layouts(batches_of([group])) == [[[(-1, 4), (-1, 5)]]]
+
+
+def test_rollouts_are_alone_when_the_policy_cannot_pack() -> None:
+    group = siblings([1, 0], lengths=[2, 4])
+    assert layouts(batches_of([group], share_prompts=False)) == [[[(-1, 7)], [(-1, 5)]]]
+
+
+def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
+    group = siblings([1, 0], lengths=[5, 2])
+    turns = np.array([0, 0, 0, 1, 0, 0, 1, 1], np.bool_)
+    first = replace(group.rollouts[0], loss_mask=turns)
+    (batch,) = batches_of([replace(group, rollouts=(first, group.rollouts[1]))])
+    assert layouts([batch]) == [[[(-1, 8), (2, 2)]]]
+    assert batch.scored.tolist() == [3, 6, 7, 8, 9]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_first_token_that_was_generated_is_no_part_of_the_loss() -> None:
+    group = with_tokens(siblings([1, 0], lengths=[2, 2], num_prompt=0), [5, 6], [7, 8])
+    (batch,) = batches_of([group])
+    assert batch.scored.tolist() == [1, 3]
+
+
+def test_groups_without_signal_are_left_out() -> None:
+    groups = [siblings([1, 1]), siblings([1, 0]), siblings([0, 0])]
+    (batch,) = batches_of(groups)
+    assert (len(batch.segments), batch.num_sequences) == (1, 2)
+
+
+def test_step_without_any_signal_has_no_batches() -> None:
+    assert batches_of([siblings([1, 1])]) == []
+
+
+# Micro-batches.
+
+
+def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
+    # 9 and 1; 7 and 3; 4, 4 and 2
+    assert deal([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
+
+
+def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
+    assert deal([5, 3, 3], 12) == [[[0, 1, 2]]]
+    assert deal([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
+
+
+def test_each_piece_goes_to_the_least_loaded_rank() -> None:
+    # 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
+    assert deal([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
+
+
+def test_a_round_ends_for_all_ranks_when_no_rank_has_room() -> None:
+    # 9 | 8, then 7 | 3 in a second round; 1 is the first to find room in the first, beside the 8
+    assert deal([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
+
+
+def test_rank_0_has_a_piece_in_every_round() -> None:
+    assert deal([4], 10, num_ranks=3) == [[[0], [], []]]
+    assert deal([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
+    assert deal([], 10, num_ranks=2) == []
+
+
+def sizes(batches: list[Batch]) -> list[list[int]]:
+    return [[each.num_tokens for each in batch.segments] for batch in batches]
+
+
+def test_several_groups_share_a_micro_batch_within_its_budget() -> None:
+    groups = [siblings([1, 0], lengths=[n, n], seed=n) for n in (1, 2, 3, 9)]
+    assert sizes(batches_of(groups, max_tokens=21)) == [[21], [9, 7, 5]]
+
+
+def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() -> None:
+    group = siblings([1, 0, 1, 0], lengths=[4, 4, 4, 4], seed=3)
+    assert layouts(batches_of([group], max_tokens=11)) == [[[(-1, 7), (2, 4)]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("oversize", "lengths", "counts"),
+    [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))],
+)
+def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
+    oversize: Any, lengths: list[int], counts: tuple[int, int]
+) -> None:
+    found = cut([siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize)
+    assert [len(places) for each in found.pieces for places in each.places] == lengths
+    assert (found.num_truncated, found.num_dropped) == counts
+
+
+def test_a_prompt_longer_than_the_budget_leaves_nothing_to_train() -> None:
+    found = cut([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
+    assert (found.pieces, found.num_truncated, found.num_dropped) == ((), 0, 2)
+
+
+def test_the_reward_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
+    group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
+    (piece,) = cut([group], group_mean, max_tokens=10, oversize="drop").pieces
+    assert piece.advantages == (0.75, -0.25, -0.25)
+
+
+# What a token is worth.
+
+
+def test_advantage_is_repeated_on_each_token_of_its_rollout() -> None:
+    (batch,) = batches_of([siblings([1, 0], lengths=[2, 3])])
+    assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
+    assert batch.sequence.tolist() == [0, 0, 1, 1, 1]
+    assert batch.num_sequences == 2
+
+
+def test_advantage_is_told_the_generated_lengths() -> None:
+    # baseline (1 * 1 + 0 * 3) / 4 = .25
+    (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)
+    assert batch.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_groups_are_compared_within_themselves() -> None:
+    groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
+    (batch,) = batches_of(groups)  # the longer group first
+    assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "equal", "other"),
+    [
+        (group_mean, (0, 0), (0.5, -0.5)),
+        # over the step: mean 3/4, standard deviation 0.433013
+        (token_whitening, (0.577337, 0.577337), (0.577337, -1.732011)),
+    ],
+)
+def test_a_group_of_equal_rewards_is_compared_as_the_estimator_says_when_it_is_kept(
+    advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
+) -> None:
+    groups = [group_of([1, 1]), group_of([1, 0])]
+    kept = cut(groups, advantage, max_tokens=1000, keep_zero_std=True).advantages
+    assert kept[0] == pytest.approx(equal, abs=1e-6)
+    assert kept[1] == pytest.approx(other, abs=1e-6)
+
+
+def test_tensors_have_the_types_that_models_and_losses_want() -> None:
+    (batch,) = batches_of([siblings([1, 0])])
+    whole = [batch.token_ids, batch.scored, batch.sequence]
+    numbers = [batch.old_logprobs, batch.advantages, batch.mask]
+    assert {each.dtype for each in whole} == {torch.int64}
+    assert {each.dtype for each in numbers} == {torch.float32}
+
+
+def test_each_token_has_the_temperature_of_the_weights_that_sampled_it() -> None:
+    groups = [siblings([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
+    (batch,) = batches_of(groups, temperature=lambda step: 1 + max(step, 0) / 10)
+    assert torch.is_tensor(batch.temperatures)
+    assert batch.temperatures.tolist() == pytest.approx([1.2] * 3 + [1.5] * 3)
+
+
+def test_a_constant_temperature_stays_a_number() -> None:
+    (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
+    assert batch.temperatures == 0.7

@@ -1,0 +1,386 @@
+"""Adapters: trained alone, published alone, merged by generators. Needs the extra `lora`.
+
+.venv/bin/python -m pytest tests/test_lora.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import test_resume
+import torch
+from fakes import group_of
+from test_end_to_end import REPO
+
+from peralta_zmq import build, build_lora, models, registry
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.generator.weight_sync import make_engine, refresh
+from peralta_zmq.models import lora
+from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
+from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.weights.directory import DirectoryStore
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.version import Version
+from tools.tcp_link import free_ports
+
+signals = test_resume.signals  # a trainer works in this process too
+EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")
+TARGETS = "q_proj,v_proj,down_proj"
+
+
+@pytest.fixture
+def needs_peft() -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+
+
+pytestmark = pytest.mark.usefixtures("needs_peft")
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", ["--train.batch-size=8", "--lora.rank=4", *EXACT, *arguments])
+
+
+def trained(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
+    """The embedded model with adapters as a trainer has it."""
+    config = config_of(*arguments, f"--run.seed={seed}", "--train.learning-rate=0.01")
+    return config, build_lora.load_policy(config, models.EMBEDDED)
+
+
+def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[RolloutGroup]:
+    return [group_of(rewards, seed=10 * step + number) for number in range(2)]
+
+
+def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
+    beside = build_lora.published_beside(config, models.EMBEDDED, model)
+    weights = lora.published_weights(model)
+    return store.publish(step, weights, companions=beside.companions, about=beside.about)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    store = DirectoryStore(tmp_path / "weights")
+    store.claim("run")
+    return store
+
+
+@pytest.fixture
+def follower(store: WeightStore, tmp_path: Path) -> Iterator[Follower]:
+    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
+        yield opened
+
+
+def served(config: Config, follower: Follower) -> tuple[Version, Any, Any]:
+    """What a generator does with the first version that it finds."""
+    staged = follower.ready(timeout=20)
+    assert staged is not None
+    engine, tokenizer = make_engine(config, staged)
+    follower.settle()
+    return staged.version, engine, tokenizer
+
+
+def until_step(engine: Any, follower: Follower, version: Version, step: int) -> Version:
+    """Refresh until the engine has it; the test's deadline ends a hang."""
+    while engine.step != step:
+        follower.ready(timeout=0.2)
+        version = refresh(engine, follower, version)
+    return version
+
+
+def sampled(engine: Any) -> RolloutGroup:
+    """A group that the engine drew."""
+    prompt = np.array([5, 9, 33], np.int32)
+    sampling = Sampling(seed=1, min_tokens=9)
+    completions = engine.generate([Request(each, prompt, 12) for each in range(4)], sampling)
+    rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
+    return dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
+
+
+def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
+    """exp(trainer's logprob - sampler's) of every generated token."""
+    found = []
+    for rollout in group.rollouts:
+        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            theirs = models.token_logprobs(model, ids, torch.ones_like(ids))[0]
+        mask = torch.from_numpy(rollout.loss_mask)
+        found.append((theirs - torch.from_numpy(rollout.logprobs))[mask].exp())
+    return torch.cat(found)
+
+
+def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints() -> None:
+    config, model = trained("--lora.target-modules", TARGETS)
+    before = {name: each.clone() for name, each in lora.base_weights(model).items()}
+    learner = build.learner_of(config, model)
+    learner.learn(some_groups(1))
+    state = learner.state()
+    kinds = {path.split("/")[0] for path in state}
+    assert kinds == {"model", "adamw", "rng", "skipped"}
+    assert all(".lora_" in path for path in state if path.startswith(("model/", "adamw/")))
+    layers = model.config.num_hidden_layers
+    assert len([path for path in state if path.startswith("model/")]) == layers * 3 * 2
+    assert all(".lora_" in n for n, each in model.named_parameters() if each.grad is not None)
+    assert all(torch.equal(lora.base_weights(model)[name], each)
+               for name, each in before.items())  # fmt: skip
+    assert any(bool(each.any()) for name, each in lora.published_weights(model).items()
+               if name.endswith(lora.B))  # fmt: skip
+
+
+def test_a_fresh_adapter_changes_nothing() -> None:
+    _, model = trained()
+    plain = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
+    engine: str, store: WeightStore, follower: Follower
+) -> None:
+    config, model = trained("--lora.alpha=7", "--engine.name", engine)
+    learner = build.learner_of(config, model)
+    published(config, model, store, 0)
+    version, sampler, _ = served(config, follower)
+    for step in (1, 2, 3):
+        ratios = ratios_of(config, model, group := sampled(sampler))
+        assert float((ratios - 1).abs().max()) < 1e-4
+        learner.learn([group])
+        published(config, model, store, step)
+        stale = ratios_of(config, model, group)
+        assert float((stale - 1).abs().max()) > 1e-3  # the step moved the policy
+        version = until_step(sampler, follower, version, step)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: str) -> None:
+    config, model = trained()
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    live = registry.resolve("engine", engine)(model, tokenizer, live=True, slots=4)
+    before = sampled(live)
+    build.learner_of(config, model).learn(some_groups(1))
+    ratios = ratios_of(config, model, group := sampled(live))
+    assert float((ratios - 1).abs().max()) < 1e-4
+    assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
+
+
+def test_what_a_version_added_is_gone_when_the_next_comes(
+    store: WeightStore, follower: Follower
+) -> None:
+    config, model = trained()
+    learner = build.learner_of(config, model)
+    first = {name: each.clone() for name, each in lora.published_weights(model).items()}
+    published(config, model, store, 0)
+    version, sampler, _ = served(config, follower)
+    before = sampled(sampler)
+    learner.learn(some_groups(1))
+    published(config, model, store, 1)
+    version = until_step(sampler, follower, version, 1)
+    assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
+    sampler.apply(first, 2)
+    again = sampled(sampler)
+    for one, other in zip(before.rollouts, again.rollouts, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: WeightStore) -> None:
+    config, model = trained()
+    version = published(config, model, store, 0)
+    assert set(version.manifest.files) == {"model.safetensors", "adapter_config.json"}
+    assert version.kind == "keyframe"
+    assert version.says("adapts_name") == "embedded"
+    assert version.says("adapts") == lora.digest_of(models.EMBEDDED)
+    numbers = sum(each.numel() for each in lora.published_weights(model).values())
+    whole = sum(each.numel() for each in lora.base_weights(model).values())
+    assert 4 * numbers < version.size < 4 * numbers + 20_000
+    assert version.size < 4 * whole / 10
+
+
+def test_an_adapter_for_another_base_is_refused_at_the_start(
+    store: WeightStore, follower: Follower, tmp_path: Path
+) -> None:
+    config, model = trained()
+    published(config, model, store, 0)
+    other = tmp_path / "other"
+    elsewhere = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16)
+    cast(Any, elsewhere).model.norm.weight.data[0] += 1
+    elsewhere.save_pretrained(other)
+    staged = follower.ready(timeout=20)
+    assert staged is not None
+    words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), and model\.name \S*other is an"
+    with pytest.raises(ConfigError, match=words):
+        make_engine(config_of("--model.name", str(other)), staged)
+
+
+def test_an_adapter_for_another_base_is_refused_in_flight(
+    store: WeightStore, follower: Follower
+) -> None:
+    config, model = trained()
+    published(config, model, store, 0)
+    version, sampler, _ = served(config, follower)
+    before = sampled(sampler)
+    weights = lora.published_weights(model)
+    store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
+    assert follower.ready(timeout=20) is not None
+    assert refresh(sampler, follower, version) is version
+    assert sampler.step == 0
+    assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_an_adapter_that_does_not_fit_changes_nothing(
+    damage: str, store: WeightStore, follower: Follower
+) -> None:
+    config, model = trained()
+    published(config, model, store, 0)
+    _, sampler, _ = served(config, follower)
+    before = sampled(sampler)
+    weights = {name: each.clone() for name, each in lora.published_weights(model).items()}
+    last = list(weights)[-1]
+    if damage == "missing":
+        del weights[last]
+    else:
+        weights[last] = torch.ones(3, 4)
+    with pytest.raises(ValueError):
+        sampler.apply(weights, 1)
+    assert sampler.step == 0
+    assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
+
+
+def test_an_adapter_that_is_not_finite_is_never_offered(
+    store: WeightStore, follower: Follower
+) -> None:
+    config, model = trained()
+    published(config, model, store, 0)
+    served(config, follower)
+    with torch.no_grad():
+        next(each for each in model.parameters() if each.requires_grad).div_(0)
+    published(config, model, store, 1)
+    assert follower.ready(timeout=0.5) is None
+    with torch.no_grad():
+        next(each for each in model.parameters() if each.requires_grad).fill_(0.01)
+    published(config, model, store, 2)
+    staged = follower.ready(timeout=20)
+    assert staged is not None and staged.version.number == 2
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.3"])
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
+    config, model = trained("--lora.dropout", dropout)
+    learner = build.learner_of(config, model)
+    learner.learn(some_groups(1))
+    saved = checkpoint.Checkpoint(1, learner.state(), {})
+    checkpoint.save(tmp_path, saved, run_id="run", keep_last=1)
+    expected = [learner.learn(some_groups(step))["loss"] for step in (2, 3)]
+    torch.manual_seed(5)  # a new process has another state
+    other = build.learner_of(config, again := build_lora.load_policy(config, models.EMBEDDED))
+    restored = checkpoint.restore(tmp_path, run_id="run")
+    assert restored is not None
+    other.restore(restored.step, restored.tensors)
+    assert [other.learn(some_groups(step))["loss"] for step in (2, 3)] == expected
+    ours, theirs = (lora.published_weights(each) for each in (model, again))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_dropout_is_for_gradients_only() -> None:
+    _, model = trained("--lora.dropout=0.5")
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora_B" in name:
+                each.normal_()
+        ids = torch.arange(3, 20)[None]
+        scored = model(ids).logits
+        assert torch.equal(scored, model(ids).logits)
+    assert not torch.equal(model(ids).logits, scored)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's own
+def test_the_last_version_is_loaded_by_transformers_and_by_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    config, model = trained("--lora.alpha=5", "--lora.target-modules", TARGETS)
+    build.learner_of(config, model).learn(some_groups(1))
+    ids = torch.arange(3, 20)[None]
+    expected = model(ids).logits.detach()
+    for _ in range(2):  # the same run may end twice
+        merged = build_lora.export(config, tmp_path, models.EMBEDDED, model)
+    cpu = torch.device("cpu")
+    whole = models.load_model(merged, device=cpu, dtype=torch.float32)
+    assert not lora.has_adapters(whole)
+    assert torch.allclose(whole(ids).logits, expected, atol=1e-4)
+    assert models.load_tokenizer(merged).chat_template
+    base: Any = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32)
+    assert not torch.allclose(base(ids).logits, expected, atol=1e-2)
+    peft_model: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
+
+
+def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
+    for strange in ("nose", "embed_tokens", "lm_head", "v_proj,mlp"):
+        last = strange.rpartition(",")[2]
+        words = rf"target_modules has '{last}', which is no linear layer .*from down_proj, gate_pr"
+        with pytest.raises(ConfigError, match=words):
+            trained("--lora.target-modules", strange)
+
+
+def test_adapters_of_a_seed_are_the_same_and_leave_the_dice_alone() -> None:
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    one, same, other = (trained(seed=each)[1] for each in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    first, second, third = (lora.published_weights(each) for each in (one, same, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], third[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
+               "--wire.port", str(free_ports()), "--lora.rank", "16",
+               "--train.learning-rate", "1e-3", "--train.max-steps", "30"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
+    assert ended.returncode == 0, ended.stderr
+    run = tmp_path / "demo"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["reward_last5"] > summary["reward_first"] + 0.3
+    assert summary["eval_after"] > summary["eval_before"] + 0.3
+    rows = read_rows(run / "metrics.jsonl")
+    whole = (models.EMBEDDED / "model.safetensors").stat().st_size
+    assert all(int(str(row["weights/bytes"])) < whole / 7 for row in rows if "weights/bytes" in row)
+    assert max(float(str(row["mismatch_kl"])) for row in rows) < 0.01
+    exported = [sys.executable, str(REPO / "bin" / "replay"), "export", str(run), "30",
+                str(tmp_path / "again")]  # fmt: skip
+    ended = subprocess.run(exported, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (run / "merged" / name).read_bytes()
+    replayed = [sys.executable, str(REPO / "bin" / "replay"), str(run), "--from", "21"]
+    ended = subprocess.run(replayed, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "as published" in ended.stdout
+
+
+def test_a_run_with_adapters_that_is_stopped_before_its_first_step_goes_on(tmp_path: Path) -> None:
+    config = config_of(
+        f"--run.dir={tmp_path}", f"--wire.port={free_ports()}", "--no-dashboard.enabled"
+    )
+    for _ in range(2):
+        with ExitStack() as stack:
+            trainer = Trainer(config, stack)
+            trainer.recover()
+            trainer._stop.asked = True
+            trainer.finish()

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes import VOCAB_SIZE, tiny_model
+from torch import Tensor
+
+from peralta_zmq import models
+from peralta_zmq.models.scoring import Scorer, training_dtype
+from peralta_zmq.rollout import Branch, Segment
+
+# two prompts with completions, one of which branches from another, and one token before two
+SEGMENTS = [
+    Segment((Branch(-1, 3), Branch(2, 3), Branch(3, 2), Branch(2, 1))),
+    Segment((Branch(-1, 5), Branch(4, 3))),
+    Segment((Branch(-1, 1), Branch(0, 1), Branch(0, 2))),
+]
+SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
+SEQUENCES = [  # places in the row, and which of them are not in an earlier one
+    ([0, 1, 2, 3, 4, 5], 3), ([0, 1, 2, 3, 6, 7], 4), ([0, 1, 2, 8], 3),
+    ([9, 10, 11, 12, 13, 14, 15, 16], 5),
+    ([17, 18], 1), ([17, 19, 20], 1),
+]  # fmt: skip
+OTHERS = {  # what makes rows padded: window, a cap on scores, an attention of its own
+    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "bloom": {"n_layer": 2, "n_head": 2},
+}
+
+
+def row(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens of SEGMENTS, and where the completions are."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB_SIZE, (21,), generator=random)
+    return tokens, torch.tensor(SCORED)
+
+
+def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]:
+    """The same logprobs, sequence by sequence."""
+    found = list[float]()
+    for places, first in SEQUENCES:
+        logprobs = models.token_logprobs(
+            model, tokens[places][None], torch.ones(1, len(places)), temperature=temperature
+        )
+        found += logprobs[0, first:].tolist()
+    return found
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_logprobs_are_those_of_each_sequence_alone(way: str, temperature: float) -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer = Scorer(model)
+    scorer.note = "" if way == "packed" else "asked for"
+    ours = scorer(tokens, SEGMENTS, scored, temperature=temperature)
+    assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_part_of_the_tokens_may_be_scored_each_at_its_temperature() -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    few, temperatures = [1, 4, 9], [0.5, 1.0, 2.0]
+    ours = Scorer(model)(tokens, SEGMENTS, scored[few], temperature=torch.tensor(temperatures))
+    plain = [plainly(model, tokens, t)[n] for n, t in zip(few, temperatures, strict=True)]
+    assert ours.tolist() == pytest.approx(plain, abs=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_that_siblings_share_may_be_scored_for_each() -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer, again = Scorer(model), torch.tensor([3, 4, 3, 6, 4])
+    once = dict(zip(SCORED, scorer(tokens, SEGMENTS, scored).tolist(), strict=True))
+    assert scorer(tokens, SEGMENTS, again).tolist() == [once[each] for each in again.tolist()]
+
+
+@torch.no_grad()
+def test_a_token_sees_its_own_sequence_only() -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer, other = Scorer(model), tokens.clone()
+    changed = [4, 5, 8, *range(9, 21)]  # all but the prompt and [3, 6, 7]
+    other[changed] = (tokens[changed] + 1) % VOCAB_SIZE
+    before, after = (scorer(each, SEGMENTS, scored) for each in (tokens, other))
+    seen = [SCORED.index(each) for each in (3, 6, 7)]
+    assert torch.equal(before[seen], after[seen])
+    assert int((before != after).sum()) == len(SCORED) - 3
+
+
+@torch.no_grad()
+def test_an_engine_over_the_same_model_keeps_its_attention() -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer, ids = Scorer(model), torch.tensor([[5, 9, 33, 0]])
+    before = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
+    scorer(tokens, SEGMENTS, scored)
+    after = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+@torch.no_grad()
+def test_a_model_that_cannot_pack_is_padded_and_says_why(kind: str) -> None:
+    model, (tokens, scored) = tiny_model(model_type=kind, **OTHERS[kind]), row()
+    scorer = Scorer(model)
+    assert not scorer.packs
+    assert scorer.note.startswith("padded rows: ") and "\n" not in scorer.note
+    ours = scorer(tokens, SEGMENTS, scored)
+    assert ours.tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
+def test_models_of_other_families_are_packed(kind: str) -> None:
+    assert Scorer(tiny_model(model_type=kind)).note == ""
+
+
+def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Logprobs and the flat gradient of their sum."""
+    tokens, scored = row()
+    logprobs = Scorer(model, **options)(tokens, SEGMENTS, scored)
+    logprobs.sum().backward()
+    flat = torch.cat([each.grad.flatten() for each in model.parameters()])
+    model.zero_grad()
+    return logprobs.detach(), flat
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@pytest.mark.parametrize("padding", [None, 5])
+def test_an_embedding_that_is_the_heads_too_gets_both_gradients(
+    way: str, padding: int | None
+) -> None:
+    model, (tokens, scored) = tiny_model(tie_word_embeddings=True, pad_token_id=padding), row()
+    tokens[::4] = 5
+    parameters = list(model.parameters())
+    rows = [
+        models.token_logprobs(model, tokens[places][None], torch.ones(1, len(places)))[0, first:]
+        for places, first in SEQUENCES
+    ]
+    expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
+    scorer = Scorer(model)
+    scorer.note = "" if way == "packed" else "asked for"
+    for _ in range(2):  # micro-batches add up
+        scorer(tokens, SEGMENTS, scored).sum().backward()
+    for parameter, each in zip(parameters, expected, strict=True):
+        assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
+
+
+def test_bfloat16_is_near_the_exact_way_and_leaves_the_masters() -> None:
+    model = tiny_model()
+    exact, expected = gradient(model)
+    narrow, found = gradient(model, dtype=torch.bfloat16)
+    assert not torch.equal(narrow, exact)
+    assert (narrow - exact).abs().max() < 0.05
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.999
+    assert {each.dtype for each in (narrow, found, *model.parameters())} == {torch.float32}
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient() -> None:
+    logprobs, expected = gradient(tiny_model())
+    again, found = gradient(tiny_model(attention_dropout=0.5), gradient_checkpointing=True)
+    assert torch.equal(again, logprobs)  # no dropout either
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_checkpointed_layers_are_computed_twice() -> None:
+    model, counts = tiny_model(), list[int]()
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
+    scorer = Scorer(model, gradient_checkpointing=True)
+    counts.clear()
+    tokens, scored = row()
+    scorer(tokens, SEGMENTS, scored).sum().backward()
+    assert len(counts) == 2
+
+
+def test_small_matrices_are_multiplied_in_float32_on_a_cpu() -> None:
+    dtype, reason = training_dtype(tiny_model())
+    assert dtype == torch.float32 and reason.startswith("auto: ")
+
+
+def test_a_chosen_number_format_is_taken() -> None:
+    chosen = training_dtype(tiny_model(), "bfloat16")
+    assert chosen == (torch.bfloat16, "as train.dtype says")
+
+
+def test_entropy_of_equal_and_of_unequal_choices() -> None:
+    # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
+    logits = torch.tensor([[0.0, 0, 0, 0], [2.0**0.5, 0, 0, -1e9]]).double()
+    logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
+    found = models.entropies(logits)
+    assert found.tolist() == pytest.approx([1.3862944, 1.0397208])
+    doubled = models.entropies(2 * logits, temperature=torch.tensor([2.0, 2.0]))
+    assert doubled.tolist() == pytest.approx(found.tolist())
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@torch.no_grad()
+def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
+    model, (tokens, scored) = tiny_model(), row()
+    scorer = Scorer(model)
+    scorer.note = "" if way == "packed" else "asked for"
+    heat = torch.linspace(0.5, 1.5, len(scored))
+    logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=heat)
+    assert torch.allclose(logprobs, scorer(tokens, SEGMENTS, scored, temperature=heat), atol=1e-6)
+    assert entropy.shape == logprobs.shape
+    assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
+
+
+@pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
+def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int) -> None:
+    tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
+    segments = [Segment((Branch(-1, 20), Branch(19, 40), Branch(19, length - 60)))]
+    scored = torch.arange(20, length)
+    found = list[Tensor]()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model()
+        logprobs = Scorer(model, dtype=dtype)(tokens, segments, scored)
+        logprobs.sum().backward()
+        found += [
+            logprobs.detach(),
+            torch.cat([each.grad.flatten() for each in model.parameters()]),
+        ]
+    exact, expected, narrow, gradient = found
+    assert (narrow - exact).abs().max() < 0.05
+    assert torch.nn.functional.cosine_similarity(gradient, expected, dim=0) > 0.999

@@ -1,0 +1,111 @@
+"""From settings to parts that agree with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import group_of, tiny_model
+
+from peralta_zmq import build, build_environments, models, registry
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.rollout import Problem, Request, Rollout, Sampling, TemperatureSchedule, rollout_of
+
+SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
+             "--sampling.temp-end=0.2", "--train.max-steps=6")  # fmt: skip
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
+
+
+def test_the_default_temperature_is_one() -> None:
+    assert build.sampling_of(config_of(), seed=0) == Sampling()
+
+
+def test_a_constant_temperature_reaches_the_sampling() -> None:
+    sampling = build.sampling_of(config_of("--sampling.temperature=0.7"), seed=3)
+    assert sampling == Sampling(temperature=0.7, seed=3)
+
+
+def test_a_schedule_ends_with_the_run() -> None:
+    sampling = build.sampling_of(config_of(*SCHEDULED), seed=0)
+    assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
+    assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
+
+
+def test_one_answer_to_an_example_is_greedy_and_more_are_drawn_as_in_training() -> None:
+    warm = "--sampling.temperature=0.7"
+    assert build.eval_sampling_of(config_of(warm), seed=3) == Sampling(temperature=0.0)
+    several = config_of(warm, "--eval.rollouts-per-example=4")
+    assert build.eval_sampling_of(several, seed=3) == Sampling(temperature=0.7, seed=3)
+
+
+def test_a_step_is_full_by_rollouts_or_by_tokens() -> None:
+    groups = [group_of([1, 0, 0, 1], lengths=[4, 1, 1, 4]) for _ in range(2)]  # 22 tokens each
+    assert build.is_full(config_of(), groups)
+    assert not build.is_full(config_of(), groups[:1])
+    by_tokens = config_of("--train.token-batch-size=44")
+    assert build.is_full(by_tokens, groups)
+    assert not build.is_full(config_of("--train.token-batch-size=45"), groups)
+    assert not build.is_full(by_tokens, groups[:1])
+
+
+def sharp_model() -> Any:
+    """A random model to whose logprobs the temperature makes a difference."""
+    model = tiny_model(seed=3, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    return model
+
+
+@pytest.mark.parametrize("arguments", [("--sampling.temperature=0.7",), SCHEDULED])
+def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_flight(
+    arguments: tuple[str, ...],
+) -> None:
+    config, model = config_of(*arguments), sharp_model()
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    engine = NativeEngine(sharp_model(), tokenizer, slots=8, max_model_len=64)
+    calls: list[int] = []
+
+    def next_step() -> None:
+        calls.append(1)
+        if len(calls) in (2, 5):
+            engine.apply(models.weights_of(model), engine.step + 2)
+
+    prompt = np.array([5, 9, 33], np.int32)
+    sampling = dataclasses.replace(build.sampling_of(config, seed=1), min_tokens=9)
+    requests = [Request(index, prompt, 12) for index in range(8)]
+    completions = list(engine.generate(requests, sampling, next_step))
+    rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
+    assert {step for each in completions for step in each.policy_steps.tolist()} == {0, 2, 4}
+    metrics = learned(config, model, rollouts)
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-8)
+
+
+def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
+    group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
+    return build.learner_of(config, model).learn([group])
+
+
+def test_options_that_the_reward_does_not_take_are_refused() -> None:
+    config = config_of("--task.reward-kwargs", '{"longest": 3}')
+    with pytest.raises(
+        ConfigError, match=r"task\.reward_kwargs do not fit the reward: got an unex"
+    ):
+        build_environments.judge_of(config, registry.resolve("task", "calculator"))
+
+
+def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> None:
+    task = registry.resolve("task", "calculator")
+    named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
+    problem = Problem("1", "calculator", (), "2 + 3")
+    for config, is_here in ((config_of(), True), (named, False)):
+        with build_environments.judge_of(config, task) as judge:
+            assert judge.reward(problem, "5") == 1.0
+            assert (judge._worker is None) == is_here

@@ -1,0 +1,122 @@
+"""Several environments, their proportions and their judges, as settings.
+
+.venv/bin/python -m pytest tests/test_environments.py
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.build_environments import open_environments
+from peralta_zmq.config import Config, earlier_config, load_config, write_resolved
+from peralta_zmq.config.environments import EnvSection
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe import progress
+
+TWO = """
+[[env]]
+task = "calculator"
+train = "math_10k"
+[[env]]
+name = "words"
+task = "reverse_text"
+address = "http://127.0.0.1:5560"
+"""
+
+
+def loaded(folder: Path, text: str, *arguments: str) -> Config:
+    file = folder / "x.toml"
+    file.write_text(text)
+    return load_config("bin/x", ["@", str(file), *arguments])
+
+
+def refusal(folder: Path, text: str, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, text, *arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_task_and_data_are_the_short_form_of_one_environment() -> None:
+    config = load_config("bin/x", ["--task.name", "countdown", "--data.train", "my.csv"])
+    assert config.environments == (EnvSection(task="countdown", train="my.csv"),)
+    assert config.environments[0].data_options == {"train": "my.csv"}
+    assert config.eval_environments == config.environments
+
+
+def test_environments_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    config = loaded(tmp_path, TWO, "--curriculum.env-ratios", "3,1")
+    assert [each.label for each in config.environments] == ["calculator", "words"]
+    assert config.curriculum.env_ratios == (3.0, 1.0)
+
+
+def test_other_environments_may_be_evaluated(tmp_path: Path) -> None:
+    config = loaded(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
+    assert [each.label for each in config.eval_environments] == ["countdown"]
+
+
+def test_loading_what_takes_long_shows_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("bin/x", [])
+    with closing(open_environments(config, "eval")):
+        assert capsys.readouterr().err == ""  # done within two seconds
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "CALM", 0.0)
+    with closing(open_environments(config, "eval")):
+        told = capsys.readouterr().err.splitlines()
+    assert told[0] == "loading calculator: 0 of 250 (0%)"
+    assert told[125] == "loading calculator: 125 of 250 (50%), 0s left"
+    assert len(told) == 250
+
+
+def test_environments_are_kept_with_the_run(tmp_path: Path) -> None:
+    text = TWO + '[[eval.env]]\ntask = "countdown"\n[curriculum]\nhash_keys = ["task", "answer"]\n'
+    config = loaded(tmp_path, text)
+    write_resolved(config, tmp_path)
+    assert load_config("bin/x", ["@", str(tmp_path / "config.toml")]) == config
+
+
+def test_the_address_may_change_and_the_data_may_not(tmp_path: Path) -> None:
+    write_resolved(loaded(tmp_path, TWO), tmp_path)
+    earlier_config(loaded(tmp_path, TWO.replace("5560", "5561")), tmp_path)
+    with pytest.raises(ConfigError, match="made with other settings: env"):
+        earlier_config(loaded(tmp_path, TWO.replace("math_10k", "math_1k")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "line"),
+    [
+        (TWO, ("--curriculum.env-ratios=0,0"), "env_ratios 0, 0 must be 0 or more and not all 0"),
+        (TWO, ("--curriculum.env-ratios=2,-1"), "env_ratios 2, -1 must be 0 or more"),
+        (TWO, ("--curriculum.env-ratios=1"), "env_ratios has 1 numbers (1) for 2 environments"),
+        (TWO, ("--task.name=countdown"), "[[env]] and the settings of [task] or [data] exclude"),
+        (TWO, ("--data.train=x.csv"), "[[env]] and the settings of [task] or [data] exclude"),
+        ('[[env]]\ntask="countdown"\n' * 2, (), "env.name 'countdown' stands for 2 environments"),
+        ('[[env]]\nadress="x"', (), "unknown setting adress in [[env]]; did you mean address?"),
+        (
+            '[[eval.env]]\ntrian="x"',
+            (),
+            "unknown setting trian in [[eval.env]]; did you mean train",
+        ),
+        ('[[env]]\naddress="127.0.0.1:1"', (), "env.address '127.0.0.1:1' is not http://HOST:PORT"),
+        ('[[env]]\nname="a/b"', (), "env.name 'a/b' is not a plain name"),
+        ("", ("--curriculum.hash-keys=prompt,colour"), "hash_keys has 'colour'; choose from task"),
+        (
+            "[curriculum]\neasy_threshold = 0.2\nhard_threshold = 0.5",
+            (),
+            "hard_threshold 0.5 is not below curriculum.easy_threshold 0.2",
+        ),
+        ("", ("--curriculum.easy-threshold=1.5"), "curriculum.easy_threshold"),
+        ("", ("--curriculum.oversampling-factor=0.5"), "oversampling_factor 0.5 would starve"),
+        ("", ("--eval.num-examples=0"), "eval.num_examples 0 measures nothing"),
+        ("", ("--train.token-batch-size=0"), "train.token_batch_size"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    text: str, arguments: str, line: str, tmp_path: Path
+) -> None:
+    assert line in refusal(tmp_path, text, *([arguments] if arguments else []))

@@ -1,0 +1,352 @@
+"""From settings to the loss, the advantages and the filters, and what is refused on the way."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import group_of, tiny_model
+
+from peralta_zmq import build, build_objective, registry
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError, PartError
+from peralta_zmq.learning.tokens import Tokens
+
+MINE = """
+import math, time
+
+def loss(tokens, *, power=1.0):
+    value = -(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.step_tokens
+    return value * power, {}
+def nan_loss(tokens): return tokens.logprobs.sum() * math.nan, {}
+def raising(*arguments): return {}["missing"]
+def steep(tokens): return (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt().sum(), {}
+def shy(tokens, *, limit): return tokens.logprobs.sum(), {}
+def greedy(tokens, **options): return tokens.logprobs.sum() * options["epsilon"], {}
+def hanging(*arguments, **options):
+    while True: time.sleep(0.01)
+def best(rewards, lengths, *, scale=1.0): return [scale * (r - max(rewards)) for r in rewards]
+def short(rewards, lengths): return [0.0]
+def unsure(rewards, lengths): return [math.nan for _ in rewards]
+def whole(rewards, lengths, *, group_adv_norm=False): return [r - max(rewards) for r in rewards]
+def loud(rollout, *, limit, vocab_size): return rollout.num_generated > limit and vocab_size == 64
+def maybe(rollout): return 0.3
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    importlib.invalidate_caches()
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
+
+
+def tokens_of(pi: float = -1.0) -> Tokens:
+    return Tokens(
+        logprobs=torch.full((4,), pi, requires_grad=True),
+        old_logprobs=torch.full((4,), -1.2),
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        mask=torch.ones(4),
+        sequence=torch.tensor([0, 0, 1, 1]),
+        num_sequences=2,
+        step_tokens=4.0,
+        step_sequences=2.0,
+        entropy=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    )
+
+
+def refusal(function: Callable[[Config], Any], *arguments: str) -> str:
+    with pytest.raises((ConfigError, PartError)) as caught:
+        function(config_of(*arguments))
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def filters(config: Config) -> list[Any]:
+    return build_objective.filters_of(config, vocab_size=64)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("name", registry.TABLES["loss"])
+def test_every_shipped_loss_trains_with_its_defaults(name: str) -> None:
+    model = tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    learner = build.learner_of(config_of("--loss.name", name, "--train.dtype=float32"), model)
+    row = learner.learn([group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])])
+    assert row["skipped"] == 0 and row["grad_norm"] > 0
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("name", registry.TABLES["advantage"])
+def test_every_shipped_estimator_trains_with_its_defaults(name: str) -> None:
+    config = config_of("--advantage.name", name, "--train.dtype=float32")
+    row = build.learner_of(config, tiny_model()).learn([group_of([1, 0, 0, 1])])
+    assert row["grad_norm"] > 0
+
+
+def test_an_option_reaches_its_loss() -> None:
+    # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
+    loss = build_objective.loss_of(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
+    assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
+
+
+def test_an_option_reaches_its_estimator() -> None:
+    advantage = build_objective.advantage_of(
+        config_of("--advantage.name=group_zscore", "--advantage.ddof=1", "--advantage.eps=0")
+    )
+    assert advantage([1, 0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_an_option_of_other_losses_is_refused_with_those_that_take_it() -> None:
+    expected = (
+        "loss.c_clip is no option of loss 'reinforce'; leave it out, or choose "
+        "grpo or decoupled_ppo with loss.name"
+    )
+    assert refusal(build_objective.loss_of, "--loss.c-clip=3") == expected
+
+
+def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> None:
+    words = refusal(build_objective.advantage_of, "--advantage.ddof=1")
+    assert words.startswith("advantage.ddof is no option of advantage 'group_mean'; leave it out")
+    assert words.endswith("choose group_zscore with advantage.name")
+    words = refusal(build_objective.advantage_of, "--advantage.group-adv-norm")
+    assert words.endswith("choose token_whitening with advantage.name")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--loss.token-mask-low=9"],
+            "loss.token_mask_low 9.0 is not below loss.token_mask_high 8",
+        ),
+        (["--loss.geo-mask-high=0.1"], "loss.geo_mask_low 0.1 is not below loss.geo_mask_high 0.1"),
+        (
+            ["--loss.sequence-mask-low=2", "--loss.sequence-mask-high=1"],
+            "loss.sequence_mask_low 2.0 is not below loss.sequence_mask_high 1.0",
+        ),
+        (["--loss.sequence-clip-high=5"], "loss.sequence_clip_high needs loss.ratio_type sequence"),
+    ],
+)
+def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str) -> None:
+    assert refusal(build_objective.loss_of, "--loss.name=importance", *arguments).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--loss.name=decoupled_ppo", "--no-loss.use-decoupled-loss",
+          "--loss.behav-imp-weight-cap=5"],
+         "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
+        (["--loss.name=importance", "--loss.adv-tau=0"],
+         "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
+    ],
+)  # fmt: skip
+def test_options_that_leave_others_without_effect_are_refused(
+    arguments: list[str], words: str
+) -> None:
+    assert refusal(build_objective.loss_of, *arguments).startswith(words)
+    build_objective.loss_of(config_of(*arguments[:-1]))  # the others alone are sound
+
+
+@pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
+def test_a_loss_without_advantages_may_pull_elsewhere(pull: str) -> None:
+    build_objective.loss_of(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
+
+
+def test_the_reference_is_the_model_before_training() -> None:
+    # k3 is 0 at the start, and no longer after a step
+    config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")
+    learner = build.learner_of(config, tiny_model())
+    rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(2)]
+    assert rows[0]["kl"] == 0
+    assert rows[1]["kl"] > 1e-6
+
+
+def test_the_entropy_bonus_is_the_mean_over_the_tokens() -> None:
+    plain = build_objective.loss_of(config_of())(tokens_of())[0].item()
+    loss = build_objective.loss_of(config_of("--loss.entropy-coef=0.1"))
+    value, metrics = loss(tokens_of())
+    assert value.item() == pytest.approx(plain - 0.1 * 2.5)
+    assert metrics["entropy"].item() == 2.5
+
+
+def test_the_entropy_bonus_flattens_what_the_policy_draws() -> None:
+    config = config_of("--loss.entropy-coef=10", "--train.dtype=float32", "--train.max-steps=9",
+                       "--train.learning-rate=0.01")  # fmt: skip
+    model = tiny_model(seed=3, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    learner = build.learner_of(config, model)
+    rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(4)]
+    entropies = [row["entropy"] for row in rows]
+    assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
+
+
+# Filters.
+
+
+def test_filters_get_their_options_and_the_facts_of_the_run() -> None:
+    arguments = ["--filter.repetition.window=4", "--sampling.max-completion-length=20",
+                 "--filter.overlong.enforce",
+                 "--filter.gibberish.token-id-threshold=60"]  # fmt: skip
+    found = {each.name: each for each in filters(config_of(*arguments))}
+    assert {name: each.enforce for name, each in found.items()} == {
+        "gibberish": False, "repetition": False, "overlong": True,
+    }  # fmt: skip
+    assert found["repetition"].catches.keywords == {  # type: ignore[attr-defined]
+        "window": 4, "prob_threshold": 0.99, "max_completion_length": 20,
+    }  # fmt: skip
+    assert found["gibberish"].catches.keywords["vocab_size"] == 64  # type: ignore[attr-defined]
+
+
+def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
+    model = tiny_model()
+    config = config_of("--train.dtype=float32", *arguments)
+    group = group_of([1, 0, 0], lengths=[4, 2, 6])
+    return build.learner_of(config, model).learn([group]), model.lm_head.weight
+
+
+OWN = '{{"mine.loud": {{"enforce": {}, "kwargs": {{"limit": 5}}}}}}'
+
+
+def test_what_an_enforced_filter_catches_is_not_learned_from_and_counts_in_the_baseline() -> None:
+    # reinforce over the rest: advantages 1/3 stay: -(2/3 * pi of 4 - 1/3 * pi of 2) / 6
+    counted, unfiltered = learned("--filter.custom", OWN.format("false"))
+    enforced, filtered = learned("--filter.custom", OWN.format("true"))
+    assert (counted["filter/mine.loud"], counted["filter/taken_out"]) == (1 / 3, 0)
+    assert (enforced["filter/mine.loud"], enforced["filter/taken_out"]) == (1 / 3, 1 / 3)
+    assert enforced["reward"] == counted["reward"] == pytest.approx(1 / 3)
+    assert counted["loss"] != enforced["loss"]
+    assert not torch.equal(unfiltered, filtered)
+    # a uniform guess among 64 gives -ln 64 to each token, nearly
+    expected = -(2 / 3 * 4 - 1 / 3 * 2) / 6 * -4.158883
+    assert enforced["loss"] == pytest.approx(expected, abs=0.05)
+
+
+def test_an_unknown_filter_is_answered_with_the_menu() -> None:
+    words = refusal(filters, "--filter.custom", '{"lengthy": {}}')
+    assert words.startswith("unknown filter 'lengthy'; choose one of gibberish, overlong, repet")
+
+
+# Functions of one's own.
+
+
+def test_a_loss_of_one_s_own_takes_its_options() -> None:
+    config = config_of("--loss.name=mine.loss", "--loss.kwargs", '{"power": 2.0}')
+    loss = build_objective.loss_of(config)
+    assert loss(tokens_of(-2.0))[0].item() == 0
+    plain = build_objective.loss_of(config_of("--loss.name=mine.loss"))
+    tokens = tokens_of()
+    (doubled,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
+    (single,) = torch.autograd.grad(plain(tokens)[0], tokens.logprobs)
+    assert torch.equal(doubled, 2 * single)
+
+
+def test_an_estimator_of_one_s_own_takes_its_options() -> None:
+    arguments = ["--advantage.name=mine.best", "--advantage.kwargs", '{"scale": 3.0}']
+    assert build_objective.advantage_of(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
+
+
+def test_an_estimator_of_one_s_own_may_compare_the_whole_step() -> None:
+    from peralta_zmq.learning.advantages import advantages_of
+
+    advantage = build_objective.advantage_of(config_of("--advantage.name=mine.whole"))
+    groups = [group_of([1, 0]), group_of([5, 3])]
+    assert advantages_of(groups, advantage) == [[-4, -5], [0, -2]]
+
+
+def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
+    loss = build_objective.loss_of(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
+    assert loss(tokens_of())[0].item() == -2.0
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "words"),
+    [
+        (build_objective.loss_of, ["--loss.name=mine.shy"],
+         "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
+        (build_objective.loss_of, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
+         "loss 'mine.loss': got an unexpected keyword argument 'force'; its options are power"),
+        (build_objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=0.1", "--loss.kwargs",
+                             '{"epsilon": 2}'],
+         "loss.epsilon and loss.kwargs.epsilon are one option; give one"),
+        (build_objective.loss_of, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
+         "loss.kwargs is for a function of your own; 'gspo' takes loss.epsilon, loss.epsilon_high"),
+        (build_objective.advantage_of, ["--advantage.name=mine.best", "--advantage.kwargs", '{"s": 1}'],
+         "advantage 'mine.best': got an unexpected keyword argument 's'; its options are scale"),
+        (filters, ["--filter.custom", '{"mine.loud": {}}'],
+         "filter 'mine.loud': missing a required argument: 'limit'; its options are limit, "),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_a_function_of_one_s_own_are_refused(
+    build: Any, arguments: list[str], words: str
+) -> None:
+    assert refusal(build, *arguments).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mine.nan_loss", r"loss 'mine\.nan_loss' gives nan although all logprobs are finite"),
+        ("mine.raising", r"loss 'mine\.raising' raised KeyError: 'missing' \(.*mine.py, line 8\)"),
+        ("mine.hanging", r"loss 'mine\.hanging' has not answered within 0\.2 s"),
+    ],
+)
+def test_a_loss_of_one_s_own_that_fails_is_named(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
+    loss = build_objective.loss_of(config_of("--loss.name", name))
+    with pytest.raises(PartError, match=words):
+        loss(tokens_of())
+
+
+@pytest.mark.parametrize("bonus", ["0", "0.1"])
+def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) -> None:
+    config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
+    learner = build.learner_of(config, tiny_model())
+    assert learner.learn([group_of([1, 0])])["skipped"] == 1
+    assert learner.problem.startswith("the gradient of loss 'steep' is not finite although its val")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--advantage.name=mine.short"],
+         r"advantage 'mine\.short' gives 1 advantages for 2 rewards"),
+        (["--advantage.name=mine.unsure"],
+         r"advantage 'mine\.unsure' gives the advantage nan for the rewards \[1, 0\]"),
+        (["--advantage.name=mine.raising"],
+         r"advantage 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--advantage.name=mine.hanging"],
+         r"advantage 'mine\.hanging' has not answered within 0\.2 s"),
+        (["--filter.custom", '{"mine.maybe": {}}'],
+         r"filter 'mine\.maybe' gives 0\.3; return True or False"),
+        (["--filter.custom", '{"mine.raising": {}}'],
+         r"filter 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
+        (["--filter.custom", '{"mine.hanging": {}}'],
+         r"filter 'mine\.hanging' has not answered within 0\.2 s"),
+    ],
+)  # fmt: skip
+def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_learned(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
+    model = tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(PartError, match=words):
+        build.learner_of(config_of(*arguments), model).learn([group_of([1, 0])])
+    assert torch.equal(model.lm_head.weight, before)

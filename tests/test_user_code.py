@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from peralta_zmq.errors import ConfigError, PartError
+from peralta_zmq.user_code import guarded
+
+
+def forever() -> None:
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:  # noqa: BLE001  as careless code does
+            continue
+
+
+def test_what_a_function_gives_comes_back() -> None:
+    assert guarded("sum", lambda a, *, b: a + b)(1, b=2) == 3
+
+
+def test_a_function_that_hangs_is_named_in_time() -> None:
+    with pytest.raises(PartError, match=r"mine has not answered within 0\.1 s"):
+        guarded("mine", forever, seconds=0.1)()
+
+
+def test_an_error_of_ours_passes() -> None:
+    def ours() -> None:
+        raise ConfigError("loss.beta needs a reference")
+
+    with pytest.raises(ConfigError, match="needs a reference"):
+        guarded("mine", ours)()
+
+
+def test_an_exception_is_told_with_its_place_on_one_line() -> None:
+    def broken() -> None:
+        raise ValueError("two\nlines")
+
+    with pytest.raises(PartError, match=r"mine raised ValueError: two lines \(.*py, line") as told:
+        guarded("mine", broken)()
+    assert "\n" not in str(told.value)
+
+
+def test_an_alarm_of_somebody_else_goes_on() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        guarded("mine", lambda: None, seconds=30)()
+        deadline = time.monotonic() + 10
+        while not rung and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+    assert rung == [signal.SIGALRM]
+
+
+STUCK = """
+import hashlib, sys, threading
+from peralta_zmq import guard
+guard.GRACE_SECONDS = 0.2
+call = guard.guarded(
+    "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
+)
+if "thread" in sys.argv:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+else:
+    call()
+"""
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_call_that_cannot_be_interrupted_ends_the_process_and_is_named(where: str) -> None:
+    command = [sys.executable, "-c", STUCK, where]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("loss 'mine' has not answered within 0.2 s and cannot be inter")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_call_that_returns_in_time_leaves_nothing_behind() -> None:
+    before = threading.active_count()
+    for _ in range(5):
+        guarded("mine", lambda: None, seconds=30)()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_other_threads_are_called_without_an_alarm() -> None:
+    given: list[int] = []
+    thread = threading.Thread(target=lambda: given.append(guarded("mine", lambda: 3)()))
+    thread.start()
+    thread.join()
+    assert given == [3]

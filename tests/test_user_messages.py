@@ -1,0 +1,164 @@
+"""What a person is told when something is missing, by its text; and the pages that list it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import group_of
+
+from peralta_zmq import models
+from peralta_zmq.config.settings import known_fields
+from peralta_zmq.generator.weight_sync import waiting_text
+from peralta_zmq.observe.run_log import Books
+from peralta_zmq.trainer.collector import silence_text
+from peralta_zmq.trainer.step_recorder import NO_SIGNAL_STEPS, Recorder
+from tools import config_reference
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a person started this program."""
+    monkeypatch.setattr(sys, "argv", ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"])
+
+
+@pytest.mark.usefixtures("started")
+def test_generator_without_a_trainer_names_both_commands() -> None:
+    assert waiting_text("tcp://mac.local:5555", 15.2, "/nas", answers=False) == (
+        "waiting for trainer tcp://mac.local:5555 (15 s): no TCP answer. "
+        "Start it: bin/trainer @ configs/lan.toml. Diagnose: bin/doctor @ configs/lan.toml"
+    )
+
+
+@pytest.mark.usefixtures("started")
+def test_generator_that_sees_no_version_of_a_trainer_that_answers_doubts_the_folder() -> None:
+    assert waiting_text("tcp://mac.local:5555", 5, "/nas", answers=True) == (
+        "waiting for trainer tcp://mac.local:5555 (5 s): it answers, but /nas has no version. "
+        "Is that its weights.dir? Diagnose: bin/doctor @ configs/lan.toml"
+    )
+
+
+@pytest.mark.usefixtures("started")
+def test_trainer_without_generators_names_the_command() -> None:
+    assert silence_text(30.4, "tcp://127.0.0.1:5555", []) == (
+        "no rollouts for 30 s on tcp://127.0.0.1:5555. "
+        "Start a generator: bin/generator @ configs/lan.toml"
+    )
+
+
+def test_trainer_that_sets_all_its_generators_aside_says_so() -> None:
+    said = silence_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
+    assert ", but for those of ann, bob, which are set aside. Start a generator" in said
+
+
+def test_steps_without_signal_are_named_once_with_three_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = models.load_tokenizer(models.EMBEDDED)
+    groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
+    with Books(tmp_path, run="demo", max_steps=99) as books:
+        recorder = Recorder(books, tokenizer)
+        for step in range(1, NO_SIGNAL_STEPS + 5):
+            assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
+            row = {"frac_reward_zero_std": 1.0, "reward": 0.25}
+            recorder.record(step, groups, row, advantages=[[0.0] * 2] * 4)
+            if step == NO_SIGNAL_STEPS:
+                printed = capsys.readouterr().out
+                assert (
+                    "no learning signal: 100% of groups have equal rewards for 20 steps; "
+                    "check the reward and the task's difficulty. Samples: "
+                ) in printed
+                assert printed.count(" -> 0.25") == 3
+                break
+
+
+# The pages.
+
+
+def literals(source: str) -> Iterator[str]:
+    """Every text of a program, with ... for what is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [each.value if isinstance(each, ast.Constant) else "..."
+                     for each in node.values]  # fmt: skip
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[.0-9]*[sdf]", "...", node.value)
+
+
+PROGRAM = [
+    text
+    for file in sorted((ROOT / "peralta_zmq").rglob("*.py"))
+    for text in literals(file.read_text("utf-8"))
+]
+ROWS = [
+    line.split(" | ")
+    for line in (DOCS / "troubleshooting.md").read_text("utf-8").splitlines()
+    if line.startswith("| `")
+]
+
+
+def is_printed(message: str) -> bool:
+    """Whether one text of the program has the message's words, in their order."""
+    words = [each for each in message.split("...") if each.strip()]
+    pattern = re.compile(".*".join(map(re.escape, words)))
+    return any(pattern.search(text) for text in PROGRAM)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
+    row: list[str],
+) -> None:
+    messages = re.findall(r"`([^`]+)`", row[0])
+    assert messages and all(map(is_printed, messages))
+    assert len(row) == 3 and all(len(cell.strip(" |")) > 6 for cell in row)
+
+
+@pytest.mark.parametrize("message", [
+    # what hurts elsewhere
+    "no TCP answer. Start it: bin/trainer", "no rollouts for", "no learning signal: 100% of groups",
+    "macOS keeps this program from the local network", "is in use by", "was made with other",
+    "giving up", "is not a multiple of", "the same command resumes it", "cannot keep up",
+    # what can be wrong with a machine
+    "cannot be reached; is it on", "its key is not accepted there", "there is no ...; install it",
+    "3.10 or later is needed", "is full:", "is listed", "are both the trainer",
+    "it is another folder", "another trainer works in", "another trainer (...) publishes to",
+    "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
+    # what can be wrong with the page
+    "no page: ", "would show this run", "the page is gone", "the page fails at",
+    "no reward.png or report.html",
+])  # fmt: skip
+def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:
+    assert len([row for row in ROWS if message in row[0]]) == 1
+    assert is_printed(message)
+
+
+def test_message_that_nobody_prints_is_found_out() -> None:
+    assert len(ROWS) > 35
+    assert not is_printed("no rollouts for ... s on ... since Tuesday")
+
+
+def test_page_of_settings_is_what_the_models_say() -> None:
+    assert config_reference.DOCUMENT.read_text("utf-8") == config_reference.config_text(), "run make docs"
+
+
+def test_page_of_settings_has_every_setting_once() -> None:
+    page = config_reference.config_text()
+    for section, leaves in known_fields().items():
+        part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        listed = re.findall(r"^\| `(\w+)`", part, re.MULTILINE)
+        assert sorted(listed) == sorted(set(leaves) - {"env"}), section
+
+
+def test_page_of_settings_names_bounds_and_choices() -> None:
+    page = config_reference.config_text()
+    assert "| `num_generations` | `8` | whole number, at least 2 |" in page
+    assert "| `update` | `in_flight` | `in_flight` or `between_groups` |" in page
+    assert "| `max_mbit_per_s` | `None` | number, above 0 or None |" in page

@@ -1,0 +1,87 @@
+"""The report of a soak, counted by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import commit
+from peralta_zmq.observe.metrics import Row
+from tools.promises import Check
+from tools.run_history import History, Load, Logs, Record
+from tools.soak_report import BEGIN, END, figures_of, section, struck_enough, write_section
+
+pytestmark = pytest.mark.timeout(10)
+
+EVENTS: list[Row] = [
+    {"event": "killed", "worker": "trainer", "time": 10.0},
+    {"event": "resume", "time": 14.0},
+    {"event": "killed", "worker": "generator-0", "time": 15.0},
+    {"event": "killed", "worker": "trainer", "time": 21.0},
+    {"event": "resume", "time": 22.0},
+    {"event": "killed", "worker": "trainer", "time": 40.0},
+    {"event": "fault", "kind": "freeze", "worker": "trainer"},
+    {"event": "fault", "kind": "freeze", "worker": "generator-1"},
+    {"event": "publish_failed"},
+]
+
+
+def history() -> History:
+    return History(
+        max_steps=3,
+        max_off_policy_steps=4,
+        rows=[{"step": step, "time": at} for step, at in ((1, 9.0), (2, 15.5), (3, 23.0))],
+        events=EVENTS,
+        summary={},
+        journal=[
+            Record(("ann/aa", 0), "trained", 1, 0),
+            Record(("ann/aa", 1), "trained", 2, 0),
+            Record(("ann/aa", 2), "stale", 3, 0),
+        ],
+        logs=Logs(loads=[Load(1, 1, "w1")] * 4),
+    )
+
+
+def test_everything_is_counted_once() -> None:
+    figures = figures_of(history())
+    assert figures.kills == {"trainer": 3, "generator-0": 1}
+    assert figures.faults == {"freeze": 2}
+    assert figures.recoveries == [2.0, 5.5]  # the third kill came after the last step
+    assert figures.fates == {"trained": 2, "stale": 1}
+    assert (figures.steps, figures.resumes, figures.loads, figures.unpublished) == (3, 2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kills", "minutes", "broken"),
+    [(199, 30, ("fewer than 200",)), (200, 30, ()), (4, 60, ("fewer than 200",)), (4, 29, ())],
+)
+def test_half_an_hour_has_200_kills_or_the_soak_fails(
+    kills: int, minutes: float, broken: tuple[str, ...]
+) -> None:
+    figures = replace(figures_of(history()), kills=Counter({"trainer": 3, "ann": kills - 3}))
+    assert struck_enough(figures, minutes=minutes).broken == broken
+
+
+def test_the_section_says_figures_and_checks_in_its_place(tmp_path: Path) -> None:
+    document = tmp_path / "reliability.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    checks = [Check("P1", "torn 0", ("version=2 refused",))]
+    write_section(section(figures_of(history()), checks, minutes=30, seed=7), document)
+    text = document.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
+    assert "| SIGKILLs | 4: 3 trainer, 1 generators |" in text
+    assert "median 3.8 s, at most 5.5 s" in text
+    assert "FAIL  P1 torn 0: version=2 refused" in text
+    assert "old" not in text
+    assert f", commit {commit() or 'unknown'}:\n" in text
+
+
+def test_a_document_without_a_place_is_refused(tmp_path: Path) -> None:
+    document = tmp_path / "reliability.md"
+    document.write_text("nothing here\n")
+    with pytest.raises(ValueError, match="has no place for the report"):
+        write_section("x", document)
+    assert document.read_text() == "nothing here\n"

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from peralta_zmq.errors import JournalError
+from peralta_zmq.trainer.checkpoint import Checkpoint, oldest_step, restore, save
+
+LEDGER = {"ann/0011": 17}
+
+
+def checkpoint_at(step: int) -> Checkpoint:
+    tensors = {
+        "model/w": torch.full((2, 3), float(step)),
+        "adamw/step/w": torch.tensor(float(step)),
+        "rng/torch": torch.arange(16, dtype=torch.uint8),
+    }
+    return Checkpoint(step, tensors, {"ledger": LEDGER})
+
+
+def saved(folder: Path, *steps: int, keep_last: int = 10) -> None:
+    for step in steps:
+        save(folder, checkpoint_at(step), run_id="run-1", keep_last=keep_last)
+
+
+def step_of(folder: Path) -> int | None:
+    restored = restore(folder, run_id="run-1")
+    return None if restored is None else restored.step
+
+
+def test_tensors_come_back_bit_identical_with_shape_and_type(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    restored = restore(tmp_path, run_id="run-1")
+    assert restored is not None
+    for name, tensor in checkpoint_at(5).tensors.items():
+        theirs = restored.tensors[name]
+        assert (theirs.dtype, theirs.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(theirs, tensor)
+
+
+def test_progress_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    restored = restore(tmp_path, run_id="run-1")
+    assert restored is not None and restored.progress == {"ledger": LEDGER}
+
+
+def test_random_numbers_go_on_where_they_stopped(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    torch.rand(3)
+    state = Checkpoint(1, {"rng/torch": torch.get_rng_state()}, {})
+    save(tmp_path, state, run_id="run-1", keep_last=1)
+    expected = torch.rand(3)
+    restored = restore(tmp_path, run_id="run-1")
+    assert restored is not None
+    torch.manual_seed(99)
+    torch.set_rng_state(restored.tensors["rng/torch"])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_newest_is_restored(tmp_path: Path) -> None:
+    saved(tmp_path, 999, 1000)
+    assert step_of(tmp_path) == 1000
+
+
+def test_nothing_saved_restores_nothing(tmp_path: Path) -> None:
+    assert restore(tmp_path / "checkpoints", run_id="run-1") is None
+
+
+def bit_flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def missing(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
+@pytest.mark.parametrize("damage", [bit_flip, truncated, missing])
+def test_newest_that_does_not_verify_gives_way_to_the_previous(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    saved(tmp_path, 10, 20)
+    damage(tmp_path / "step_000020" / name)
+    assert step_of(tmp_path) == 10
+
+
+def test_checkpoints_of_which_none_verifies_are_an_error_and_not_a_new_beginning(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 10)
+    bit_flip(tmp_path / "step_000010" / "state.safetensors")
+    with pytest.raises(JournalError, match=r"no checkpoint in .* verifies; put a copy back"):
+        step_of(tmp_path)
+    assert (tmp_path / "step_000010").exists()
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    (tmp_path / ".tmp-step_000020-99").mkdir()
+    (tmp_path / ".trash-step_000005-99").mkdir()
+    assert step_of(tmp_path) == 10
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000010"]
+
+
+def test_checkpoint_that_did_not_verify_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    truncated(tmp_path / "step_000020" / "state.safetensors")
+    saved(tmp_path, 20)
+    assert step_of(tmp_path) == 20
+
+
+def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    with pytest.raises(JournalError, match=r"belongs to run run-1, not to run-2.*--run\.name"):
+        restore(tmp_path, run_id="run-2")
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["step_000020", "step_000030"]
+
+
+def test_oldest_kept_step_tells_how_far_the_journal_is_needed(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, keep_last=2)
+    assert oldest_step(tmp_path) == 20
+
+
+def test_oldest_step_of_nothing_is_zero(tmp_path: Path) -> None:
+    assert oldest_step(tmp_path) == 0
+
+
+def test_full_disk_is_reported_and_the_older_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10)
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fails)
+        with pytest.raises(JournalError, match="No space left"):
+            saved(tmp_path, 20, keep_last=1)
+    assert step_of(tmp_path) == 10

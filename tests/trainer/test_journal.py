@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from peralta_zmq.errors import JournalError
+from peralta_zmq.trainer.journal import DROPPED, HEADER, Journal, Record
+
+FRAMES = [b"first", b"the second one", b"3"]
+ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with closing(Journal(tmp_path / "journal")) as opened:
+        yield opened
+
+
+def written(folder: Path, frames: list[bytes] = FRAMES) -> Path:
+    """A journal file of step 4 whose writer is gone."""
+    with closing(Journal(folder)) as journal:
+        for frame in frames:
+            journal.append(4, frame)
+        journal.commit()
+    return folder / "step_000004.msgpack"
+
+
+def read(folder: Path) -> list[bytes]:
+    with closing(Journal(folder)) as journal:
+        return frames(journal, 4)
+
+
+def frames(journal: Journal, step: int) -> list[bytes]:
+    return [record.content for record in journal.read(step)]
+
+
+def test_records_come_back_in_order(journal: Journal) -> None:
+    for frame in FRAMES:
+        journal.append(4, frame)
+    journal.commit()
+    assert frames(journal, 4) == FRAMES
+
+
+def test_kinds_come_back(journal: Journal) -> None:
+    journal.append(4, b"a group")
+    journal.append(4, b"a note", DROPPED)
+    journal.commit()
+    assert journal.read(4)[1] == Record(DROPPED, b"a note")
+
+
+def test_nothing_is_on_disk_before_the_commit(journal: Journal) -> None:
+    journal.append(4, b"first")
+    assert (journal.read(4), journal.commit(), journal.commit()) == ([], True, False)
+
+
+def test_records_outlive_their_writer(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert read(tmp_path) == FRAMES
+
+
+def test_records_are_on_disk_when_commit_returns(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = os.fsync
+
+    def seen(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    journal.append(4, b"first")
+    journal.commit()
+    monkeypatch.setattr(os, "fsync", seen)
+    journal.append(4, b"the second one")
+    journal.commit()
+    assert sizes == [ENDS[1]]
+
+
+def test_what_a_killed_writer_had_not_synced_is_durable_once_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+    os.truncate(file, ENDS[1] + 3)
+    synced: list[tuple[int, int]] = []
+    real = os.fsync
+
+    def seen(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    assert read(tmp_path) == FRAMES[:2]
+    assert (file.stat().st_ino, ENDS[1]) in synced
+    assert tmp_path.stat().st_ino in dict(synced)
+
+
+def test_a_disk_that_cannot_make_the_last_step_durable_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(JournalError, match=r"cannot write .*step_000004\.msgpack: broken"):
+        read(tmp_path)
+
+
+def test_each_step_has_its_own_records(journal: Journal) -> None:
+    for step, frame in ((4, b"four"), (5, b"five"), (4, b"four again")):
+        journal.append(step, frame)
+        journal.commit()
+    assert (frames(journal, 4), frames(journal, 5)) == ([b"four", b"four again"], [b"five"])
+
+
+def test_step_never_written_has_no_records(journal: Journal) -> None:
+    assert journal.read(9) == []
+
+
+@pytest.mark.parametrize("size", range(ENDS[-1]))
+def test_torn_tail_costs_only_the_record_it_tears(tmp_path: Path, size: int) -> None:
+    os.truncate(written(tmp_path), size)
+    assert read(tmp_path) == FRAMES[: sum(end <= size for end in ENDS)]
+
+
+def test_journal_goes_on_after_a_torn_tail(tmp_path: Path) -> None:
+    os.truncate(written(tmp_path), ENDS[1] + 3)
+    with closing(Journal(tmp_path)) as journal:
+        journal.read(4)
+        journal.append(4, b"new")
+        journal.commit()
+    assert read(tmp_path) == [*FRAMES[:2], b"new"]
+
+
+def damage(file: Path, position: int) -> bytes:
+    """Flip a bit; returns what the file holds then."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= 4
+    file.write_bytes(content)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("position", range(ENDS[1], ENDS[2]))
+def test_bit_flip_never_yields_the_damaged_record(tmp_path: Path, position: int) -> None:
+    damage(written(tmp_path), position)
+    assert read(tmp_path) == FRAMES[:2]
+
+
+@pytest.mark.parametrize("position", range(ENDS[0], ENDS[1]))
+def test_damage_before_a_whole_record_is_no_torn_tail_and_destroys_nothing(
+    tmp_path: Path, position: int
+) -> None:
+    file = written(tmp_path)
+    content = damage(file, position)
+    with closing(Journal(tmp_path)) as journal:
+        where = rf"step_000004\.msgpack is damaged at byte {ENDS[0]} and whole behind it"
+        remedy = rf"give up what is behind \((truncate -s {ENDS[0]} .+)\)$"
+        with pytest.raises(JournalError, match=f"{where}.* or {remedy}") as refused:
+            journal.read(4)
+        assert file.read_bytes() == content
+        command = re.search(remedy, str(refused.value))
+        assert command and subprocess.run(shlex.split(command[1]), check=True).returncode == 0
+    assert read(tmp_path) == FRAMES[:1]
+
+
+def test_a_page_that_was_never_written_is_found_before_a_whole_record(tmp_path: Path) -> None:
+    file = written(tmp_path, [b"first", b"\1" * 200_000, b"third"])
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+    with closing(Journal(tmp_path)) as journal, pytest.raises(JournalError, match="at byte 14 "):
+        journal.read(4)
+
+
+def test_garbage_behind_the_last_record_is_a_torn_tail(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_bytes(file.read_bytes() + random.Random(7).randbytes(200_000))
+    assert read(tmp_path) == FRAMES
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 64, 4096])
+def test_zeros_after_a_power_cut_are_no_records(tmp_path: Path, zeros: int) -> None:
+    file = written(tmp_path)
+    os.truncate(file, ENDS[-1] + zeros)
+    assert read(tmp_path) == FRAMES
+
+
+def test_length_beyond_the_file_is_a_torn_record(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_bytes(file.read_bytes() + HEADER.pack(2**32 - 1, 0, 1) + b"x")
+    assert read(tmp_path) == FRAMES
+
+
+def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    os.truncate(written(tmp_path), ENDS[1] + 3)
+    with closing(Journal(tmp_path)) as journal:
+        for step in (5, 7):
+            journal.append(step, b"frame")
+            journal.commit()
+        with pytest.raises(JournalError, match=r"step_000004\.msgpack is damaged.* 4 to 7 away"):
+            journal.read(4)
+    assert (tmp_path / "step_000004.msgpack").stat().st_size == ENDS[1] + 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step_000004.old.msgpack", "step_four.msgpack", "step_4.msgpack", "step_0000004.msgpack"],
+)
+def test_a_name_that_is_not_exactly_a_steps_is_ignored(tmp_path: Path, name: str) -> None:
+    shutil.copy(written(tmp_path), tmp_path / name)
+    with closing(Journal(tmp_path)) as journal:
+        assert journal.steps() == [4]
+
+
+def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 1000):
+        journal.append(step, b"frame")
+        journal.commit()
+    journal.prune(3)
+    names = sorted(os.listdir(tmp_path / "journal"))
+    assert names == ["step_000003.msgpack", "step_001000.msgpack"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "open"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_disk_that_refuses_is_reported_with_its_reason(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        with pytest.raises(JournalError, match=os.strerror(code)):
+            journal.commit()
+    journal.append(4, b"another")
+    journal.commit()  # room again: nothing is lost and nothing is there twice
+    assert frames(journal, 4) == [b"frame", b"another"]
+
+
+def test_disk_that_takes_half_a_record_is_reported_and_the_half_is_cut_off(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.append(4, b"whole")
+    journal.commit()
+    real = os.write
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, content: real(fd, content[:5]))
+        with pytest.raises(JournalError, match="step_000004"):
+            journal.commit()
+    journal.commit()
+    assert frames(journal, 4) == [b"whole", b"frame"]
+
+
+def test_later_steps_are_moved_away_and_earlier_stay(journal: Journal, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        journal.append(step, b"frame")
+        journal.commit()
+    (tmp_path / "aside").mkdir()
+    journal.move_after(1, tmp_path / "aside")
+    assert journal.steps() == [1]
+    assert len(os.listdir(tmp_path / "aside")) == 2
+
+
+def test_a_commit_that_was_begun_ends_with_the_commit_and_writes_once(journal: Journal) -> None:
+    for frame in FRAMES:
+        journal.append(4, frame)
+    journal.begin_commit()
+    with pytest.raises(AssertionError, match="ends before more"):
+        journal.append(4, b"too soon")
+    assert (journal.commit(), journal.commit(), frames(journal, 4)) == (True, False, FRAMES)
+
+
+def test_a_commit_that_was_begun_and_failed_is_told_and_tried_again(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    journal.append(4, b"frame")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        journal.begin_commit()
+        with pytest.raises(JournalError, match="full"):
+            journal.commit()
+        assert journal.num_waiting == 1
+        journal.begin_commit()
+        wait([journal._writing])
+    assert journal.commit() and frames(journal, 4) == [b"frame"]  # there is room again
+
+
+def test_closing_twice_is_harmless(journal: Journal) -> None:
+    journal.append(4, b"frame")
+    journal.commit()
+    journal.close()
+    journal.close()

@@ -1,0 +1,445 @@
+"""What a trainer refuses, in one line and before anything is written.
+
+.venv/bin/python -m pytest tests/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import group_of
+
+from peralta_zmq import wire
+from peralta_zmq.atomic_files import is_held
+from peralta_zmq.build import IDENTITY, run_id_of
+from peralta_zmq.config import Config, load_config, write_resolved
+from peralta_zmq.errors import (
+    ConfigError,
+    JournalError,
+    PeraltaError,
+    StoreError,
+    TaskError,
+    WireError,
+)
+from peralta_zmq.learning.admission import Ledger
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import checkpoint, run_folder
+from peralta_zmq.trainer import collector as intakes
+from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer.collector import Note
+from peralta_zmq.trainer.journal import DROPPED, GROUP
+from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.stop_signal import Stop
+from tools.tcp_link import free_ports
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer sets its own handlers; give the test runner its back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_ports()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, port: int) -> list[str]:
+    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port), "--no-dashboard.enabled"]
+
+
+def config_of(*arguments: str) -> Config:
+    return load_config("bin/trainer", list(arguments))
+
+
+def refused(config: Config, kind: type[PeraltaError], match: str) -> None:
+    """The run ends with this one line, and has written nothing."""
+    with pytest.raises(kind, match=match) as caught:
+        trainer.run(config)
+    assert "\n" not in str(caught.value)
+    assert not config.run_folder.exists()
+
+
+def test_a_folder_that_is_not_a_model_is_refused(settings: list[str], tmp_path: Path) -> None:
+    config = config_of(*settings, "--model.name", str(tmp_path))
+    refused(config, ConfigError, r"has no config\.json; give a Hugging Face model folder")
+
+
+def test_a_model_that_is_nowhere_is_refused_with_the_way_to_fetch_it(settings: list[str]) -> None:
+    config = config_of(*settings, "--model.name", "nobody/no-model")
+    refused(config, ConfigError, r"fetch it once with: hf download nobody/no-model")
+
+
+def test_a_missing_data_file_is_refused(settings: list[str]) -> None:
+    config = config_of(*settings, "--data.train", "math_1kk")
+    refused(config, TaskError, r"math_1kk.*did you mean 'math_1k'")
+
+
+def test_a_missing_column_is_refused_with_those_there_are(settings: list[str]) -> None:
+    config = config_of(*settings, "--data.prompt-column", "question")
+    refused(config, TaskError, r"question.*python_expression.*natural_language")
+
+
+def test_an_empty_data_set_is_refused(settings: list[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("python_expression,natural_language\n")
+    refused(config_of(*settings, "--data.eval", str(empty)), TaskError, "empty.csv")
+
+
+def test_an_unknown_loss_is_refused_with_the_menu(settings: list[str]) -> None:
+    config = config_of(*settings, "--loss.name", "gropo")
+    refused(config, ConfigError, r"unknown loss 'gropo'; did you mean grpo\?.*reinforce")
+
+
+def test_a_device_that_is_not_here_is_refused(settings: list[str]) -> None:
+    config = config_of(*settings, "--model.device", "abacus")
+    refused(config, ConfigError, "device 'abacus' cannot be used here")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_refused_with_its_holder(
+    settings: list[str], port: int, offset: int
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port + offset))
+        holder.listen()
+        taken = f"port {port + offset} is in use by pid {os.getpid()} "
+        refused(config_of(*settings), WireError, taken)
+
+
+def test_a_weights_folder_that_cannot_be_made_is_refused(
+    settings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
+    refused(config, StoreError, r"cannot be written .*choose another with --weights\.dir")
+
+
+def test_a_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "nas" / "RUN.json").write_text(json.dumps({"run_id": "other-1"}))
+    config = config_of(*settings, "--weights.dir", str(tmp_path / "nas"))
+    refused(config, StoreError, r"belongs to run other-1.*choose another with --weights\.dir")
+
+
+def test_a_run_folder_reused_with_other_settings_is_refused_and_untouched(
+    settings: list[str],
+) -> None:
+    earlier = config_of(*settings)
+    earlier.run_folder.mkdir(parents=True)
+    write_resolved(earlier, earlier.run_folder)
+    before = (earlier.run_folder / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"train\.learning_rate.*0\.0002 -> 0\.1"):
+        trainer.run(config_of(*settings, "--train.learning-rate", "0.1"))
+    assert [each.name for each in earlier.run_folder.iterdir()] == ["config.toml"]
+    assert (earlier.run_folder / "config.toml").read_bytes() == before
+
+
+def test_a_run_keeps_its_id(settings: list[str]) -> None:
+    config = config_of(*settings)
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    first = run_id_of(config.run_folder, "demo")
+    assert first == run_id_of(config.run_folder, "demo")
+    assert first.startswith("demo-")
+
+
+def test_the_config_of_the_original_experiment_opens_with_the_embedded_model(
+    settings: list[str],
+) -> None:
+    original = str(Path(__file__).parents[2] / "configs" / "calculator.toml")
+    config = config_of("@", original, *settings, "--model.name", "embedded")
+    with ExitStack() as stack:
+        assert Trainer(config, stack).unfinished
+    assert config.groups_per_step == 12
+
+
+def test_a_second_trainer_on_the_run_folder_is_refused(settings: list[str], port: int) -> None:
+    with ExitStack() as stack:
+        Trainer(config_of(*settings), stack)
+        with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
+            trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
+
+
+def test_who_looks_at_the_lock_of_a_run_keeps_no_trainer_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glance = (tmp_path / run_folder.LOCK).open("ab")
+    fcntl.flock(glance, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: glance.close())
+    with closing(run_folder.lock(tmp_path)):
+        assert is_held(tmp_path / run_folder.LOCK) is True
+    assert is_held(tmp_path / run_folder.LOCK) is False
+    assert is_held(tmp_path / "nothing") is None
+
+
+def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nas, away = tmp_path / "nas", tmp_path / "away"
+    config = config_of(*settings, "--weights.dir", str(nas))
+    with ExitStack() as stack:
+        first = Trainer(config, stack)._run_id
+    nas.rename(away)
+
+    def mounted_meanwhile(self: Stop, seconds: float) -> None:
+        assert not nas.exists()
+        away.rename(nas)
+
+    monkeypatch.setattr(Stop, "pause", mounted_meanwhile)
+    with ExitStack() as stack:
+        again = Trainer(config, stack)
+    assert again._broadcast.store.run_id == first
+    (line,) = [each for each in caplog.messages if "is gone; is it mounted?" in each]
+    assert "--weights.dir" in line and "\n" not in line
+
+
+def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path: Path) -> None:
+    for name in ("nas", "other"):
+        with ExitStack() as stack:
+            trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
+            assert trainer._broadcast.store.run_id == trainer._run_id
+        shutil.rmtree(tmp_path / name)
+
+
+def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -> None:
+    for _ in range(2):
+        with ExitStack() as stack:
+            trainer = Trainer(config_of(*settings), stack)
+            assert trainer._broadcast.store.run_id == trainer._run_id
+        shutil.rmtree(trainer._broadcast.store.folder)
+
+
+@pytest.mark.timeout(60)
+def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], port: int) -> None:
+    with ExitStack() as stack:
+        trainer = Trainer(config_of(*settings), stack)
+        trainer.recover()
+        sender = stack.enter_context(closing(wire.CounterSender(f"tcp://127.0.0.1:{port + 2}")))
+        said = wire.Counters(trainer._run_id, "ann", b"bootboot")
+
+        def heard(report: wire.Counters) -> None:
+            while trainer._roster.reports.get(report.sender) != report:  # the first may be lost
+                sender.send(report)
+                trainer._roster.hear(step=1)
+
+        def kind_of_next() -> str:
+            before = trainer._broadcast.store.newest()
+            trainer._publish()
+            trainer._broadcast.wait(30)
+            newest = trainer._broadcast.store.newest()
+            assert newest is not None and newest != before
+            return newest.kind
+
+        heard(said)
+        assert kind_of_next() == "delta"
+        heard(replace(said, wants_keyframe=True))
+        assert kind_of_next() == "keyframe"
+        heard(replace(said, wants_keyframe=True, made=1))  # it has not read it yet
+        assert kind_of_next() == "delta"
+        heard(said)
+        heard(replace(said, wants_keyframe=True))
+        assert kind_of_next() == "keyframe"
+
+
+def test_a_refused_weights_folder_leaves_the_next_start_free(
+    settings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    bad = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
+    refused(bad, StoreError, "cannot be written")
+    with ExitStack() as stack:
+        assert Trainer(config_of(*settings), stack).unfinished
+
+
+# What an earlier session left.
+
+
+@pytest.fixture
+def opened(settings: list[str]) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(config_of(*settings, "--no-eval.eval-base-model"), stack)
+
+
+def saved_by(
+    trainer: Trainer, *, ledger: Ledger, duplicates: int = 0, **tensors: torch.Tensor
+) -> None:
+    """A checkpoint of step 0 of this trainer's run."""
+    folder = trainer._folder / "checkpoints"
+    state = {**trainer._learner.state(), **tensors}
+    progress = {"ledger": ledger.saved(), "duplicates": duplicates}
+    run_id = run_id_of(trainer._folder, "demo")
+    checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
+
+
+def journaled_by(
+    trainer: Trainer, *sequences: int, step: int = 1, run_id: str | None = None
+) -> Path:
+    """Groups taken in for a step, of this run unless another is named."""
+    for sequence in sequences:
+        run_id = run_id or run_id_of(trainer._folder, "demo")
+        group = group_of([1, 0], sequence=sequence, run_id=run_id)
+        trainer._intake.journal.append(step, wire.encode_group(group))
+    trainer._intake.journal.commit()
+    return trainer._intake.journal.file_of(step)
+
+
+def test_nothing_comes_of_a_step_whose_groups_are_not_on_disk(
+    opened: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened.recover()
+    intake, learn = opened._intake, opened._learner.learn
+    run_id = run_id_of(opened._folder, "demo")
+    monkeypatch.setattr(intakes, "COMMIT_GROUPS", 1000)  # all wait for the step
+    monkeypatch.setattr(intakes, "COMMIT_SECONDS", 1000.0)
+    for sequence in itertools.takewhile(lambda _: not intake.has_batch, itertools.count()):
+        group = group_of([1, 0], sequence=sequence, run_id=run_id)
+        assert intake._take_in(group, wire.encode_group(group), step=1) == "trained"
+    before = dict(intake._durable)
+
+    def learns(groups: list[RolloutGroup]) -> dict[str, float]:
+        opened._stop.asked = True  # else it waits for the disk
+        return learn(groups)
+
+    def full(content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(opened._learner, "learn", learns)
+    monkeypatch.setattr(intake.journal, "_write", full)
+    with pytest.raises(JournalError, match="full"):
+        opened.advance()
+    newest = opened._broadcast.store.newest()
+    assert newest is not None and newest.step == 0
+    assert intake._durable == before and intake.journal.num_waiting
+    assert not (opened._folder / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
+    saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
+    with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
+        opened.recover()
+
+
+def test_a_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
+    saved_by(opened, ledger=Ledger())
+    opened._run_id = "another-1"
+    with pytest.raises(JournalError, match=r"belongs to run demo-.*--run\.name"):
+        opened.recover()
+
+
+def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) -> None:
+    ledger = Ledger()
+    ledger.settle(group_of([1, 0]).sender, 0, "trained")
+    saved_by(opened, ledger=ledger)
+    journaled_by(opened, 0)
+    with pytest.raises(JournalError, match=r"disagree.*in both; move the newer"):
+        opened.recover()
+
+
+@pytest.mark.parametrize("left", [(), (0,)], ids=["no file", "cut behind its first group"])
+def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
+    opened: Trainer, left: tuple[int, ...]
+) -> None:
+    saved_by(opened, ledger=Ledger())
+    journaled_by(opened, *left)
+    journaled_by(opened, 1, step=2)
+    journaled_by(opened, 2, step=3)
+    with pytest.raises(
+        JournalError,
+        match=r"step_000001\.msgpack is missing or .* steps 1 to 3 away to go on from step 0$",
+    ):
+        opened.recover()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"a whole record", GROUP),
+        (b"a whole record", DROPPED),
+        (b"[]", DROPPED),
+        (b'{"sequence": 0}', DROPPED),
+        (b'{"sender": "ann/00", "sequence": 0, "outcome": "vanished"}', DROPPED),
+    ],
+)
+def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
+    opened: Trainer, content: bytes, kind: int
+) -> None:
+    opened._intake.journal.append(1, content, kind)
+    opened._intake.journal.commit()
+    with pytest.raises(
+        JournalError, match=r"step_000001\.msgpack .*; go on with .* step 0$"
+    ) as caught:
+        opened.recover()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_journal_of_another_run_is_refused(opened: Trainer) -> None:
+    journaled_by(opened, 0, run_id="other-0011aabb")
+    with pytest.raises(
+        JournalError,
+        match=r"step_000001\.msgpack holds a group of run other-.* not of demo-.*move it",
+    ):
+        opened.recover()
+
+
+def test_a_torn_journal_goes_on_at_its_last_good_record(
+    opened: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = journaled_by(opened, 0, 1, 2)
+    os.truncate(file, file.stat().st_size - 5)
+    opened.recover()
+    assert [group.sequence for group in opened._intake.pending] == [0, 1]
+    assert "journal cut: file=step_000001.msgpack" in caplog.text
+
+
+def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_a_restart(
+    opened: Trainer,
+) -> None:
+    saved_by(opened, ledger=Ledger(), duplicates=3)
+    note = Note(group_of([1, 0]).sender, 7, "stale", floor=5)
+    opened._intake.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
+    opened._intake.journal.commit()
+    opened.recover()
+    counts = opened._intake.accounting()
+    expected = {"made": 8, "stale": 1, "lost": 5, "in_flight": 2, "duplicates": 3}
+    assert {name: counts[name] for name in expected} == expected
+
+
+def test_a_journal_that_begins_later_than_the_checkpoints_that_are_there_is_refused(
+    opened: Trainer,
+) -> None:
+    journaled_by(opened, 0, step=5)
+    match = r"begins with step 5, and nothing is left of what came before; put .*/checkpoints back"
+    with pytest.raises(JournalError, match=match):
+        opened.recover()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id"'])
+def test_an_identity_that_cannot_be_read_makes_no_new_run(settings: list[str], text: str) -> None:
+    config = config_of(*settings)
+    with ExitStack() as stack:
+        Trainer(config, stack)
+    (config.run_folder / IDENTITY).write_text(text)
+    with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
+        trainer.run(config)

@@ -1,0 +1,136 @@
+"""How a session of a trainer ends: complete, or stopped by hand.
+
+.venv/bin/python -m pytest tests/test_trainer_end.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import cast
+
+import pytest
+import test_resume
+from fakes import BOOT
+from test_resume import Session
+
+from peralta_zmq import wire
+from peralta_zmq.observe.metrics import EVENTS, Row, read_rows
+from peralta_zmq.trainer.generator_registry import SILENCE_SECONDS
+from peralta_zmq.trainer.loop import Trainer
+
+pytestmark = pytest.mark.timeout(60)
+signals = test_resume.signals
+
+
+def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
+    while trainer.unfinished:
+        trainer.advance()
+    assert trainer._roster.live()
+    clock, passed, evaluate = time.monotonic, [0.0], trainer._evaluations.evaluate
+
+    def evaluate_slowly(step: int) -> bool:
+        passed[0] += SILENCE_SECONDS + 1
+        return evaluate(step)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+    monkeypatch.setattr(trainer._evaluations, "evaluate", evaluate_slowly)
+    trainer.finish()
+    events = [row["event"] for row in read_rows(trainer._folder / EVENTS)]
+    assert "complete" in events and "leave" not in events
+    assert events[events.index("evaluate") :] == ["evaluate", "evaluated", "complete"]
+
+
+def say_last(trainer: Trainer, *, made: int) -> None:
+    """The generator of the session's groups says that it makes no more; returns once heard."""
+    address = f"tcp://127.0.0.1:{trainer._config.wire.port}"
+    last = wire.Counters(trainer._run_id, "ann", BOOT, made=made, last=True)
+    with closing(wire.CounterSender(wire.next_port(address, 2))) as sender:
+        while not trainer._roster.last_reports():
+            sender.send(last)  # until the two have met
+            trainer._roster.hear(step=4, timeout=0.2)
+
+
+def summary_of(trainer: Trainer) -> Row:
+    trainer.finish()
+    summary = json.loads((trainer._folder / "summary.json").read_bytes())
+    return {key: summary[key] for key in ("accounting", "last_reports")}
+
+
+FOUR = "--train.max-steps=4"
+
+
+def test_a_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path, FOUR).trainer
+        while first.unfinished:
+            first.advance()
+        say_last(first, made=60)
+        told = wire.Counters(first._run_id, "bob", BOOT, made=3)  # and was killed
+        first._roster.reports[told.sender] = told
+        summary = summary_of(first)
+    accounting = cast("dict[str, int]", summary["accounting"])
+    assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{BOOT.hex()}": 60})
+    for _ in range(2):
+        with ExitStack() as stack:
+            assert summary_of(Session(stack, tmp_path, FOUR).trainer) == summary
+
+
+def test_a_last_report_outlives_a_trainer_killed_while_it_evaluates(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = Session(stack, tmp_path, FOUR).trainer
+        while first.unfinished:
+            first.advance()
+        say_last(first, made=60)  # and nothing is finished
+    with ExitStack() as stack:
+        summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
+    assert summary["last_reports"] == {f"ann/{BOOT.hex()}": 60}
+    assert cast("dict[str, int]", summary["accounting"])["made"] == 60
+
+
+def test_a_complete_run_that_is_stopped_while_it_evaluates_is_closed_by_the_next_start(
+    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as opened:
+        first = Session(opened, tmp_path, FOUR).trainer
+        while first.unfinished:
+            first.advance()
+        first._stop.asked = True
+        first.finish()
+        assert "stopped after step 4, saved; the same" in capsys.readouterr().out
+        assert not (first._folder / "summary.json").exists()
+        assert not first._books.has_evaluation(4)
+    again = Session(stack, tmp_path, FOUR).trainer
+    assert summary_of(again) and again._books.has_evaluation(4)
+
+
+def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    trainer = Session(stack, tmp_path).trainer
+    trainer.advance()
+    trainer._stop.asked = True
+    trainer.finish()
+    assert (trainer._folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    page = (trainer._folder / "report.html").read_text("utf-8")
+    assert '"condition": "stopped"' in page and '"num_steps": 1,' in page
+
+
+def test_a_trainer_that_waits_for_groups_tells_the_verdict_meanwhile(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
+    trainer._books.event("resume", step=trainer._learner.step)
+    capsys.readouterr()
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 45.0)
+    trainer._stop.asked = True  # after one look for groups
+    trainer.advance()
+    told = "verdict: no step yet: no generator has come in 45s; start one: bin/generator @ CONFIG"
+    assert told in capsys.readouterr().out.splitlines()

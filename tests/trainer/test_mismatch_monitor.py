@@ -1,0 +1,132 @@
+"""A generator whose logprobs are skewed is named, and its groups are set aside when asked."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import group_of
+
+from peralta_zmq import models, wire
+from peralta_zmq.config import load_config
+from peralta_zmq.observe.metrics import read_rows
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer.loop import Trainer
+from tools.tcp_link import free_ports
+
+SKEW = 1.0  # nats; k3 of it is e - 2 = .718
+STEPS = 4
+SETTINGS = (
+    *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
+    *("--train.learning-rate=1e-9", "--train.dtype=float32", "--eval.num-examples=1"),
+    *("--no-eval.eval-base-model", "--train.num-workers=2", "--no-dashboard.enabled"),
+)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer sets its own handlers; give the test runner its back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> RolloutGroup:
+    """A group with the trainer's own logprobs, all lower by `skew`."""
+    group = group_of([1, 0, 0, 1], seed=sequence, sequence=sequence, run_id=trainer._run_id,
+                     generator_id=name, lengths=[5, 4, 6, 3])  # fmt: skip
+    rollouts = []
+    for each in group.rollouts:
+        ids = torch.from_numpy(each.token_ids).long().unsqueeze(0)
+        with torch.no_grad():
+            logprobs = models.token_logprobs(trainer._model, ids, torch.ones_like(ids))[0]
+        masked = torch.from_numpy(each.loss_mask) * (logprobs - skew)
+        rollouts.append(replace(each, logprobs=masked.numpy()))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def trained(stack: ExitStack, folder: Path, *settings: str) -> Trainer:
+    """After some steps on groups of ann, and of bob, who is skewed."""
+    port = free_ports()
+    arguments = [*SETTINGS, *settings, "--run.dir", str(folder), "--wire.port", str(port)]
+    trainer = Trainer(load_config("bin/trainer", arguments), stack)
+    trainer.recover()
+    sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
+    stack.enter_context(closing(sender))
+    for sequence in range(3 * STEPS):
+        for name, skew in (("ann", 0.0), ("bob", SKEW)):
+            group = sampled(trainer, name, sequence, skew=skew)
+            assert sender.send(wire.encode_group(group), timeout=5)
+    for _ in range(STEPS):
+        trainer.advance()
+    return trainer
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    rows = read_rows(folder / "demo" / "events.jsonl")
+    return [row for row in rows if row["event"] == "mismatch"]
+
+
+def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trained(stack, tmp_path)
+    (event,) = events(tmp_path)
+    assert (event["generator"], event["step"], event["set_aside"]) == ("bob", 2, False)
+    assert event["mismatch_kl"] == pytest.approx(0.718, abs=0.01)
+    for row in read_rows(tmp_path / "demo" / "metrics.jsonl"):
+        assert row["gen/bob/mismatch_kl"] == pytest.approx(0.718, abs=0.01)
+        assert 0 <= row["gen/ann/mismatch_kl"] < 1e-4
+    assert (
+        "generator bob disagrees with the trainer about logprobs: mismatch_kl 0.718 over its last "
+        "4 steps, bound 0.1 (train.max_mismatch_kl). Start it with another model.dtype or device, "
+        "or set train.on_mismatch = set_aside\n"
+    ) in capsys.readouterr().out
+    assert trainer._intake.accounting()["mismatched"] == 0
+
+
+def test_groups_of_a_skewed_generator_are_set_aside_when_asked_and_all_add_up(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trained(stack, tmp_path, "--train.on-mismatch", "set_aside")
+    printed = capsys.readouterr().out
+    assert "Its groups are set aside until bob is started with another model.dtype" in printed
+    accounts = trainer._intake.accounting()
+    assert accounts["trained"] == 4 * STEPS
+    assert accounts["mismatched"] > 0
+    settled = sum(count for name, count in accounts.items() if name not in ("made", "duplicates"))
+    assert accounts["made"] == settled
+    rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
+    assert ["gen/bob/mismatch_kl" in row for row in rows] == [True, True, False, False]
+    assert rows[-1]["dropped/mismatched"] == accounts["mismatched"]
+    dropped = [row for row in read_rows(tmp_path / "demo" / "events.jsonl")
+               if row["event"] == "drop"]  # fmt: skip
+    assert {(row["outcome"], row["sender"].partition("/")[0]) for row in dropped} == {
+        ("mismatched", "bob")
+    }
+    assert json.dumps(trainer._intake.saved())
+
+
+def test_restarted_trainer_replays_what_it_had_admitted_and_judges_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        before = trained(stack, tmp_path, "--train.on-mismatch", "set_aside")
+        outcomes = dict(before._intake.admission.ledger.outcomes)
+    port = free_ports()
+    arguments = [*SETTINGS, "--train.on-mismatch=set_aside", "--train.max-steps=6",
+                 "--run.dir", str(tmp_path), "--wire.port", str(port)]  # fmt: skip
+    with ExitStack() as stack:
+        again = Trainer(load_config("bin/trainer", arguments), stack)
+        again.recover()
+        assert again._learner.step == STEPS
+        replayed = again._intake.admission.ledger.outcomes
+        assert {name: replayed[name] for name in outcomes} == outcomes

@@ -1,0 +1,255 @@
+"""A trainer of several processes is the trainer of one: its steps, its checkpoints, its end.
+
+.venv/bin/python -m pytest tests/test_ranks.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bad_losses
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import RUN, siblings
+from gang import DEADLINE, results, start
+
+from peralta_zmq import build, models, wire
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning import distributed
+from peralta_zmq.observe.metrics import Row, read_rows
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer.ranks import Place, place_of
+from tools.tcp_link import free_ports
+
+STEPS, GROUPS_PER_STEP = 5, 4
+SETTINGS = (
+    *("--sampling.num-generations=4", "--train.batch-size=16", "--train.max-steps=9"),
+    *("--checkpoint.interval=2", "--no-eval.eval-base-model", "--eval.num-examples=1"),
+    *("--sampling.max-completion-length=4", "--engine.max-model-len=128"),
+    *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32", "--no-dashboard.enabled"),
+)
+GROUPS = [
+    siblings(
+        [1, 0, 0, number % 2],
+        lengths=[3, 9, 1 + number % 7, 5], seed=number, sequence=number, num_prompt=4 + number % 5,
+    )
+    for number in range(STEPS * GROUPS_PER_STEP)
+]  # fmt: skip
+Tensors = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer sets its own handlers; give the test runner its back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Run:
+    """A run whose groups come from here, whoever trains it."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.port, self._folder, self._sessions = free_ports(), folder, 0
+        chosen = (*SETTINGS, "--run.dir", str(folder), "--wire.port", str(self.port), *settings)
+        self.config = load_config("bin/trainer", list(chosen))
+        self.config.run_folder.mkdir(parents=True)
+        build.write_identity(self.config.run_folder, run_id=RUN, weights=None)
+
+    def train(self, *, to: int, num_ranks: int = 1, **how: Any) -> Tensors:
+        """What is saved when it has had the groups for so many steps and is told to stop."""
+        with self.session(num_ranks=num_ranks, **how) as session:
+            self.feed(session, to=to)
+            for each in session.ranks:
+                os.kill(int(each.pid or 0), signal.SIGTERM)  # as torchrun does
+            session.ends()
+        return self.saved(to)
+
+    def session(self, *, num_ranks: int, **how: Any) -> Session:
+        """One more start of the trainer."""
+        self._sessions += 1
+        folder = self._folder / f"session_{self._sessions}"
+        folder.mkdir()
+        return Session(folder, self.config, num_ranks, how)
+
+    def feed(self, session: Session, *, to: int, groups: Sequence[RolloutGroup] = GROUPS) -> None:
+        """Send the groups of these steps, those of before again, as an outbox would; wait."""
+        session.until(self._listens)
+        with closing(wire.RolloutSender(f"tcp://127.0.0.1:{self.port}", hwm=1000)) as sender:
+            for group in groups[: to * GROUPS_PER_STEP]:
+                assert sender.send(wire.encode_group(group), timeout=5)
+            session.until(lambda: self.step == to)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def saved(self, step: int) -> Tensors:
+        """The newest checkpoint, which is of this step."""
+        found = checkpoint.newest(self.config.run_folder / "checkpoints", run_id=RUN)
+        assert found is not None and found.step == step
+        return found.tensors
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far."""
+        return int(str(self.rows[-1]["step"])) if self.rows else 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """metrics.jsonl so far."""
+        return read_rows(self.config.run_folder / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[Row]:
+        """events.jsonl so far."""
+        return read_rows(self.config.run_folder / "events.jsonl")
+
+
+class Session:
+    """The ranks of one start, which are killed if they do not end."""
+
+    def __init__(self, folder: Path, config: Config, num_ranks: int, how: Any) -> None:
+        self._folder = folder
+        self.ranks = start(folder, run_one_rank, config, how, count=num_ranks)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for each in self.ranks:
+            each.kill()
+            each.join()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what the ranks do, as long as they live."""
+        ends = time.monotonic() + DEADLINE
+        while not condition():
+            if not all(each.is_alive() for each in self.ranks):
+                self.ends()
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+
+    def ends(self) -> None:
+        """Wait for the end of all; raises RuntimeError for one that failed."""
+        results(self._folder, self.ranks)
+
+
+def run_one_rank(config: Config, how: dict[str, bool]) -> None:
+    if how.get("shards"):  # as on CUDA
+        distributed.join = sharing
+    trainer.run(config)
+
+
+def sharing(device: torch.device) -> distributed.ManyRanks:
+    dist.init_process_group("gloo")
+    return distributed.ManyRanks(device, shards=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
+    """What one rank makes of the groups."""
+    return Run(tmp_path_factory.mktemp("alone")).train(to=STEPS)
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"rng/torch"}:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5, msg=name)
+
+
+def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> None:
+    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((2, 1), id="sharded to one", marks=pytest.mark.slow),
+        pytest.param((1, 2), id="one to sharded"),
+    ],
+)
+def test_a_run_goes_on_at_another_number_of_ranks(
+    tmp_path: Path, alone: Tensors, counts: tuple[int, int]
+) -> None:
+    run = Run(tmp_path)
+    for to, num_ranks in zip((3, STEPS), counts, strict=True):
+        saved = run.train(to=to, num_ranks=num_ranks, shards=True)
+    assert_same(saved, alone)
+
+
+def test_after_a_rank_has_died_the_same_command_goes_on(tmp_path: Path, alone: Tensors) -> None:
+    run = Run(tmp_path)
+    with run.session(num_ranks=2) as session:
+        run.feed(session, to=3)  # the checkpoint is of step 2
+        session.ranks[1].kill()
+        session.ranks[1].join()
+        with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
+            run.feed(session, to=4)
+    assert_same(run.train(to=STEPS, num_ranks=2), alone)
+
+
+# Steps that cannot be taken.
+
+
+def poisoned(group: RolloutGroup) -> RolloutGroup:
+    first, *others = group.rollouts
+    poison = np.where(first.loss_mask, bad_losses.POISON, 0).astype(np.float32)
+    return replace(group, rollouts=(replace(first, logprobs=poison), *others))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_run(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    run, groups = Run(tmp_path, "--loss.name=bad_losses.steep"), list(GROUPS)
+    bad = (1, 3, 4, 5)  # of 5 steps; only one rank sees the poison
+    for step in bad:
+        groups[step * GROUPS_PER_STEP - 2] = poisoned(groups[step * GROUPS_PER_STEP - 2])
+    with (
+        run.session(num_ranks=num_ranks) as session,
+        pytest.raises(RuntimeError, match="TrainingError: steps 3 to 5 had no finite grad") as told,
+    ):
+        run.feed(session, to=STEPS, groups=groups)
+    assert "rank 1" not in str(told.value)  # the others end without a word
+    assert [row["skipped_steps"] for row in run.rows] == [1, 1, 2, 3]
+    skips = [each for each in run.events if each["event"] == "skip"]
+    assert [each["step"] for each in skips] == [1, 3, 4]
+    assert all("gradient of loss 'steep' is not finite" in str(each["reason"]) for each in skips)
+    base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    norm, saved = "model.norm.weight", run.saved(4)  # with the weights of step 2
+    assert not torch.equal(saved[f"model/{norm}"], base.state_dict()[norm])
+    assert all(each.isfinite().all() for each in saved.values() if each.is_floating_point())
+
+
+# What torchrun says.
+
+
+def test_a_plain_start_is_one_rank() -> None:
+    assert place_of({}) == place_of({"WORLD_SIZE": "1", "RANK": "0"}) == Place(0, 1, 0, 1)
+
+
+def test_torchrun_says_which_rank_this_is() -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert place_of(told) == Place(3, 4, 1, 2)
+
+
+@pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])
+def test_half_of_torchruns_words_are_refused(broken: dict[str, str]) -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*torchrun, or unset WORLD_SIZE"):
+        place_of({**told, **broken})

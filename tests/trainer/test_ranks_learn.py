@@ -1,0 +1,111 @@
+"""What several ranks learn with adapters, or beside a reference, is what one rank learns.
+
+make test-slow ARGS=tests/test_ranks_learn.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import siblings
+from gang import results, start
+
+from peralta_zmq import build, build_lora, models
+from peralta_zmq.config import load_config
+from peralta_zmq.learning.distributed import ManyRanks
+from peralta_zmq.learning.ranks import ALONE, Ranks
+
+STEPS = 4
+OBJECTIVES = {
+    "reference": ("--loss.name=grpo_kl", "--loss.beta=0.5", "--train.ref-sync-steps=3",
+                  "--train.ref-mixup-alpha=0.5"),
+    "bf16 state": ("--train.optim=adamw_bf16",),
+    "8-bit state": ("--train.optim=adamw_8bit",),
+    "adapters": ("--lora.rank=4",),
+    "adapters and base": ("--lora.rank=4", "--loss.name=grpo_kl", "--loss.beta=0.5"),
+}  # fmt: skip
+for package, word in (("peft", "adapters"), ("bitsandbytes", "8-bit")):
+    if importlib.util.find_spec(package) is None:
+        OBJECTIVES = {name: each for name, each in OBJECTIVES.items() if word not in name}
+GROUPS = [
+    siblings(
+        [1, 0, 0, number % 2], lengths=[3, 9, 1 + number % 7, 5], seed=number,
+        num_prompt=4 + number % 5, generator_id=("ann", "bob", "cleo")[number % 3],
+    )
+    for number in range(STEPS * 3)
+]  # fmt: skip
+
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+ROUNDED = ("bf16 state", "8-bit state")  # sums of another order round otherwise
+
+
+def learned(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """All tensors of a checkpoint after some steps, and each step's metrics and mismatch."""
+    config = load_config(
+        "bin/trainer",
+        ["--train.batch-size=8", "--train.dtype=float32", "--train.max-tokens-per-microbatch=40",
+         "--train.learning-rate=0.001", *settings],
+    )  # fmt: skip
+    learner = build.learner_of(config, build_lora.load_policy(config, models.EMBEDDED), ranks)
+    told = list[Any]()
+    for step in range(STEPS):
+        metrics = learner.learn(GROUPS[3 * step : 3 * step + 3])
+        mismatch = {name: (each.kl, each.num_tokens) for name, each in learner.mismatch.items()}
+        told.append((metrics, mismatch))
+    return learner.state(), told
+
+
+def learned_by_all() -> dict[tuple[str, bool], Any]:
+    """The same for each objective, with whole parameters and with shares of them."""
+    dist.init_process_group("gloo")
+    kinds = {shards: ManyRanks(torch.device("cpu"), shards=shards) for shards in (False, True)}
+    found = {
+        (name, shards): learned(ranks, *settings)
+        for shards, ranks in kinds.items()
+        for name, settings in OBJECTIVES.items()
+        if not (shards and name == "8-bit state")  # which cannot be shared
+    }
+    kinds[False].leave()
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
+    gang = start(tmp_path, learned_by_all)
+    alone = {name: learned(ALONE, *settings) for name, settings in OBJECTIVES.items()}
+    for (name, shards), (theirs, told) in results(tmp_path, gang)[0].items():
+        expected, rows = alone[name]
+        assert theirs.keys() == expected.keys(), name
+        assert any(path.startswith("reference/") for path in theirs) == (name == "reference")
+        if name in ROUNDED:
+            assert_near(theirs, expected)
+            continue
+        for path in expected.keys() - {"rng/torch"}:
+            torch.testing.assert_close(
+                theirs[path], expected[path], rtol=0, atol=1e-5, msg=f"{name} {shards} {path}"
+            )
+        for (ours, by_sender), (metrics, mismatch) in zip(rows, told, strict=True):
+            assert set(mismatch) == {f"{each}/626f6f74626f6f74" for each in ("ann", "bob", "cleo")}
+            for sender, figures in by_sender.items():
+                assert mismatch[sender] == pytest.approx(figures, rel=1e-4), (name, sender)
+            for key in ours.keys() - {"time/forward_backward"}:
+                assert metrics[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-6), (name, key)
+
+
+def assert_near(theirs: Tensors, ours: Tensors) -> None:
+    """The weights are apart by 1/1000 of the way that they have come at most."""
+    base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    apart = way = 0.0
+    for name, each in base.named_parameters():
+        mine = ours[f"model/{name}"]
+        apart += float((theirs[f"model/{name}"] - mine).square().sum())
+        way += float((mine - each.detach()).square().sum())
+    print(f"apart by {(apart / way) ** 0.5:.3%} of the way")  # docs/optim.md says it
+    assert apart**0.5 < 1e-3 * way**0.5

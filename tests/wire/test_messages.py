@@ -1,0 +1,631 @@
+"""A group as bytes: every field comes back, every broken rule is refused, nothing else escapes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import re
+import resource
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from fakes import RUN, VOCAB_SIZE, group_of, rollout_with
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sockets import GROUP
+
+from peralta_zmq import wire
+from peralta_zmq.errors import WireError
+from peralta_zmq.learning import admission
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.wire import messages, validation
+
+FRAME = wire.encode_group(GROUP)
+FIELDS = list(msgpack.unpackb(FRAME))
+BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
+LATER = ("draw", "evaluates")  # fields that older generators do not send
+
+
+def decoded(frame: bytes) -> RolloutGroup:
+    return wire.decode_group(frame, vocab_size=VOCAB_SIZE)
+
+
+def sealed(fields: dict[Any, Any]) -> bytes:
+    """A frame of these fields with the checksum made to agree, if it is the last of them."""
+    frame = msgpack.packb(fields)
+    return frame[:-4] + zlib.crc32(frame[:-4]).to_bytes(4, "little")
+
+
+def changed(group: RolloutGroup = GROUP, **fields: Any) -> bytes:
+    """The group's frame with some wire fields replaced and the checksum made to agree."""
+    said = {**msgpack.unpackb(wire.encode_group(group)), **fields}
+    return msgpack.packb(said) if "crc32" in fields else sealed(said)
+
+
+def same(ours: RolloutGroup, theirs: RolloutGroup) -> bool:
+    """Equal in every field, every array bit and every dtype."""
+    plain = dataclasses.replace(ours, rollouts=()) == dataclasses.replace(theirs, rollouts=())
+    return plain and all(
+        (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
+        and all(
+            x.dtype == y.dtype and x.tobytes() == y.tobytes()
+            for x, y in ((a.token_ids, b.token_ids), (a.loss_mask, b.loss_mask),
+                         (a.logprobs, b.logprobs), (a.policy_steps, b.policy_steps))
+        )
+        for a, b in zip(ours.rollouts, theirs.rollouts, strict=True)
+    )  # fmt: skip
+
+
+# The message.
+
+
+def test_round_trip_keeps_every_field() -> None:
+    assert same(decoded(wire.encode_group(GROUP)), GROUP)
+
+
+def test_admission_cuts_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
+    monkeypatch.setattr(messages, "_cut", lambda _: pytest.fail("a rollout is cut"))
+    assert admission.Admission(8).admit(group, step=1) == "trained"
+    assert (group.rewards, group.mean_reward) == ([0.0, 0.25, 1.0], 1.25 / 3)
+
+
+def test_round_trip_keeps_parts_and_finish_reasons() -> None:
+    rollouts = (
+        rollout_with(1.5, policy_step=3, rewards={"right": 1.0, "short": 0.5}),
+        rollout_with(0.0, policy_step=4, finish_reason="length"),
+    )
+    group = dataclasses.replace(GROUP, rollouts=rollouts)
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+def test_round_trip_keeps_the_largest_sequence() -> None:
+    group = dataclasses.replace(GROUP, sequence=2**64 - 1)
+    assert decoded(wire.encode_group(group)).sequence == 2**64 - 1
+
+
+def test_round_trip_keeps_names_beyond_ascii() -> None:
+    group = dataclasses.replace(GROUP, problem_id="π/7", generator_id="jürgen's mac")
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+def test_group_without_rollouts_cannot_be_sent() -> None:
+    with pytest.raises(WireError, match="cannot be sent: it has no rollouts"):
+        wire.encode_group(dataclasses.replace(GROUP, rollouts=()))
+
+
+def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> None:
+    longest = "ü" * 64
+    group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
+    said = wire.Announcement(RUN, recv={group.sender: 5})
+    assert wire.decode_announcement(wire.encode_announcement(said)) == said
+    report = wire.Counters(RUN, longest, GROUP.boot)
+    assert wire.decode_counters(wire.encode_counters(report)).sender == group.sender
+    longer = longest + "x"
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        decoded(changed(gen=longer))
+    with pytest.raises(WireError, match="name of more than 128 bytes"):
+        wire.decode_counters(wire.encode_counters(dataclasses.replace(report, generator_id=longer)))
+
+
+def test_message_holds_little_endian_buffers_on_every_machine() -> None:
+    rollout = rollout_with(1.0, policy_step=3)
+    foreign = dataclasses.replace(rollout, token_ids=rollout.token_ids.astype(">i4"))
+    group = dataclasses.replace(GROUP, rollouts=(foreign,))
+    native = dataclasses.replace(GROUP, rollouts=(rollout,))
+    assert wire.encode_group(group) == wire.encode_group(native)
+
+
+def test_round_trip_keeps_a_prompt_that_all_share_and_sends_it_once() -> None:
+    apart = group_of([1.0, 0.0, 1.0], num_prompt=50)
+    prompt = apart.rollouts[0].token_ids[:50]
+    together = tuple(
+        dataclasses.replace(each, token_ids=np.concatenate([prompt, each.token_ids[50:]]))
+        for each in apart.rollouts
+    )
+    group = dataclasses.replace(apart, rollouts=together)
+    frame = wire.encode_group(group)
+    assert same(decoded(frame), group)
+    assert len(wire.encode_group(apart)) - len(frame) == pytest.approx(2 * 50 * 4, abs=4)
+
+
+def test_round_trip_keeps_several_turns() -> None:
+    mask = np.array([0, 0, 1, 1, 0, 0, 0, 1, 0], bool)
+    turns = dataclasses.replace(
+        rollout_with(1.0, num_prompt=2, num_generated=7),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.5, 0).astype(np.float32),
+        policy_steps=np.where(mask, 3, -1).astype(np.int32),
+    )
+    group = dataclasses.replace(GROUP, rollouts=(turns, rollout_with(0.0, policy_step=3)))
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+def test_round_trip_keeps_weights_that_change_within_a_completion() -> None:
+    first = rollout_with(1.0, num_prompt=2, num_generated=5)
+    steps = np.array([-1, -1, 3, 3, 4, 70_003, 70_003], np.int32)
+    rollouts = (dataclasses.replace(first, policy_steps=steps), rollout_with(0.0, policy_step=5))
+    group = dataclasses.replace(GROUP, rollouts=rollouts)
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
+    rollouts = (
+        rollout_with(1.0, policy_step=3, rewards={"right": 1.0}),
+        rollout_with(0.5, policy_step=3, rewards={"short": 0.5, "right": 0.0}),
+        rollout_with(0.0, policy_step=3),
+    )
+    group = dataclasses.replace(GROUP, rollouts=rollouts)
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+@given(
+    rewards=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5),
+    sequence=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**31 - 1),
+    name=st.text(max_size=30),
+    boot=st.binary(min_size=8, max_size=8),
+    turns=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
+)
+@settings(max_examples=100, deadline=None, database=None)
+def test_any_group_comes_back_exactly(
+    rewards: list[float],
+    sequence: int,
+    step: int,
+    name: str,
+    boot: bytes,
+    turns: list[tuple[int, int]],
+) -> None:
+    mask = np.concatenate([np.arange(context + own) >= context for context, own in turns])
+    group = group_of(
+        rewards, lengths=[len(mask) - 1] * len(rewards), num_prompt=1,
+        sequence=sequence, policy_step=step, generator_id=name, boot=boot, task=name,
+    )  # fmt: skip
+    rollouts = tuple(
+        dataclasses.replace(
+            each,
+            loss_mask=mask,
+            logprobs=np.where(mask, each.logprobs, 0).astype(np.float32),
+            policy_steps=np.where(mask, step, -1).astype(np.int32),
+        )
+        for each in group.rollouts
+    )
+    group = dataclasses.replace(group, rollouts=rollouts)
+    assert same(decoded(wire.encode_group(group)), group)
+
+
+# What a sender refuses, because the receiver would.
+
+
+def test_group_above_the_limit_is_refused_by_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME) - 1)
+    with pytest.raises(WireError, match="max_completion_length"):
+        wire.encode_group(GROUP)
+
+
+def test_group_at_the_limit_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME))
+    assert wire.encode_group(GROUP) == FRAME
+
+
+@pytest.mark.parametrize("field", ["run_id", "wid", "problem_id", "task"])
+@pytest.mark.parametrize("letter", ["x", "\N{EURO SIGN}"])
+def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
+    longest = letter * (1024 // len(letter.encode()))
+    decoded(wire.encode_group(dataclasses.replace(GROUP, **{field: longest})))
+    with pytest.raises(WireError, match="longer than 1024 bytes"):
+        wire.encode_group(dataclasses.replace(GROUP, **{field: longest + letter}))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason"),
+    [
+        ({"reward": float("nan")}, "reward nan"),
+        ({"reward": -2e6}, "out of bounds"),
+        ({"rewards": {"x": float("inf")}}, "reward inf"),
+        ({"rewards": {"x\0y": 1.0}}, "NUL"),
+        ({"rewards": {"x" * 1024: 1.0}}, "parts is longer"),
+        ({"loss_mask": np.zeros(7, bool)}, "without prompt or completion"),
+        ({"loss_mask": np.ones(7, bool)}, "without prompt or completion"),
+        ({"policy_steps": np.full(7, 2, np.int32)}, "cannot be sent"),  # older than the group's
+    ],
+)
+def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason: str) -> None:
+    wrong = dataclasses.replace(rollout_with(1.0, policy_step=3), **rollout)
+    with pytest.raises(WireError, match=reason):
+        wire.encode_group(dataclasses.replace(GROUP, rollouts=(wrong,)))
+
+
+@pytest.mark.parametrize(
+    "envelope", [{"boot": b"short"}, {"floor": 10**6}, {"floor": -1}, {"draw": -2},
+                 {"evaluates": 2**31}],
+)  # fmt: skip
+def test_sender_refuses_an_envelope_that_the_receiver_would(envelope: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        wire.encode_group(dataclasses.replace(GROUP, **envelope))
+
+
+def test_sender_refuses_text_that_is_not_unicode() -> None:
+    with pytest.raises(WireError, match="cannot be sent"):
+        wire.encode_group(dataclasses.replace(GROUP, problem_id="half a pair: \ud800"))
+
+
+def test_no_group_is_sent_with_more_parts_of_rewards_than_are_taken() -> None:
+    parts = {f"{number:x}": 0.0 for number in range(256)}
+    one = dataclasses.replace(GROUP.rollouts[0], rewards=parts)
+    decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 256)))
+    with pytest.raises(WireError, match="parts of rewards"):
+        wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 257))
+
+
+# What a receiver refuses, and by which rule.
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in LATER])
+def test_missing_field_is_refused(name: str) -> None:
+    said = msgpack.unpackb(FRAME)
+    del said[name]
+    with pytest.raises(WireError, match=name):
+        decoded(msgpack.packb(said) if name == "crc32" else sealed(said))
+
+
+def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
+    said = msgpack.unpackb(wire.encode_group(dataclasses.replace(GROUP, draw=5, evaluates=7)))
+    assert (decoded(sealed(said)).draw, decoded(sealed(said)).evaluates) == (5, 7)
+    older = {name: value for name, value in said.items() if name not in LATER}
+    assert (decoded(sealed(older)).draw, decoded(sealed(older)).evaluates) == (-1, -1)
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
+@pytest.mark.parametrize("name", FIELDS)
+def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
+    fits = name in ("run", "gen", "wid", "problem", "task") and value == "x"
+    fits = fits or (name in LATER and value == -1)
+    if not fits:
+        with pytest.raises(WireError):
+            decoded(changed(**{name: value}))
+
+
+def shorts(*numbers: int) -> bytes:
+    return np.array(numbers, "<u2").tobytes()
+
+
+def longs(*numbers: int) -> bytes:
+    return np.array(numbers, "<u4").tobytes()
+
+
+def doubles(*numbers: float) -> bytes:
+    return np.array(numbers, "<f8").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"v": 1}, "version 1 is not 2"),
+        ({"v": 3}, "version 3 is not 2"),
+        ({"v": 2.0}, "v: float is not int"),
+        ({"crc32": b"1234"}, "checksum"),
+        ({"boot": b"seven.."}, "boot"),
+        ({"boot": b"nine byte"}, "boot"),
+        ({"seq": -1}, "negative"),
+        ({"floor": 99}, "floor above the sequence"),
+        ({"floor": -1}, "floor above the sequence"),
+        ({"step": -1}, "step out of bounds"),
+        ({"step": 2**31}, "step out of bounds"),
+        ({"draw": -2}, "draw or evaluation"),
+        ({"draw": 2**53 + 1}, "draw or evaluation"),
+        ({"evaluates": 2**31}, "draw or evaluation"),
+        ({"turns": b""}, "without prompt"),
+        ({"turns": shorts(1, 0, 2)}, "without prompt"),
+        ({"turns": shorts(1, 1)}, "unequal"),
+        ({"turns": shorts(1, 1, 2)}, "unequal"),
+        ({"turns": b"odd"}, "malformed"),
+        ({"spans": longs(3, 4, 3, 1, 3, 8)}, "unequal"),
+        ({"spans": longs(3, 4, 3, 1, 4, 7)}, "unequal"),
+        ({"spans": longs(3, 4, 3, 1, 3)}, "unequal"),
+        ({"spans": longs(0, 7, 3, 1, 3, 7)}, "without prompt"),
+        ({"spans": longs(7, 0, 3, 1, 3, 11)}, "without prompt|unequal"),
+        ({"spans": longs(3, 0, 3, 5, 3, 7)}, "without prompt"),
+        ({"spans": longs(3, 2**32 - 1, 3, 1, 3, 7)}, "tokens"),
+        ({"prompt": longs(*range(5)), "tokens": longs(*range(6))}, "longer than a rollout"),
+        ({"prompt": b"\0" * 4}, "unequal"),
+        ({"prompt": b"\0" * 2, "tokens": bytes(4 * 21 - 3 * 2)}, "not whole tokens"),
+        ({"versions": longs(0, 11)}, "unequal"),
+        ({"versions": longs(0, 11), "logprobs": bytes(4 * 11)}, "logprobs and spans"),
+        ({"versions": longs(0, 12, 1)}, "unequal|malformed"),
+        ({"versions": longs(2**31, 12)}, "malformed"),
+        ({"versions": longs(0, 12) + longs(0, 0) * 4096}, "changes of the policy step"),
+        ({"rewards": doubles(1, 0)}, "malformed"),
+        ({"rewards": doubles(1, 0, np.nan)}, "reward nan is not finite"),
+        ({"rewards": doubles(1, 0, -np.inf)}, "not finite"),
+        ({"rewards": doubles(1, 0, 1e308)}, "out of bounds"),
+        ({"rewards": doubles(0, 0, -np.nextafter(1e6, 2e6))}, "out of bounds"),
+        ({"parts": "x\0"}, "malformed"),
+        ({"parts": "x", "values": b""}, "does not end"),
+        ({"parts": "x\0", "values": doubles(1, 0, np.inf)}, "not finite"),
+        ({"values": doubles(1, 0, 1)}, "malformed"),
+        ({"finish": b"\0\0\2"}, "finish"),
+        ({"finish": b"\0\2\1"}, "finish"),
+        ({"finish": b"\0\0"}, "finish"),
+        ({"finish": b"\0\0\0\0"}, "finish"),
+    ],
+)
+def test_broken_rule_is_named(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decoded(changed(**fields))
+
+
+@pytest.mark.parametrize(("prompt", "num"), [(1, 5), (2, 3), (3, 5)])
+def test_no_token_outside_the_vocabulary_hides_behind_half_a_token(prompt: int, num: int) -> None:
+    """As prompt + tokens lie all are 5 at most, as the siblings are cut some are 5 << 8."""
+    tokens = bytearray(8 * num - prompt * num)  # a context token and a generated one in each
+    tokens[4 - prompt :: 4] = b"\5" * len(tokens[4 - prompt :: 4])
+    with pytest.raises(WireError, match="not whole tokens"):
+        decoded(changed(
+            turns=shorts(*[1] * num), spans=longs(*[1, 1] * num), prompt=bytes(prompt),
+            tokens=bytes(tokens), logprobs=bytes(4 * num), versions=longs(0, num),
+            rewards=bytes(8 * num), finish=bytes(num),
+        ))  # fmt: skip
+
+
+def with_arrays(**arrays: Any) -> bytes:
+    """One rollout of 7 tokens, 3 of them prompt, with some of its buffers replaced."""
+    buffers = {name: array.tobytes() for name, array in arrays.items()}
+    return changed(group_of([1.0]), **buffers, prompt=b"")
+
+
+LOGPROBS = np.array([-1, -2, -3, -4], "<f4")
+TOKENS = np.array([3, 4, 5, 6, 7, 8, 9], "<i4")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"tokens": np.where(TOKENS == 6, VOCAB_SIZE, TOKENS).astype("<i4")}, "vocabulary"),
+        ({"tokens": np.where(TOKENS == 6, -1, TOKENS).astype("<i4")}, "vocabulary"),
+        ({"tokens": TOKENS[:6]}, "unequal"),
+        ({"tokens": TOKENS.astype("<i2")}, "unequal"),
+        ({"logprobs": np.where(LOGPROBS == -2, np.nan, LOGPROBS).astype("<f4")}, "finite"),
+        ({"logprobs": np.where(LOGPROBS == -2, -np.nan, LOGPROBS).astype("<f4")}, "finite"),
+        ({"logprobs": np.where(LOGPROBS == -2, -np.inf, LOGPROBS).astype("<f4")}, "finite"),
+        ({"logprobs": np.where(LOGPROBS == -2, np.inf, LOGPROBS).astype("<f4")}, "finite"),
+        ({"logprobs": -LOGPROBS}, "above zero"),
+        ({"logprobs": LOGPROBS[:3]}, "unequal"),
+    ],
+)
+def test_array_that_breaks_a_rule_is_refused(arrays: dict[str, Any], reason: str) -> None:
+    decoded(with_arrays(tokens=TOKENS, logprobs=LOGPROBS))
+    with pytest.raises(WireError, match=reason):
+        decoded(with_arrays(**{"tokens": TOKENS, "logprobs": LOGPROBS, **arrays}))
+
+
+def test_logprob_a_rounding_above_zero_is_accepted() -> None:
+    slack = np.float32(1e-3)
+    slightly = np.array([slack, -0.0, -3.4e38, -1], "<f4")
+    group = decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+    assert group.rollouts[0].logprobs[3:].tolist() == slightly.tolist()
+    slightly[0] = np.nextafter(slack, np.float32(1))
+    with pytest.raises(WireError, match="above zero"):
+        decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+
+
+def test_checksum_that_is_not_the_end_of_the_frame_is_refused() -> None:
+    said = msgpack.unpackb(FRAME)
+    assert same(decoded(sealed(said)), GROUP)
+    with pytest.raises(WireError, match="checksum"):
+        decoded(sealed({**said, "later": bytes(4)}))
+
+
+def test_any_damaged_byte_is_caught() -> None:
+    for position in range(len(FRAME)):
+        damaged = bytearray(FRAME)
+        damaged[position] ^= 1
+        with pytest.raises(WireError):
+            decoded(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",  # never used by msgpack
+        msgpack.packb(None),
+        msgpack.packb([1, 2]),
+        msgpack.packb("text"),
+        msgpack.packb({1: 2}),
+        msgpack.packb({"v": msgpack.ExtType(5, b"payload")}),
+        msgpack.packb({"v": msgpack.Timestamp(0, 1)}),
+        msgpack.packb({str(n): n for n in range(65)}),
+        msgpack.packb({"v": "s" * 1025}),
+        msgpack.packb({"v": [0]}),
+        msgpack.packb({"v": b"\xff"}).replace(b"\xc4", b"\xd9"),  # text that is not UTF-8
+        b"\x91" * 2000,  # 2000 lists in each other
+        FRAME + b"\0",
+        FRAME[:-1],
+    ],
+    ids=lambda frame: f"{len(frame)}_bytes",
+)
+def test_what_is_not_a_message_is_refused(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decoded(frame)
+
+
+def only_wire_error(frame: bytes) -> None:
+    try:
+        group = decoded(frame)
+    except WireError:
+        return
+    assert same(decoded(wire.encode_group(group)), group)  # what passes is a group
+
+
+def mutant_of(fields: dict[str, Any], chance: random.Random) -> bytes:
+    """A frame with some bytes replaced, half of them in one or two buffers; the checksum agrees."""
+    if chance.random() < 0.5:
+        names = chance.sample(BUFFERS, chance.randint(1, 2))
+        return sealed({**fields, **{name: mutated(fields[name], chance) for name in names}})
+    mutant = mutated(msgpack.packb(fields), chance)
+    return mutant[:-4] + zlib.crc32(mutant[:-4]).to_bytes(4, "little")
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    mutant = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        position, length = chance.randrange(len(mutant) + 1), chance.randint(0, 3)
+        mutant[position : position + length] = chance.randbytes(chance.randint(0, 3))
+    return bytes(mutant)
+
+
+def peak() -> int:
+    """The most KiB that this process has had in memory."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    (most,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return int(most)
+
+
+def peak_from_now() -> int:
+    """The same, of now alone where the system can forget what was before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def test_100_000_random_and_mutated_messages_raise_nothing_else_and_leave_nothing() -> None:
+    chance, fields = random.Random(0), msgpack.unpackb(FRAME)
+    before = peak_from_now()
+    for _ in range(80_000):
+        only_wire_error(mutant_of(fields, chance))
+    for _ in range(20_000):
+        only_wire_error(chance.randbytes(chance.randint(0, 60)))
+    grown = peak() - before
+    assert grown * 1024 < 50e6
+
+
+STRANGE = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=5) | st.binary(max_size=60),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), STRANGE, min_size=1))
+@settings(max_examples=200, deadline=None, database=None)
+def test_no_strange_field_raises_anything_else(fields: dict[str, Any]) -> None:
+    only_wire_error(changed(**fields))
+
+
+BOMBS = {
+    "empty maps": lambda: b"\xdf\x00\x00\x00\x40" + b"\x80" * (validation.MAX_MESSAGE - 10),
+    "maps of maps": lambda: maps_of(maps_of(maps_of(b"\x80"))),
+    "maps in a depth": lambda: b"\x81\xa1x" * 4_000_000,
+    "empty lists": lambda: maps_of(b"\x90"),
+    "a long list": lambda: b"\x81\xa1v\xdd\x00\xff\xff\xff" + b"\x01" * 0xFFFF,
+    "one long version": lambda: changed(v=bytes(validation.MAX_MESSAGE - 2000)),
+    "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, validation.MAX_MESSAGE),
+    "one long name": lambda: changed(run=bytes(validation.MAX_MESSAGE - 2000)),
+    "a long name": lambda: changed(run="x" * (validation.MAX_MESSAGE - 2000)),
+    "a prompt for thousands": lambda: prompt_for_thousands(256),
+    "a prompt of millions": lambda: changed(
+        turns=shorts(*[1] * 16), spans=longs(*[2**21, 1] * 16), prompt=bytes(4 * 2**21),
+        tokens=bytes(4 * 16), logprobs=bytes(4 * 16), versions=longs(0, 16),
+    ),
+    "millions of rollouts": lambda: changed(turns=b"\1\0" * 8_000_000),
+    "millions of spans": lambda: changed(spans=longs(1, 1) * 2_000_000),
+    "millions of parts": lambda: changed(
+        turns=shorts(*[1] * 4000), spans=longs(*[1, 1] * 4000), prompt=b"", tokens=bytes(8 * 4000),
+        logprobs=bytes(4 * 4000), versions=longs(0, 4000), rewards=bytes(8 * 4000),
+        parts="a\0" * 500, values=bytes(8 * 500 * 4000), finish=bytes(4000),
+    ),
+}  # fmt: skip
+
+
+def prompt_for_thousands(length: int) -> bytes:
+    """4096 rollouts of `length` + 1 tokens."""
+    return changed(
+        turns=shorts(*[1] * 4096), spans=longs(*[length, 1] * 4096), prompt=bytes(4 * length),
+        tokens=bytes(4 * 4096), logprobs=bytes(4 * 4096), versions=longs(0, 4096),
+        rewards=bytes(8 * 4096), finish=bytes(4096),
+    )  # fmt: skip
+
+
+def maps_of(element: bytes) -> bytes:
+    """A map of 64 equal elements."""
+    return b"\xde\x00\x40" + b"".join(b"\xa1%c" % (33 + n) + element for n in range(64))
+
+
+def open_maps(key: str, count: int, size: int) -> bytes:
+    """Maps of `count` keys, each the last value of the one before, up to so many bytes or 1,000
+    maps; they do not end.
+    """
+    content, number = bytearray(), 0
+    for _ in range(1000):
+        keys = [msgpack.packb(key.format(number + n)) for n in range(count)]
+        one = b"\xde" + count.to_bytes(2, "big") + b"\1".join(keys)
+        number += count
+        if len(content) + len(one) > size:
+            break
+        content += one
+    return bytes(content)
+
+
+OTHERS: dict[str, Callable[[bytes], object]] = {
+    "announcement": wire.decode_announcement, "counters": wire.decode_counters,
+    "greeting": wire.decode_greeting, "request": wire.decode_request,
+}  # fmt: skip
+OPEN_MAPS = {
+    "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),
+    "long maps": lambda: open_maps("{:x}", 10_950, validation.MAX_MESSAGE),
+    "as large as an announcement": lambda: open_maps("{:x}", 1366, 4 << 20),
+    "wide names": BOMBS["wide names in open maps"],
+    "in a small message": lambda: open_maps("{:x}", 64, validation.LARGE),
+    "texts": lambda: msgpack.packb(
+        {"recv": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_MAPS)
+def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(name: str) -> None:
+    frame = OPEN_MAPS[name]()
+    for decoder, decode in OTHERS.items():
+        tracemalloc.start()
+        with pytest.raises(WireError):
+            decode(frame)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 50e6, decoder
+
+
+@pytest.mark.parametrize("name", list(BOMBS))
+def test_bomb_is_refused_within_50_megabytes(name: str) -> None:
+    frame = BOMBS[name]()
+    assert len(frame) <= validation.MAX_MESSAGE
+    tracemalloc.start()
+    with pytest.raises(WireError):
+        decoded(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+
+
+def test_largest_group_takes_50_megabytes_at_most() -> None:
+    frame = prompt_for_thousands(255)
+    tracemalloc.start()
+    assert sum(len(each.token_ids) for each in decoded(frame).rollouts) == 1 << 20
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6

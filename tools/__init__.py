@@ -1,0 +1,1 @@
+"""Programs for the development of peralta_zmq; not part of the wheel."""

@@ -1,0 +1,205 @@
+"""Teach the embedded base model from nothing: `make base-model`, about twenty minutes on 2 cores.
+
+The base reads every sentence shape and answers in one of four notations at random. Only one of
+them is paid, so that reinforcement learning has something to find. It never sees a sentence of
+the held-out file. Knows the calculator's sentences and the model; knows nothing of rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from peralta_zmq import models
+from peralta_zmq.environments.calculator_problems import LARGEST_NUMBER, data_files, fresh_rows
+from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.rollout import Message
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+}
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A number is one token wherever it stands; words and signs keep the spaces around them.
+PIECES = r"\d+| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s+"
+NO_TARGET = -100
+
+
+class Recipe(NamedTuple):
+    """How the base is taught; the defaults make the shipped model."""
+
+    num_steps: int = 4000
+    batch_size: int = 96
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    seed: int = 0
+
+
+def infix(expression: str) -> str:
+    """The notation that is paid: '(1 + 2) * 3'."""
+    return expression
+
+
+def infix_without_parentheses(expression: str) -> str:
+    """'1 + 2 * 3': right only where precedence happens to agree."""
+    return expression.replace("(", "").replace(")", "")
+
+
+def postfix(expression: str) -> str:
+    """'1 2 + 3 *'."""
+    return _postfix(ast.parse(expression, mode="eval").body)
+
+
+def prose(expression: str) -> str:
+    """'the result is (1 + 2) * 3.'"""
+    return f"the result is {expression}."
+
+
+NOTATIONS = (infix, infix_without_parentheses, postfix, prose)
+
+
+def _postfix(node: ast.expr) -> str:
+    if isinstance(node, ast.BinOp):
+        sign = SIGNS[type(node.op)]
+        return f"{_postfix(node.left)} {_postfix(node.right)} {sign}"
+    return ast.unparse(node)
+
+
+SIGNS: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**",
+}  # fmt: skip
+
+
+def lessons(seed: int) -> Iterator[tuple[str, str]]:
+    """Endless (sentence, answer) pairs, each answer in a notation drawn at random."""
+    held_out = frozenset(row.natural_language for row in data_files()["math_250"])
+    notations = random.Random(seed)
+    for row in fresh_rows(seed, excluded=held_out):
+        yield row.natural_language, notations.choice(NOTATIONS)(row.python_expression)
+
+
+def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
+    """Train a byte-level BPE on lessons and write it as an ordinary tokenizer folder."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=20,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pairs = itertools.islice(lessons(seed), 20_000)
+    words = ["user", "assistant", "system", *map(str, range(LARGEST_NUMBER + 1))] * 20
+    tokenizer.train_from_iterator(itertools.chain(*pairs, words), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": MODEL["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    return models.load_tokenizer(folder)
+
+
+def lesson_batches(
+    tokenizer: models.Tokenizer, recipe: Recipe
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (token ids, targets), both [B, T]; targets cover the answer and its end token."""
+    end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
+    pairs = lessons(recipe.seed + 1)
+    while True:
+        batch: list[tuple[list[int], list[int]]] = []
+        for sentence, answer in itertools.islice(pairs, recipe.batch_size):
+            prompt = models.chat_prompt(tokenizer, [Message("user", sentence)])
+            answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), end]
+            batch.append((prompt + answer_ids, [NO_TARGET] * len(prompt) + answer_ids))
+        longest = max(len(ids) for ids, _ in batch)
+        ids = [ids + [pad] * (longest - len(ids)) for ids, _ in batch]
+        targets = [targets + [NO_TARGET] * (longest - len(targets)) for _, targets in batch]
+        yield torch.tensor(ids), torch.tensor(targets)
+
+
+def teach(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> None:
+    """Next-token training on the answers, with the loss every 100 steps."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    progress = progress_on("teaching the base model", recipe.num_steps)
+    model.train()
+    for step, (ids, targets) in enumerate(lesson_batches(tokenizer, recipe), start=1):
+        warmup = min(1.0, step / recipe.warmup_steps)
+        decay = 1.0 - 0.95 * step / recipe.num_steps
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * warmup * decay
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=NO_TARGET
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress.reach(step)
+        if step % 100 == 0 or step == recipe.num_steps:
+            progress.hide()
+            print(f"step={step}/{recipe.num_steps} loss={loss.item():.3f}", flush=True)
+        if step == recipe.num_steps:
+            return
+
+
+def build(folder: Path, recipe: Recipe) -> None:
+    """Write config, tokenizer, chat template and bf16 safetensors into `folder`."""
+    tokenizer = write_tokenizer(folder, recipe.seed)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    settings = {**MODEL, "vocab_size": len(tokenizer), **ids}
+    model = models.new_model(settings, seed=recipe.seed)
+    print(f"parameters={model.num_parameters()} vocabulary={len(tokenizer)}", flush=True)
+    teach(model, tokenizer, recipe)
+    model.bfloat16().save_pretrained(folder)
+
+
+def main() -> None:
+    """`python -m tools.base_model [--folder DIR] [--steps N]`."""
+    parser = argparse.ArgumentParser(description="Teach the embedded base model from nothing.")
+    parser.add_argument("--folder", type=Path, default=models.EMBEDDED, help="where to write it")
+    parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="optimizer steps")
+    arguments = parser.parse_args()
+    models.use_threads()
+    build(arguments.folder, Recipe(num_steps=arguments.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""docs/config.md from the models: every section and setting, its default, what it may be.
+
+`make docs` writes it; a test compares it with what the models say. Knows fields and Markdown.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from peralta_zmq.config.environments import EnvSection
+from peralta_zmq.config.section import Section, default_text, rows_of
+from peralta_zmq.config.settings import sections
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "config.md"
+OPENING = """\
+# Settings
+
+Every setting of a run; this page is made from the program (`make docs`). One TOML file serves the
+trainer and every generator: `bin/trainer @ configs/lan.toml`. On the command line a setting is
+`--section.name VALUE` with hyphens for underscores, and stands above the files:
+`bin/trainer @ configs/lan.toml --train.learning-rate 1e-5`. A flag such as `eval.eval_base_model`
+is switched off by `--no-eval.eval-base-model`. `None` on the command line takes a setting away.
+"""
+KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text",
+         tuple: "list", dict: "table"}  # fmt: skip
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def config_text() -> str:
+    """The whole page."""
+    parts = [OPENING]
+    for name, section in sections().items():
+        parts.append(_section(f"[{name}]", section))
+    parts.append(_section("[[env]] and [[eval.env]]", EnvSection, note=" In files only."))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page, or the file that is named."""
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCUMENT
+    file.write_text(config_text(), "utf-8")
+
+
+def _section(title: str, section: type[Section], *, note: str = "") -> str:
+    rows = [
+        f"| `{name}` | {_code(default_text(field))} | {allowed(field)} | {_cell(field)} |"
+        for name, field in section.model_fields.items()
+        if not rows_of(field)
+    ]
+    head = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
+    return "\n".join([f"## {title}\n", f"{section.__doc__}{note}\n", *head, *rows, ""])
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a setting may be: 'whole number, at least 1', 'a, b or c', 'text or None'."""
+    words = list(dict.fromkeys(_words(field.annotation, field.metadata)))
+    optional = "None" in words
+    said = ", ".join(each for each in words if each != "None")
+    return f"{said} or None" if optional else said
+
+
+def _words(annotation: Any, metadata: list[Any]) -> Iterator[str]:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        yield " or ".join(f"`{each}`" for each in get_args(annotation))
+    elif origin in (Union, types.UnionType):
+        for each in get_args(annotation):
+            yield from _words(each, metadata)
+    elif hasattr(annotation, "__metadata__"):  # Annotated
+        yield from _words(get_args(annotation)[0], [*annotation.__metadata__, *metadata])
+    elif annotation is type(None):
+        yield "None"
+    else:
+        yield KINDS.get(origin or annotation, "table")
+        yield from _bounds(metadata)
+
+
+def _bounds(metadata: list[Any]) -> Iterator[str]:
+    for each in metadata:
+        for inner in [each, *cast("list[Any]", getattr(each, "metadata", None) or [])]:
+            for name, words in BOUNDS.items():
+                if (bound := getattr(inner, name, None)) is not None:
+                    yield f"{words} {bound:g}"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else "(empty)"
+
+
+def _cell(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

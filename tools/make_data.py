@@ -1,0 +1,127 @@
+"""The small data sets of countdown, reverse_text and math_answers, made from a seed.
+
+Knows words, numbers and files; knows nothing of rewards or models.
+`python -m tools.make_data` rewrites the CSV files beside this module.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+TEXT = (
+    "add ant arm art bag bed bell bird boat book bowl box bread brick bus cake cap car cat chair "
+    "clock cloud coat cup desk dog door drum duck ear egg eye farm fish flag foot fork frog game "
+    "gate gift glass goat gold hand hat hill horse house ice ink jam jar key kite lamp leaf lion "
+    "milk moon nest nose note oak owl pan park pen pig plum rain ring road rock roof rope rose "
+    "sand seed ship shoe snow sock soup star sun tail tent tree wall wind wolf wood yard zoo"
+)
+WORDS = TEXT.split()
+
+
+class Row(NamedTuple):
+    """One line of a data file; the field names are the column names."""
+
+    prompt: str
+    answer: str
+
+
+def countdown(numbers: random.Random) -> Row:
+    """Three or four numbers up to 50 and a target from 1 to 100 that they make."""
+    while True:
+        given = [numbers.randint(1, 50) for _ in range(numbers.choice((3, 4)))]
+        target = _combined(given, numbers)
+        if 1 <= target <= 100:
+            shown = ", ".join(map(str, given[:-1]))
+            prompt = f"use {shown} and {given[-1]}, each once, to make {target}."
+            return Row(prompt, f"{' '.join(map(str, given))} = {target}")
+
+
+def _combined(given: list[int], numbers: random.Random) -> int:
+    """Some value of the numbers taken together in some order, whole on the way."""
+    left, *others = numbers.sample(given, len(given))
+    for right in others:
+        ways = [left + right, left - right, left * right]
+        if left % right == 0:
+            ways.append(left // right)
+        left = numbers.choice(ways)
+    return left
+
+
+def reverse_text(numbers: random.Random) -> Row:
+    """One to three words, backwards."""
+    text = " ".join(numbers.choice(WORDS) for _ in range(numbers.randint(1, 3)))
+    return Row(f"reverse: {text}", text[::-1])
+
+
+def math_answers(numbers: random.Random) -> Row:
+    """Fractions, linear and square equations and powers; every answer is exact."""
+    return numbers.choice((_fraction, _linear, _square, _power))(numbers)
+
+
+def _fraction(numbers: random.Random) -> Row:
+    a, b, c, d = (numbers.randint(1, 9) for _ in range(4))
+    return Row(
+        f"Compute {a}/{b} + {c}/{d} as one fraction.", f"\\frac{{{a * d + c * b}}}{{{b * d}}}"
+    )
+
+
+def _linear(numbers: random.Random) -> Row:
+    a, x, b = numbers.randint(2, 9), numbers.randint(-9, 9), numbers.randint(1, 20)
+    return Row(f"Solve {a}x + {b} = {a * x + b} for x.", str(x))
+
+
+def _square(numbers: random.Random) -> Row:
+    root = numbers.randint(2, 9)
+    factor = numbers.choice((2, 3, 5, 7))
+    return Row(
+        f"What is the positive solution of x^2 = {root * root * factor}?",
+        f"{root}\\sqrt{{{factor}}}",
+    )
+
+
+def _power(numbers: random.Random) -> Row:
+    base, exponent = numbers.randint(2, 9), numbers.randint(2, 5)
+    return Row(f"What is {base} to the power of {exponent}?", str(base**exponent))
+
+
+SETS: dict[str, tuple[Callable[[random.Random], Row], int, int]] = {  # maker, train, eval
+    "countdown": (countdown, 1000, 100),
+    "reverse_text": (reverse_text, 1000, 100),
+    "math_answers": (math_answers, 500, 100),
+}
+
+
+def data_files(seed: int = 0) -> dict[str, list[Row]]:
+    """All data sets by the name of their file; none shares a prompt with the other of its task."""
+    files: dict[str, list[Row]] = {}
+    for task, (make, num_train, num_eval) in SETS.items():
+        numbers = random.Random(f"{task} {seed}")
+        rows: dict[str, Row] = {}
+        while len(rows) < num_train + num_eval:
+            row = make(numbers)
+            rows.setdefault(row.prompt, row)
+        drawn = list(rows.values())
+        files[f"{task}_{_short(num_eval)}"] = drawn[:num_eval]
+        files[f"{task}_{_short(num_train)}"] = drawn[num_eval:]
+    return files
+
+
+def _short(count: int) -> str:
+    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
+
+
+def write_data_files(folder: Path, seed: int = 0) -> None:
+    """Write NAME.csv of every data set into `folder`."""
+    for name, rows in data_files(seed).items():
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(Row._fields)
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    write_data_files(Path(__file__).parents[1] / "peralta_zmq/environments/data")
