@@ -359,10 +359,10 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
     linear = [each for each in setting.hf.modules() if isinstance(each, torch.nn.Linear)]
     with torch.inference_mode():
         packed = [products.pack(each.weight) for each in linear]
-        ordered = [products.Ordered(each.weight) for each in linear]
+        ordered = [products.PrepackedWeight(each.weight) for each in linear]
 
     @torch.inference_mode()
-    def rate(weights: Sequence[products.Packed], rows: int) -> float:
+    def rate(weights: Sequence[products.PackedWeight], rows: int) -> float:
         taken = [torch.ones(rows, each.in_features, dtype=setting.dtype) for each in linear]
         pairs = list(zip(weights, taken, strict=True))
         return rows / seconds(lambda: [each.multiply(own, None) for each, own in pairs])

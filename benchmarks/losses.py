@@ -139,8 +139,8 @@ class Run:
         )  # fmt: skip
         return [
             RolloutGroup(
-                run_id="losses", generator_id="here", boot=b"00000000", sequence=number,
-                problem_id=problem.id, task=problem.task, policy_step=step, wid="",
+                run_id="losses", generator_id="here", incarnation=b"00000000", sequence=number,
+                problem_id=problem.id, task=problem.task, policy_step=step, weights_id="",
                 rollouts=tuple(
                     rollout_of(each, calculator.reward(problem, each.text)) for each in said
                 ),

@@ -32,7 +32,7 @@ from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.weights.directory import DirectoryStore, Version
 from peralta_zmq.weights.publisher import Publisher
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.tensors import check_finite
 
 NUM_GROUPS = 12
@@ -121,7 +121,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
         store = DirectoryStore(Path(folder) / "weights")
         store.claim("bench")
         (Path(folder) / "copy").mkdir()
-        copy = Copy(Path(folder) / "copy")
+        copy = LocalReplica(Path(folder) / "copy")
         with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
             first, _ = published(publisher, 0, setting)
             copy.advance(store, first)

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 
 STATUS = Path("/proc/self/status")
 
@@ -35,7 +35,7 @@ def main() -> None:
     sampling = threading.Thread(target=sample)
     sampling.start()
     with tempfile.TemporaryDirectory(prefix="bench-reader-") as folder:
-        copy = Copy(Path(folder))
+        copy = LocalReplica(Path(folder))
         for version in store.versions()[-2:]:
             copy.advance(store, version)
     ended.set()

@@ -31,16 +31,16 @@ from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.environments.difficulty_pools import Pools
+from peralta_zmq.environments.difficulty_pools import DifficultyPools
 from peralta_zmq.learning.admission import staleness
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.collector import Intake
-from peralta_zmq.trainer.evaluation import Evaluations
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.evaluation import EvaluationCoordinator
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.stop_signal import StopSignal
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4
@@ -193,7 +193,7 @@ def trainer(asked: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(said) + "\n")
 
 
-def take(intake: Intake, taken: Taken, step: int, *, seconds: float) -> int:
+def take(intake: BatchCollector, taken: Taken, step: int, *, seconds: float) -> int:
     """Take steps for so many seconds, at least one; the step that comes next."""
     began, used, before = time.perf_counter(), cpu_seconds(), taken.by_sender.total()
     while (lasted := time.perf_counter() - began) < seconds:
@@ -206,7 +206,7 @@ def take(intake: Intake, taken: Taken, step: int, *, seconds: float) -> int:
 
 
 def drain(
-    intake: Intake, step: int, *, rate: float, clock: Callable[[], float] = time.monotonic
+    intake: BatchCollector, step: int, *, rate: float, clock: Callable[[], float] = time.monotonic
 ) -> int:
     """Take steps until one brings no more than `rate` groups a second; the step that comes next."""
     began = clock()
@@ -220,7 +220,7 @@ def drain(
     return step
 
 
-def one_step(intake: Intake, step: int) -> list[RolloutGroup]:
+def one_step(intake: BatchCollector, step: int) -> list[RolloutGroup]:
     """The groups of a step in which nothing is learned."""
     groups, _ = intake.collect(step, lambda idle: None)
     intake.commit()
@@ -230,7 +230,7 @@ def one_step(intake: Intake, step: int) -> list[RolloutGroup]:
 
 def open_intake(
     stack: ExitStack, folder: Path, num_groups: int
-) -> tuple[Intake, Roster, Speaker, str]:
+) -> tuple[BatchCollector, GeneratorRegistry, StatusPublisher, str]:
     """The real thing without a model; nobody evaluates here."""
     config = load_config(
         "bin/trainer",
@@ -241,18 +241,18 @@ def open_intake(
     address = f"tcp://127.0.0.1:{port}"
     receiver = wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE)
     stack.enter_context(closing(receiver))
-    announcer = wire.Announcer(wire.next_port(address))
+    announcer = wire.AnnouncementPublisher(wire.next_port(address))
     stack.enter_context(closing(announcer))
-    counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=RUN)
+    counters = wire.GeneratorStatusReceiver(wire.next_port(address, 2), run_id=RUN)
     stack.enter_context(closing(counters))
     (folder / "books").mkdir()
-    books = stack.enter_context(Books(folder / "books", run="scale", max_steps=1))
-    speaker = Speaker(announcer, wire.Announcement(RUN, boot=os.urandom(8)))
-    roster, nobody, stop = Roster(counters, books, {}), cast(Any, None), Stop()
-    evaluations = Evaluations(config, nobody, nobody, nobody, books, speaker, stop)
+    books = stack.enter_context(RunLog(folder / "books", run="scale", max_steps=1))
+    speaker = StatusPublisher(announcer, wire.Announcement(RUN, incarnation=os.urandom(8)))
+    roster, nobody, stop = GeneratorRegistry(counters, books, {}), cast(Any, None), StopSignal()
+    evaluations = EvaluationCoordinator(config, nobody, nobody, nobody, books, speaker, stop)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
-    pools = Pools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
-    intake = Intake(
+    pools = DifficultyPools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
+    intake = BatchCollector(
         config, receiver=receiver, run_id=RUN, vocab_size=VOCAB_SIZE, journal=journal,
         roster=roster, pools=pools, evaluations=evaluations, books=books, speaker=speaker,
         stop=stop,
@@ -276,7 +276,7 @@ def generators(
     return subprocess.Popen(command, cwd=REPO)
 
 
-def arrive(intake: Intake, roster: Roster, count: int) -> int:
+def arrive(intake: BatchCollector, roster: GeneratorRegistry, count: int) -> int:
     """Take batches until every generator was heard; the step that comes next."""
     step, ends = 1, time.monotonic() + ARRIVAL_SECONDS
     while len(roster.live()) < count:

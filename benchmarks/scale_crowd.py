@@ -21,7 +21,7 @@ import zmq
 
 from benchmarks.wire import RUN, group_of
 from peralta_zmq import wire
-from peralta_zmq.generator.pacing import Pace
+from peralta_zmq.generator.pacing import SamplingPacer
 from peralta_zmq.rollout import RolloutGroup, sender_of
 from peralta_zmq.wire.generator_status_sockets import REPORT_SECONDS
 from peralta_zmq.wire.sockets import open_socket
@@ -37,16 +37,16 @@ class Scripted:
 
     name: str
     rollouts: wire.RolloutSender
-    counters: wire.CounterSender
-    boot: bytes
-    pace: Pace
+    counters: wire.GeneratorStatusSender
+    incarnation: bytes
+    pace: SamplingPacer
     sequence: int = 0
 
     def may_begin(self, heard: wire.Announcement | None, step: int) -> bool:
         """As a real one asks itself."""
         if heard is None:
             return not self.sequence
-        sender = sender_of(self.name, self.boot)
+        sender = sender_of(self.name, self.incarnation)
         return self.pace.allows(
             step=step,
             begun=heard.begun,
@@ -57,7 +57,9 @@ class Scripted:
 
     def push(self, group: RolloutGroup) -> bool:
         """One more group, when the queue has room."""
-        mine = replace(group, generator_id=self.name, boot=self.boot, sequence=self.sequence)
+        mine = replace(
+            group, generator_id=self.name, incarnation=self.incarnation, sequence=self.sequence
+        )
         if not self.rollouts.send(wire.encode_group(mine), timeout=0):
             return False
         self.sequence += 1
@@ -71,21 +73,26 @@ def main() -> None:
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 8192)
     with ExitStack() as stack:
         crowd = [
-            opened(stack, asked["address"], f"g{number}", Pace(asked["groups_per_step"], MAX_AHEAD))
+            opened(
+                stack,
+                asked["address"],
+                f"g{number}",
+                SamplingPacer(asked["groups_per_step"], MAX_AHEAD),
+            )
             for number in range(asked["first"], asked["end"])
         ]
-        listener = wire.Listener(wire.next_port(asked["address"]))
+        listener = wire.AnnouncementSubscriber(wire.next_port(asked["address"]))
         stack.enter_context(closing(listener))
         for _ in crowd[1:]:  # the others hear, and do not read
             deaf(stack, asked["address"])
         work(crowd, listener, rate=asked["rate"])
 
 
-def opened(stack: ExitStack, address: str, name: str, pace: Pace) -> Scripted:
+def opened(stack: ExitStack, address: str, name: str, pace: SamplingPacer) -> Scripted:
     """Connected, and reporting."""
     sender = wire.RolloutSender(address)
     stack.enter_context(closing(sender))
-    counters = wire.CounterSender(wire.next_port(address, 2))
+    counters = wire.GeneratorStatusSender(wire.next_port(address, 2))
     stack.enter_context(closing(counters))
     return Scripted(name, sender, counters, os.urandom(8), pace)
 
@@ -99,7 +106,7 @@ def deaf(stack: ExitStack, address: str) -> None:
     stack.enter_context(closing(socket))
 
 
-def work(crowd: list[Scripted], listener: wire.Listener, *, rate: float) -> None:
+def work(crowd: list[Scripted], listener: wire.AnnouncementSubscriber, *, rate: float) -> None:
     """Each pushes `rate` groups a second, evenly, or as many as it may when that is 0."""
     interval, chance = (1 / rate if rate else 0.0), random.Random(os.getpid())
     now = time.monotonic()
@@ -117,10 +124,12 @@ def work(crowd: list[Scripted], listener: wire.Listener, *, rate: float) -> None
         if time.monotonic() > reports:
             reports = time.monotonic() + REPORT_SECONDS
             for each in crowd:
-                each.counters.send(wire.Counters(RUN, each.name, each.boot, made=each.sequence))
+                each.counters.send(
+                    wire.GeneratorStatus(RUN, each.name, each.incarnation, made=each.sequence)
+                )
 
 
-def newest(listener: wire.Listener) -> Iterator[RolloutGroup]:
+def newest(listener: wire.AnnouncementSubscriber) -> Iterator[RolloutGroup]:
     """A group of the newest announced step, again and again."""
     step, group = -1, group_of(SIBLINGS, NUM_PROMPT, NUM_GENERATED)
     while True:

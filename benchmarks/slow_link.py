@@ -17,10 +17,10 @@ from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
 from peralta_zmq import models
 from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.http_backend import Served
-from peralta_zmq.weights.http_server import Server
+from peralta_zmq.weights.http_backend import HttpBackend
+from peralta_zmq.weights.http_server import WeightServer
 from peralta_zmq.weights.publisher import Publisher
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
 MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds there and back
@@ -37,14 +37,14 @@ def claims(
     with ExitStack() as stack:
         store = DirectoryStore(root / "served")
         store.claim("bench")
-        server = Server(store.folder, host="127.0.0.1", port=0, token=None)
+        server = WeightServer(store.folder, host="127.0.0.1", port=0, token=None)
         stack.enter_context(closing(server))
         link = Link(server.port, mbit_per_s=MBIT_PER_S, delay=DELAY)
-        far = WeightStore(Served(stack.enter_context(closing(link)).address))
+        far = WeightStore(HttpBackend(stack.enter_context(closing(link)).address))
         publisher = Publisher(store, companions={}, keyframe_interval=1000)
         stack.enter_context(closing(publisher))
         full = _published(publisher, 0, model)
-        copies = [Copy(root / f"far_{number}") for number in range(repeats)]
+        copies = [LocalReplica(root / f"far_{number}") for number in range(repeats)]
         for copy in copies:
             copy.folder.mkdir()
             whole.append(_fetched(far, copy))
@@ -66,7 +66,7 @@ def _published(publisher: Publisher, number: int, model: models.Model) -> int:
     return report.version.size
 
 
-def _fetched(far: WeightStore, copy: Copy) -> float:
+def _fetched(far: WeightStore, copy: LocalReplica) -> float:
     """Seconds from the look for the newest version to a verified copy of it."""
 
     def fetch() -> None:

@@ -29,7 +29,7 @@ from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.optimizer_step import take_step
-from peralta_zmq.learning.packing import Batch, Piece, cut, make_batches
+from peralta_zmq.learning.packing import Batch, PackedSample, cut, make_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
@@ -91,7 +91,7 @@ class Setting:
         self._num_body = sum(each.numel() for each in parameters.values()) - embedding
         self._num_head = embedding
 
-    def pieces(self, num_groups: int) -> Sequence[Piece]:
+    def pieces(self, num_groups: int) -> Sequence[PackedSample]:
         """The groups as they are packed."""
         return cut(self._groups[:num_groups], group_mean, max_tokens=1 << 16).pieces
 

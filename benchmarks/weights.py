@@ -27,7 +27,7 @@ from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.directory import DELTA, DirectoryStore, Version
 from peralta_zmq.weights.publisher import Publisher, Report
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
 SHAPE = {
@@ -102,7 +102,7 @@ def _ours(
     store = DirectoryStore(root / "weights")
     store.claim("bench")
     (root / "copy").mkdir()
-    copy = Copy(root / "copy")
+    copy = LocalReplica(root / "copy")
     measured: Measured = {}
     with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
         publisher.publish(0, models.weights_of(model))
@@ -163,7 +163,7 @@ def _line(rate: str, report: Report, stall: float) -> str:
 def _apply(
     measured: Measured,
     store: WeightStore,
-    copy: Copy,
+    copy: LocalReplica,
     report: Report,
     live: dict[str, torch.Tensor],
     served: dict[str, torch.Tensor],

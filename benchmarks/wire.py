@@ -37,7 +37,7 @@ from tools.tcp_link import free_ports
 VOCAB_SIZE = 64
 RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
-Lock: TypeAlias = tuple[wire.Gate, Path]  # and the folder of the keys that open it
+Lock: TypeAlias = tuple[wire.CurveAuthenticator, Path]  # and the folder of the keys that open it
 REPO = Path(__file__).resolve().parent.parent
 REQUIRED = {
     f"rate_vs_raw_pyzmq_{count}{kind}": 0.8 for count in (1, 8, 64) for kind in ("", "_small")
@@ -76,8 +76,8 @@ def group_of(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup
         return rollout_of(Completion(0, prompt, tokens, logprobs, steps, "stop", ""), reward)
 
     return RolloutGroup(
-        run_id=RUN, generator_id="ann", boot=bytes(8), sequence=0, problem_id="math_1k/7",
-        task="calculator", policy_step=7, wid="0123456789abcdef",
+        run_id=RUN, generator_id="ann", incarnation=bytes(8), sequence=0, problem_id="math_1k/7",
+        task="calculator", policy_step=7, weights_id="0123456789abcdef",
         rollouts=tuple(rollout(float(number % 2)) for number in range(siblings)),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def _opened_lock() -> Generator[Lock, None, None]:
         keys = Path(folder) / "keys"
         for name in (TRAINER, "ann"):
             make_keys(keys, name)
-        with closing(wire.Gate(keys)) as gate:
+        with closing(wire.CurveAuthenticator(keys)) as gate:
             yield gate, keys
 
 

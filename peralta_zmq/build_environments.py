@@ -17,7 +17,7 @@ from peralta_zmq import environments, registry
 from peralta_zmq.config import Config
 from peralta_zmq.config.environments import EnvSection, host_and_port
 from peralta_zmq.environments.problems import identity
-from peralta_zmq.environments.reward_runner import Judge
+from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import Remote
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.observe.progress import progress_on
@@ -33,7 +33,7 @@ class Environments:
 
     sizes: Mapping[str, int]  # problems of each, by name
     problems: tuple[Problem, ...]
-    judges: Mapping[str, Judge | Remote]
+    judges: Mapping[str, RewardRunner | Remote]
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
         """What an answer is worth where the problem comes from. Raises RewardError."""
@@ -63,7 +63,7 @@ def open_environments(
     chosen = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
-    judges: dict[str, Judge | Remote] = {}
+    judges: dict[str, RewardRunner | Remote] = {}
     for env in chosen:
         task = _task_of(config, env, here=here)
         options = {} if isinstance(task, Remote) else env.data_options
@@ -77,7 +77,7 @@ def open_environments(
     return Environments(sizes, tuple(problems), judges)
 
 
-def judge_of(config: Config, task: registry.Task) -> Judge:
+def judge_of(config: Config, task: registry.Task) -> RewardRunner:
     """What tells how much an answer is worth: the task's reward, or the one that [task] names.
 
     Raises ConfigError for options that it does not take.
@@ -90,7 +90,7 @@ def judge_of(config: Config, task: registry.Task) -> Judge:
         inspect.signature(function).bind(None, None, **chosen.reward_kwargs)
     except TypeError as error:
         raise ConfigError(f"task.reward_kwargs do not fit the reward: {error}") from None
-    return Judge(
+    return RewardRunner(
         function,
         deadline_seconds=chosen.reward_timeout,
         options=chosen.reward_kwargs,

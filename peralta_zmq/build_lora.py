@@ -41,24 +41,24 @@ def load_policy(config: Config, folder: Path) -> models.Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class CompanionFiles:
     """What goes with every published set of weights."""
 
     companions: dict[str, bytes]  # files
     about: dict[str, str]  # what the manifest says of it
 
 
-def published_beside(config: Config, folder: Path, model: models.Model) -> Beside:
+def companion_files_of(config: Config, folder: Path, model: models.Model) -> CompanionFiles:
     """A whole model has its config and tokenizer with it; an adapter names the base it is for."""
     if not lora.has_adapters(model):
-        return Beside(models.companion_files(folder), {})
+        return CompanionFiles(models.companion_files(folder), {})
     name = config.model.name
     described = lora.config_file(model, base=str(folder) if name == "embedded" else name)
     about = {"adapts": lora.digest_of(folder), "adapts_name": name}
-    return Beside({lora.CONFIG_FILE: described}, about)
+    return CompanionFiles({lora.CONFIG_FILE: described}, about)
 
 
-def check_base(beside: Beside, progress: Mapping[str, Any], *, where: Path) -> None:
+def check_base(beside: CompanionFiles, progress: Mapping[str, Any], *, where: Path) -> None:
     """Raise JournalError for the progress of a run whose adapters are for another base."""
     if progress.get("adapts") != beside.about.get("adapts"):
         raise JournalError(
@@ -87,7 +87,7 @@ def export(config: Config, folder: Path, model_folder: Path, model: models.Model
     """
     dtype = models.DTYPES[config.weights.dtype]
     adapter = sets.copy_set(lora.published_weights(model), dtype)
-    beside = published_beside(config, model_folder, model)
+    beside = companion_files_of(config, model_folder, model)
     _write_weights(folder / "adapter", lora.WEIGHTS_FILE, adapter, beside)
     return write_merged(
         folder / "merged", lora.base_weights(model), adapter,
@@ -105,7 +105,7 @@ def write_merged(
 ) -> Path:
     """A folder for `from_pretrained` with the adapter merged in. Raises OSError."""
     whole = sets.copy_set(lora.merged(base, adapter), dtype)
-    _write_weights(target, WEIGHTS, whole, Beside(companions, {}))
+    _write_weights(target, WEIGHTS, whole, CompanionFiles(companions, {}))
     return target
 
 
@@ -113,7 +113,7 @@ def _write_weights(
     target: Path,
     name: str,
     weights: Mapping[str, torch.Tensor],
-    beside: Beside,
+    beside: CompanionFiles,
 ) -> None:
     atomic_files.remove_folder(target)
     atomic_files.write_folder(

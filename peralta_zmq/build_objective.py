@@ -16,14 +16,14 @@ import torch
 
 from peralta_zmq import registry
 from peralta_zmq.config import Config
-from peralta_zmq.errors import ConfigError, PartError
+from peralta_zmq.errors import ConfigError, UserCodeError
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.losses import ORDERED
 from peralta_zmq.learning.losses.entropy import with_entropy_bonus
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.rollout import Rollout
-from peralta_zmq.user_code import CALL_SECONDS, guarded
+from peralta_zmq.user_code import CALL_SECONDS, call_with_timeout
 
 Kind: TypeAlias = Literal["loss", "advantage", "filter"]
 Options: TypeAlias = dict[str, Any]
@@ -92,7 +92,7 @@ def wants(config: Config) -> set[str]:
 
 
 def _guarded(kind: Kind, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return guarded(f"{kind} '{name}'", function, seconds=CALL_SECONDS)
+    return call_with_timeout(f"{kind} '{name}'", function, seconds=CALL_SECONDS)
 
 
 def _is_shipped(kind: Kind, name: str) -> bool:
@@ -204,7 +204,7 @@ def _finite(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             and not bool(value.isfinite().all())
             and bool(tokens.logprobs.isfinite().all())
         ):
-            raise PartError(
+            raise UserCodeError(
                 f"loss '{name}' gives {value.tolist()} although all logprobs are finite; mend it"
             )
         return found
@@ -227,7 +227,7 @@ def _as_bool(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(rollout: Rollout, **options: Any) -> bool:
         found = function(rollout, **options)
         if not isinstance(found, (bool, np.bool_)):
-            raise PartError(f"filter '{name}' gives {found!r:.80}; return True or False")
+            raise UserCodeError(f"filter '{name}' gives {found!r:.80}; return True or False")
         return bool(found)
 
     return call

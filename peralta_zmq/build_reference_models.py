@@ -12,7 +12,7 @@ import torch
 from peralta_zmq import build_objective, models
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning.reference_models import AnotherModel, Frozen, Reference
+from peralta_zmq.learning.reference_models import Frozen, Reference, TeacherModel
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer, training_dtype
 
@@ -48,7 +48,7 @@ def frozen_of(
     return reference, teacher
 
 
-def _teacher_of(config: Config, model: models.Model) -> AnotherModel | None:
+def _teacher_of(config: Config, model: models.Model) -> TeacherModel | None:
     if config.model.teacher is None:
         return None
     folder = models.model_folder(config.model.teacher)
@@ -61,7 +61,7 @@ def _teacher_of(config: Config, model: models.Model) -> AnotherModel | None:
             "choose a teacher that has them all"
         )
     dtype, _ = training_dtype(teacher, config.train.dtype)
-    return AnotherModel(Scorer(teacher.requires_grad_(False), dtype=dtype))
+    return TeacherModel(Scorer(teacher.requires_grad_(False), dtype=dtype))
 
 
 def _check_vocabulary(config: Config, teacher_folder: Path) -> None:

@@ -58,7 +58,7 @@ class RewardError(TaskError):
     """A reward function raised, hung, or gave no usable number; the answer has no reward."""
 
 
-class PartError(PeraltaError):
+class UserCodeError(PeraltaError):
     """A loss, advantage or filter of one's own raised, hung, or gave what it may not."""
 
 

@@ -144,12 +144,12 @@ class RolloutGroup:
 
     run_id: str
     generator_id: str
-    boot: bytes  # 8 random bytes, new with each start of the generator
+    incarnation: bytes  # 8 random bytes, new with each start of the generator
     sequence: int  # counts up from 0 within a boot
     problem_id: str
     task: str
     policy_step: int  # the oldest weights used in the group
-    wid: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
+    weights_id: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
     rollouts: Sequence[Rollout]
     floor: int = 0  # the sender will send nothing below this sequence any more
     draw: int = -1  # the number of the draw that gave the problem; -1 = unknown
@@ -158,7 +158,7 @@ class RolloutGroup:
     @property
     def sender(self) -> str:
         """One start of one generator; `sequence` counts within it."""
-        return sender_of(self.generator_id, self.boot)
+        return sender_of(self.generator_id, self.incarnation)
 
     @property
     def rewards(self) -> list[float]:
@@ -183,20 +183,20 @@ class RolloutGroup:
         return len(set(self.rewards)) > 1
 
 
-class Branch(NamedTuple):
+class PrefixSpan(NamedTuple):
     """Tokens one after another; the first comes after a token of an earlier branch."""
 
     after: int  # place of that token in the segment; -1 = the branch begins a sequence
     length: int  # tokens
 
 
-class Segment(NamedTuple):
+class PackedSequence(NamedTuple):
     """Sequences in a row, what they have in common once: [prompt | c1 | .. | cK] and finer.
 
     A token sees its own sequence only: itself, and what it comes after.
     """
 
-    branches: tuple[Branch, ...]
+    branches: tuple[PrefixSpan, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -213,9 +213,9 @@ class Answer:
     reward: float
 
 
-def sender_of(generator_id: str, boot: bytes) -> str:
+def sender_of(generator_id: str, incarnation: bytes) -> str:
     """The name of one start of a generator: 'NAME/0123456789abcdef'."""
-    return f"{generator_id}/{boot.hex()}"
+    return f"{generator_id}/{incarnation.hex()}"
 
 
 def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from peralta_zmq.errors import PartError, PeraltaError, described
+from peralta_zmq.errors import PeraltaError, UserCodeError, described
 
 CALL_SECONDS = 60.0  # a call that takes longer hangs
 GRACE_SECONDS = 5.0  # in which an interrupted one can be left
@@ -26,7 +26,7 @@ class _OverdueError(BaseException):
     """Passes through `except Exception` of the function."""
 
 
-def guarded(
+def call_with_timeout(
     name: str, function: Callable[..., Any], *, seconds: float = CALL_SECONDS
 ) -> Callable[..., Any]:
     """The function, whose exceptions and hanging become a PartError that begins with `name`.
@@ -43,11 +43,11 @@ def guarded(
         except PeraltaError:
             raise
         except _OverdueError:
-            raise PartError(
+            raise UserCodeError(
                 f"{name} has not answered within {seconds:g} s; make it return sooner"
             ) from None
         except Exception as error:
-            raise PartError(f"{name} raised {described(error)}; mend it") from error
+            raise UserCodeError(f"{name} raised {described(error)}; mend it") from error
 
     return call
 

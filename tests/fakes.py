@@ -100,9 +100,9 @@ def group_of(
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
     )
     named = {
-        "run_id": RUN, "generator_id": "ann", "boot": BOOT, "sequence": 0,
+        "run_id": RUN, "generator_id": "ann", "incarnation": BOOT, "sequence": 0,
         "problem_id": "math_1k/7", "task": "calculator", "policy_step": policy_step,
-        "wid": "0123456789abcdef",
+        "weights_id": "0123456789abcdef",
     }  # fmt: skip
     return RolloutGroup(**{**named, **fields}, rollouts=rollouts)
 

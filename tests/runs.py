@@ -63,7 +63,7 @@ def make_run(
         *(row(step, when=begun + 0.4 * step) for step in range(1, num_steps + 1)),
     )
     if num_steps:
-        joins = ({"time": begun, "event": "join", "generator": name, "boot": name, "step": 1}
+        joins = ({"time": begun, "event": "join", "generator": name, "incarnation": name, "step": 1}
                  for name in ("ann", "bob"))  # fmt: skip
         append(folder / "events.jsonl", *joins)
         append(folder / "samples.jsonl", group(num_steps))

@@ -43,7 +43,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> 
 def read_whole(folder: Path) -> dict[str, bytes]:
     manifest = atomic_files.read_manifest(folder)
     return {
-        name: b"".join(atomic_files.read_verified(folder, name, manifest)) for name in manifest.files
+        name: b"".join(atomic_files.read_verified(folder, name, manifest))
+        for name in manifest.files
     }
 
 

@@ -14,7 +14,7 @@ from fakes import group_of, tiny_model
 
 from peralta_zmq import build, build_objective, registry
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.errors import ConfigError, PartError
+from peralta_zmq.errors import ConfigError, UserCodeError
 from peralta_zmq.learning.tokens import Tokens
 
 MINE = """
@@ -66,7 +66,7 @@ def tokens_of(pi: float = -1.0) -> Tokens:
 
 
 def refusal(function: Callable[[Config], Any], *arguments: str) -> str:
-    with pytest.raises((ConfigError, PartError)) as caught:
+    with pytest.raises((ConfigError, UserCodeError)) as caught:
         function(config_of(*arguments))
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
@@ -310,7 +310,7 @@ def test_a_loss_of_one_s_own_that_fails_is_named(
 ) -> None:
     monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
     loss = build_objective.loss_of(config_of("--loss.name", name))
-    with pytest.raises(PartError, match=words):
+    with pytest.raises(UserCodeError, match=words):
         loss(tokens_of())
 
 
@@ -347,6 +347,6 @@ def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_
     monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
-    with pytest.raises(PartError, match=words):
+    with pytest.raises(UserCodeError, match=words):
         build.learner_of(config_of(*arguments), model).learn([group_of([1, 0])])
     assert torch.equal(model.lm_head.weight, before)

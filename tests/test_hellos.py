@@ -11,16 +11,18 @@ from sockets import ANYWHERE
 
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import EVENTS, read_rows
-from peralta_zmq.observe.run_log import Books
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.observe.run_log import RunLog
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 
 HERE = {"python": "3.11.7", "torch": "2.13.0"}
 HELLO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
 
 
-def opened(stack: ExitStack, folder: Path) -> Roster:
-    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
-    return Roster(counters, stack.enter_context(Books(folder, run="demo", max_steps=1)), HERE)
+def opened(stack: ExitStack, folder: Path) -> GeneratorRegistry:
+    counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    return GeneratorRegistry(
+        counters, stack.enter_context(RunLog(folder, run="demo", max_steps=1)), HERE
+    )
 
 
 def events(folder: Path) -> list[tuple[object, object]]:

@@ -30,7 +30,7 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.publishing import Broadcast
+from peralta_zmq.trainer.publishing import WeightPublishing
 from tools.tcp_link import free_ports
 
 DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
@@ -204,7 +204,7 @@ def lose_step_3(folder: Path) -> str:
         file = first.trainer._intake.journal.file_of(3)
     assert lost is not None and lost.step == 3
     os.truncate(file, file.stat().st_size - 5)
-    return lost.wid
+    return lost.weights_id
 
 
 def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
         assert 3 not in replay._published(second.trainer._config)
         assert [each.line for each in second.trainer._broadcast.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
-        late = group_of([1, 0], sequence=1000, policy_step=3, wid=lost)
+        late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
         assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"
     with ExitStack() as stack:  # once is enough
         assert Session(stack, tmp_path).trainer._books.last_step == 4
@@ -243,13 +243,15 @@ def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_an
 ) -> None:
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack, monkeypatch.context() as away:
-        away.setattr(Broadcast, "publish", lambda *_, **__: 0.0)  # as while the folder is away
+        away.setattr(
+            WeightPublishing, "publish", lambda *_, **__: 0.0
+        )  # as while the folder is away
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:
         third = Session(stack, tmp_path).trainer
         newest = third._broadcast.store.newest()
-        assert newest is not None and newest.step == 3 and newest.wid != lost
-        assert third._speaker.said.wid == newest.wid
+        assert newest is not None and newest.step == 3 and newest.weights_id != lost
+        assert third._speaker.said.weights_id == newest.weights_id
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_weights(

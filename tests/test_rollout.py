@@ -80,7 +80,7 @@ def test_rewards_of_a_group_keep_the_order_of_its_rollouts() -> None:
 
 
 def test_sender_names_the_generator_and_its_start() -> None:
-    group = group_of([1.0], generator_id="ann", boot=bytes(range(8)))
+    group = group_of([1.0], generator_id="ann", incarnation=bytes(range(8)))
     assert group.sender == "ann/0001020304050607"
 
 

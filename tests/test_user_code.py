@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from peralta_zmq.errors import ConfigError, PartError
-from peralta_zmq.user_code import guarded
+from peralta_zmq.errors import ConfigError, UserCodeError
+from peralta_zmq.user_code import call_with_timeout
 
 
 def forever() -> None:
@@ -21,12 +21,12 @@ def forever() -> None:
 
 
 def test_what_a_function_gives_comes_back() -> None:
-    assert guarded("sum", lambda a, *, b: a + b)(1, b=2) == 3
+    assert call_with_timeout("sum", lambda a, *, b: a + b)(1, b=2) == 3
 
 
 def test_a_function_that_hangs_is_named_in_time() -> None:
-    with pytest.raises(PartError, match=r"mine has not answered within 0\.1 s"):
-        guarded("mine", forever, seconds=0.1)()
+    with pytest.raises(UserCodeError, match=r"mine has not answered within 0\.1 s"):
+        call_with_timeout("mine", forever, seconds=0.1)()
 
 
 def test_an_error_of_ours_passes() -> None:
@@ -34,15 +34,17 @@ def test_an_error_of_ours_passes() -> None:
         raise ConfigError("loss.beta needs a reference")
 
     with pytest.raises(ConfigError, match="needs a reference"):
-        guarded("mine", ours)()
+        call_with_timeout("mine", ours)()
 
 
 def test_an_exception_is_told_with_its_place_on_one_line() -> None:
     def broken() -> None:
         raise ValueError("two\nlines")
 
-    with pytest.raises(PartError, match=r"mine raised ValueError: two lines \(.*py, line") as told:
-        guarded("mine", broken)()
+    with pytest.raises(
+        UserCodeError, match=r"mine raised ValueError: two lines \(.*py, line"
+    ) as told:
+        call_with_timeout("mine", broken)()
     assert "\n" not in str(told.value)
 
 
@@ -51,7 +53,7 @@ def test_an_alarm_of_somebody_else_goes_on() -> None:
     before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
     left, interval = signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
-        guarded("mine", lambda: None, seconds=30)()
+        call_with_timeout("mine", lambda: None, seconds=30)()
         deadline = time.monotonic() + 10
         while not rung and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -89,7 +91,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_and_is_named(where: 
 def test_a_call_that_returns_in_time_leaves_nothing_behind() -> None:
     before = threading.active_count()
     for _ in range(5):
-        guarded("mine", lambda: None, seconds=30)()
+        call_with_timeout("mine", lambda: None, seconds=30)()
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -98,7 +100,7 @@ def test_a_call_that_returns_in_time_leaves_nothing_behind() -> None:
 
 def test_other_threads_are_called_without_an_alarm() -> None:
     given: list[int] = []
-    thread = threading.Thread(target=lambda: given.append(guarded("mine", lambda: 3)()))
+    thread = threading.Thread(target=lambda: given.append(call_with_timeout("mine", lambda: 3)()))
     thread.start()
     thread.join()
     assert given == [3]

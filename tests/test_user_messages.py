@@ -14,9 +14,9 @@ from fakes import group_of
 from peralta_zmq import models
 from peralta_zmq.config.settings import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import silence_text
-from peralta_zmq.trainer.step_recorder import NO_SIGNAL_STEPS, Recorder
+from peralta_zmq.trainer.step_recorder import NO_SIGNAL_STEPS, StepRecorder
 from tools import config_reference
 
 ROOT = Path(__file__).parents[1]
@@ -63,8 +63,8 @@ def test_steps_without_signal_are_named_once_with_three_samples(
 ) -> None:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
-    with Books(tmp_path, run="demo", max_steps=99) as books:
-        recorder = Recorder(books, tokenizer)
+    with RunLog(tmp_path, run="demo", max_steps=99) as books:
+        recorder = StepRecorder(books, tokenizer)
         for step in range(1, NO_SIGNAL_STEPS + 5):
             assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
             row = {"frac_reward_zero_std": 1.0, "reward": 0.25}
@@ -146,7 +146,9 @@ def test_message_that_nobody_prints_is_found_out() -> None:
 
 
 def test_page_of_settings_is_what_the_models_say() -> None:
-    assert config_reference.DOCUMENT.read_text("utf-8") == config_reference.config_text(), "run make docs"
+    assert config_reference.DOCUMENT.read_text("utf-8") == config_reference.config_text(), (
+        "run make docs"
+    )
 
 
 def test_page_of_settings_has_every_setting_once() -> None:

@@ -10,7 +10,7 @@ from peralta_zmq import failpoints
 from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.publisher import Publisher, Report
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
@@ -44,7 +44,7 @@ def publish_and_follow(root: Path, plan: str) -> None:
     store.claim("run-1")
     base = store.newest()
     first = 0 if base is None else base.step + 1
-    follower = Follower(DirectoryStore(root / "weights"), root / "copy", poll_seconds=0.01)
+    follower = WeightSubscriber(DirectoryStore(root / "weights"), root / "copy", poll_seconds=0.01)
     with (root / "said").open("a", buffering=1) as said:
         for step in range(first, first + 4):
             base = publish(store, step, base=base if step % 3 else None, keep_last=1)

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
-from peralta_zmq.operate.process_group import Crew
+from peralta_zmq.operate.process_group import ProcessGroup
 from tools.promises import Check, check, own_ends
 from tools.run_history import History, read_history
 
@@ -45,7 +45,7 @@ class Chaos:
         self._planned = deque(plan_of(self._seed, workers, max_steps=max_steps))
         self._strikes: list[Strike] = []
 
-    def look(self, crew: Crew) -> None:
+    def look(self, crew: ProcessGroup) -> None:
         """Strike if the run has come far enough; a worker that is down is struck once it is up."""
         if not self._planned:
             return

@@ -58,23 +58,25 @@ def torn_loads(history: History) -> Check:
     """P1: every version loaded is one that was published, and every one served was loaded; nothing
     had to be refused.
     """
-    published = {(int(number(row, "number")), row.get("wid")) for row in _named(history, "publish")}
+    published = {
+        (int(number(row, "number")), row.get("weights_id")) for row in _named(history, "publish")
+    }
     numbers = {each for each, _ in published}
     loads = history.logs.loads
     resumed = {int(number(row, "step")) for row in _named(history, "resume")}
     hashes: dict[int, set[str]] = {}
     for load in loads:
-        hashes.setdefault(load.number, set()).add(load.wid)
+        hashes.setdefault(load.number, set()).add(load.weights_id)
     # A trainer killed between the rename and its event has published without saying so: all
     # readers must agree, and the next start must have found itself at that step.
     broken = [
-        f"version={load.number} wid={load.wid} was not published"
+        f"version={load.number} wid={load.weights_id} was not published"
         for load in dict.fromkeys(loads)
-        if (load.number, load.wid) not in published
+        if (load.number, load.weights_id) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
-    served = sorted(set(history.logs.made_with.values()) - {load.wid for load in loads})
-    broken += [f"wid={wid} was served and never loaded" for wid in served]
+    served = sorted(set(history.logs.made_with.values()) - {load.weights_id for load in loads})
+    broken += [f"wid={weights_id} was served and never loaded" for weights_id in served]
     broken += [f"{each} refused" for each in history.logs.refused]
     text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
     return Check("P1", text, tuple(broken))
@@ -243,11 +245,13 @@ def _left_behind(history: History) -> tuple[set[str], float]:
     left, back_at, is_rolled_back = set[str](), math.inf, False
     for row in history.events:
         if row.get("event") == "publish":
-            published[str(row.get("wid"))] = number(row, "step")
+            published[str(row.get("weights_id"))] = number(row, "step")
         is_rolled_back = is_rolled_back or row.get("event") == "roll_back"
         if row.get("event") == "resume" and is_rolled_back:
             back_at = min(back_at, number(row, "step"))
-            left |= {wid for wid, step in published.items() if step > number(row, "step")}
+            left |= {
+                weights_id for weights_id, step in published.items() if step > number(row, "step")
+            }
             is_rolled_back = False
     return left, back_at
 
@@ -257,7 +261,10 @@ def _distrusted(history: History) -> dict[str, int]:
     steps: dict[str, int] = {}
     for row in _named(history, "mismatch"):
         if row.get("set_aside"):
-            sender, step = f"{row.get('generator')}/{row.get('boot')}", int(number(row, "step"))
+            sender, step = (
+                f"{row.get('generator')}/{row.get('incarnation')}",
+                int(number(row, "step")),
+            )
             steps[sender] = min(step, steps.get(sender, step))
     return steps
 

@@ -55,7 +55,7 @@ class Load(NamedTuple):
 
     number: int
     step: int
-    wid: str
+    weights_id: str
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.local import WITNESSED, local_workers, recorder
-from peralta_zmq.operate.process_group import Crew, Record, Worker, supervise
+from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import keys
 from tools.promises import check, own_ends
 from tools.run_history import read_history
@@ -35,7 +35,7 @@ CHUNK_A_MINUTE = 100  # of a soak too short for so many
 LAST = 20  # steps in peace at the end
 PAUSE = (2.0, 6.0)  # seconds between two faults
 TRAINER_LIFE = 15.0  # seconds that the trainer has at least between two kills
-Undo: TypeAlias = Callable[[Crew], "bool | None"]  # False when it has to be tried again
+Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False when it has to be tried again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--train.max-off-policy-steps", "4"),
@@ -49,7 +49,7 @@ NAMES = tuple(f"local-{index}" for index in range(NUM_GENERATORS))  # as their k
 KEYS = "keys"
 
 
-class Monkey:
+class ChaosMonkey:
     """Strikes at random moments until its time is over; every fault but a kill ends by itself."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Monkey:
         """From now on it is that old."""
         self._trainer_started = time.monotonic()
 
-    def look(self, crew: Crew) -> None:
+    def look(self, crew: ProcessGroup) -> None:
         """End what is due; then do the next fault, if it is time for one."""
         now = time.monotonic()
         due = [each for each in self._undo if each[0] <= now or self.over]
@@ -87,31 +87,31 @@ class Monkey:
             (fault,) = self._chance.choices(list(self._faults), list(self._faults.values()))
             fault(crew)
 
-    def _kill_generator(self, crew: Crew) -> None:
+    def _kill_generator(self, crew: ProcessGroup) -> None:
         crew.strike(self._chance.choice(GENERATORS))
 
-    def _kill_trainer(self, crew: Crew) -> None:
+    def _kill_trainer(self, crew: ProcessGroup) -> None:
         if self._trainer_age < TRAINER_LIFE or not crew.strike("trainer"):
             self._kill_generator(crew)
         else:
             self.trainer_starts()
 
-    def _freeze(self, crew: Crew) -> None:
+    def _freeze(self, crew: ProcessGroup) -> None:
         worker = self._chance.choice(["trainer", *GENERATORS])
         if crew.signal(worker, signal.SIGSTOP):
             self._last("freeze", worker, lambda crew: crew.signal(worker, signal.SIGCONT) or None)
 
-    def _cut(self, crew: Crew) -> None:
+    def _cut(self, crew: ProcessGroup) -> None:
         index = self._chance.randrange(NUM_GENERATORS)
         self._links[index].cut()
         self._last("cut link", GENERATORS[index], lambda crew: self._links[index].mend())
 
-    def _reset(self, crew: Crew) -> None:
+    def _reset(self, crew: ProcessGroup) -> None:
         index = self._chance.randrange(NUM_GENERATORS)
         self._links[index].reset()
         self._record("fault", kind="reset link", worker=GENERATORS[index])
 
-    def _hide_weights(self, crew: Crew) -> None:
+    def _hide_weights(self, crew: ProcessGroup) -> None:
         if not self._hidden.exists() and any(self._weights.glob("step_*")):  # only a run's own
             self._weights.rename(self._hidden)
             self._last("hide weights", "trainer", lambda crew: self._show_weights())
@@ -120,7 +120,7 @@ class Monkey:
         if self._hidden.exists():
             self._hidden.rename(self._weights)
 
-    def _send_away(self, crew: Crew) -> None:
+    def _send_away(self, crew: ProcessGroup) -> None:
         if not any(kind == "send away" for _, kind, _ in self._undo):
             crew.dismiss(GENERATORS[-1])
             self._last("send away", GENERATORS[-1], lambda crew: crew.recall(GENERATORS[-1]))
@@ -145,7 +145,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
     over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
     with ExitStack() as stack:
         links = [stack.enter_context(Link(port)) for _ in range(NUM_GENERATORS)]
-        monkey = Monkey(links, weights, record, seed=seed, seconds=60 * minutes)
+        monkey = ChaosMonkey(links, weights, record, seed=seed, seconds=60 * minutes)
         while not over:
             over = monkey.over  # then this is the last time, in peace
             target = (last_step(folder / METRICS) or 0) + (LAST if over else chunk)

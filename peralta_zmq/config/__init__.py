@@ -11,7 +11,7 @@
 Knows nothing of models, sockets or rewards; never imports torch.
 """
 
-from peralta_zmq.config.load import files_given, load_config, run_door, run_plain_door
+from peralta_zmq.config.load import files_given, load_config, run_plain_program, run_program
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
 from peralta_zmq.config.settings import Config
 
@@ -21,8 +21,8 @@ __all__ = [
     "earlier_config",
     "files_given",
     "load_config",
-    "run_door",
-    "run_plain_door",
+    "run_plain_program",
+    "run_program",
     "toml_text",
     "write_resolved",
 ]

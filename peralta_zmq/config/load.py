@@ -29,7 +29,7 @@ FILE_SIGN = "@"
 INTERRUPTED = 130  # as a shell reports SIGINT
 
 
-def run_door(
+def run_program(
     main: Callable[[Config], int | None] | str, program: str, *, commands: Sequence[str] = ()
 ) -> int:
     """Parse the command line, run `main`, and return the exit code.
@@ -45,10 +45,10 @@ def run_door(
         _set_up_logs(program, config.log.level)
         return _imported(main)(config)
 
-    return run_plain_door(start, program)
+    return run_plain_program(start, program)
 
 
-def run_plain_door(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
+def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
     """The same for a program that reads its arguments itself."""
     try:
         return _imported(main)(sys.argv[1:]) or 0

@@ -27,7 +27,7 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
     return tuple(order)
 
 
-class Draws:
+class ProblemSampler:
     """From the number of a draw to a position in the train set, which is the environments'
     problems one after the other.
 
@@ -65,7 +65,7 @@ class Draws:
 
 
 def walk(
-    draws: Draws,
+    draws: ProblemSampler,
     *,
     index: int,
     count: int,

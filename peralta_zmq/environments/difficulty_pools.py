@@ -14,7 +14,7 @@ RESTING: tuple[Pool, ...] = ("easy", "hard")
 MAX_POSITIONS = 1 << 19  # in a bitmap: 64 KiB in every announcement
 
 
-class Pools:
+class DifficultyPools:
     """Every problem is in one of three pools; only the normal one is drawn.
 
     `ids` are the identities of the train set by position; equal ones rest together. A threshold
@@ -118,6 +118,6 @@ class Pools:
         return count
 
 
-def is_resting(bits: bytes, position: int) -> bool:
+def is_excluded(bits: bytes, position: int) -> bool:
     """Whether a position's bit is set; what lies beyond the bits is not."""
     return position // 8 < len(bits) and bool(bits[position // 8] >> position % 8 & 1)

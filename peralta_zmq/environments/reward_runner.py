@@ -27,7 +27,7 @@ MAX_IN_A_ROW = 20  # failures without a reward between them
 Earned = float | dict[str, float]
 
 
-class Judge:
+class RewardRunner:
     """Asks a reward function what answers are worth; use with `with` or close it."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Judge:
             self._worker.kill()
             self._worker = None
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> RewardRunner:
         return self
 
     def __exit__(self, *_: object) -> None:

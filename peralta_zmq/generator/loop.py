@@ -20,15 +20,15 @@ from peralta_zmq import build, models, registry, wire
 from peralta_zmq.build_environments import Environments, check_tokens, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.engines import ask
-from peralta_zmq.environments.curriculum import Draws, walk
-from peralta_zmq.environments.difficulty_pools import is_resting
+from peralta_zmq.environments.curriculum import ProblemSampler, walk
+from peralta_zmq.environments.difficulty_pools import is_excluded
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.generator.pacing import SILENT_SECONDS, Pace
+from peralta_zmq.generator.pacing import SILENT_SECONDS, SamplingPacer
 from peralta_zmq.generator.weight_sync import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem, RolloutGroup, Sampling, rollout_of, sender_of
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
@@ -50,16 +50,18 @@ def run(config: Config) -> None:
     address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
     with closing(open_environments(config, "train")) as environments, ExitStack() as stack:
-        listener = wire.Listener(wire.next_port(address), keys=keys)
+        listener = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
         stack.enter_context(closing(listener))
         follower = stack.enter_context(closing(open_follower(config, name)))
-        counters = wire.CounterSender(wire.next_port(address, 2), keys=keys)
+        counters = wire.GeneratorStatusSender(wire.next_port(address, 2), keys=keys)
         stack.enter_context(closing(counters))
-        boot = os.urandom(8)
+        incarnation = os.urandom(8)
 
         def ask_for_keyframe(run_id: str) -> None:
             if counters.due:
-                report = wire.Counters(run_id, name, boot, wants_keyframe=True, hello=hello)
+                report = wire.GeneratorStatus(
+                    run_id, name, incarnation, wants_keyframe=True, hello=hello
+                )
                 counters.send(report)
 
         version, engine, tokenizer = open_engine(
@@ -68,25 +70,25 @@ def run(config: Config) -> None:
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
         sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
         stack.enter_context(closing(sender))
-        line = Line(listener, sender, counters)
-        worker = Generator(config, name, boot, follower, line, version, hello)
+        line = TrainerConnection(listener, sender, counters)
+        worker = Generator(config, name, incarnation, follower, line, version, hello)
         check_tokens(environments.problems, len(tokenizer))
         worker.work(engine, tokenizer, environments)
 
 
-class LeftBehindError(Exception):
+class StaleRunError(Exception):
     """The weights are of another run, or of another line of its steps: the groups under way are of
     no use.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TrainerConnection:
     """The three sockets to the trainer."""
 
-    listener: wire.Listener
+    listener: wire.AnnouncementSubscriber
     sender: wire.RolloutSender
-    counters: wire.CounterSender
+    counters: wire.GeneratorStatusSender
 
 
 class Generator:
@@ -96,15 +98,15 @@ class Generator:
         self,
         config: Config,
         name: str,
-        boot: bytes,
-        follower: Follower,
-        line: Line,
+        incarnation: bytes,
+        follower: WeightSubscriber,
+        line: TrainerConnection,
         version: Version,
         hello: dict[str, str],
     ) -> None:
         self._config, self._follower, self._line = config, follower, line
         self._name, self._hello = name, hello
-        self._begin(version, boot)
+        self._begin(version, incarnation)
         self._draining = False  # waiting for the groups under way to apply a newer version
         self._done = False  # the run is complete
         self._unjudged = 0  # groups without a reward
@@ -115,12 +117,12 @@ class Generator:
         self._reload_seconds = 0.0  # of the latest change of weights
         self._factor = config.curriculum.oversampling_factor
         per_step = math.ceil(config.groups_per_step * self._factor)
-        self._pace = Pace(per_step, config.train.max_async_level)
+        self._pace = SamplingPacer(per_step, config.train.max_async_level)
         self._failures = 0  # groups in a row that could not be scored
 
-    def _begin(self, version: Version, boot: bytes) -> None:
+    def _begin(self, version: Version, incarnation: bytes) -> None:
         """Nothing made so far belongs to this run."""
-        config, self._boot = self._config, boot
+        config, self._boot = self._config, incarnation
         self._version, self._ids = version, dict[int, tuple[str, str]]()  # policy step -> run, wid
         self._serve(version)
         self._sequence = 0  # of the next group
@@ -130,7 +132,7 @@ class Generator:
         self._evaluated = -1  # the newest evaluation that we have done our part of
         factor = config.curriculum.oversampling_factor
         in_time = math.ceil((config.train.max_async_level + 2) * config.groups_per_step * factor)
-        self._outbox = wire.Outbox(sender_of(self._name, boot), limit=max(64, in_time))
+        self._outbox = wire.Outbox(sender_of(self._name, incarnation), limit=max(64, in_time))
 
     def work(
         self,
@@ -140,7 +142,7 @@ class Generator:
     ) -> None:
         """The story: one stream of problems through the engine; score and send what comes out."""
         self._train_set = environments.digest
-        draws = Draws(
+        draws = ProblemSampler(
             list(environments.sizes.values()),
             seed=self._config.run.seed, ratios=self._config.curriculum.env_ratios,
         )  # fmt: skip
@@ -160,7 +162,7 @@ class Generator:
                 self._under_way = 0  # an evaluation may have cancelled some
                 if not self._done:
                     self._evaluate(engine, tokenizer)
-            except LeftBehindError as error:
+            except StaleRunError as error:
                 self._under_way = 0
                 logger.info("%s are given up", error)
             except EngineError as error:
@@ -176,7 +178,7 @@ class Generator:
         self._follower.give_back()
         while not self._done and self._version.number == number:
             self._done = self._is_over(self._hear(timeout=0.2))
-            with suppress(LeftBehindError):
+            with suppress(StaleRunError):
                 self._refresh(engine)
 
     def _evaluate(self, engine: registry.Engine, tokenizer: models.Tokenizer) -> None:
@@ -211,7 +213,7 @@ class Generator:
 
         def answered(place: int) -> bool:
             heard = self._hear()
-            return heard is not None and is_resting(heard.answered, place)
+            return heard is not None and is_excluded(heard.answered, place)
 
         todo = examples_for(
             len(problems), index=generator.index, count=generator.count, answered=answered
@@ -230,7 +232,9 @@ class Generator:
             self._under_way += 1
             yield problems[place]
 
-    def _next_problem(self, step: int, draws: Draws, problems: Sequence[Problem]) -> Problem:
+    def _next_problem(
+        self, step: int, draws: ProblemSampler, problems: Sequence[Problem]
+    ) -> Problem:
         """The problem of our next draw; after a start the first that nobody has made, as far as
         the trainer says, else about as many as were trained.
         """
@@ -250,7 +254,7 @@ class Generator:
         return (
             heard is not None
             and heard.train_set == self._train_set
-            and is_resting(heard.resting, position)
+            and is_excluded(heard.resting, position)
         )
 
     def _sampling(self, step: int) -> Sampling:
@@ -261,7 +265,7 @@ class Generator:
         return zlib.crc32(who.encode())
 
     def _turns(
-        self, engine: registry.Engine, draws: Draws, problems: Sequence[Problem]
+        self, engine: registry.Engine, draws: ProblemSampler, problems: Sequence[Problem]
     ) -> Iterator[Problem | None]:
         """The next problem whenever it is our turn, None when not; ends when the run is done, or
         when there is something to evaluate.
@@ -336,7 +340,7 @@ class Generator:
         heard = self._line.listener.listen(timeout=timeout)
         self._say_silence()
         if heard is not None:
-            self._follower.hint(heard.version, heard.wid)
+            self._follower.hint(heard.version, heard.weights_id)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _say_silence(self) -> None:
@@ -363,7 +367,7 @@ class Generator:
             self._reload_seconds = time.monotonic() - started
             if version.run_id != before.run_id:
                 self._begin(version, os.urandom(8))
-                raise LeftBehindError(f"another run: {version.run_id}; groups for the last one")
+                raise StaleRunError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
             if version.step == before.step and version.says("result") == before.says("result"):
                 return  # published again
@@ -371,7 +375,7 @@ class Generator:
                 # Rolled back: a token's step would no longer tell whose it is.
                 if version.number > before.number:  # else it was given back
                     self._evaluated = -1
-                raise LeftBehindError(f"at step {version.step} of another line; groups under way")
+                raise StaleRunError(f"at step {version.step} of another line; groups under way")
 
     def _between_steps(self, engine: registry.Engine) -> None:
         """New weights at once, and a word to the trainer however long a group takes."""
@@ -389,10 +393,10 @@ class Generator:
         queued, self._queued = self._queued, 0.0
         blocked, self._blocked = self._blocked + queued, 0.0
         self._line.counters.send(
-            wire.Counters(
+            wire.GeneratorStatus(
                 run_id=self._version.run_id,
                 generator_id=self._name,
-                boot=self._boot,
+                incarnation=self._boot,
                 made=self._sequence,
                 lost=self._outbox.lost,
                 resent=self._outbox.resent,
@@ -410,7 +414,7 @@ class Generator:
 
     def _serve(self, version: Version) -> None:
         self._version = version
-        self._ids[version.step] = version.run_id, version.wid
+        self._ids[version.step] = version.run_id, version.weights_id
 
     def _score_and_send(
         self,
@@ -447,17 +451,17 @@ class Generator:
             rollout_of(each, environments.reward(problem, each.text)) for each in completions
         )
         oldest = min(int(each.policy_steps.min()) for each in completions)
-        run_id, wid = self._ids[oldest]
+        run_id, weights_id = self._ids[oldest]
         sequence, self._sequence = self._sequence, self._sequence + 1
         return RolloutGroup(
             run_id=run_id,
             generator_id=self._name,
-            boot=self._boot,
+            incarnation=self._boot,
             sequence=sequence,
             problem_id=problem.id,
             task=problem.task,
             policy_step=oldest,
-            wid=wid,
+            weights_id=weights_id,
             rollouts=rollouts,
             floor=self._outbox.floor,
             draw=problem.draw,
@@ -467,7 +471,7 @@ class Generator:
     def _send_new(self, group: RolloutGroup) -> bool:
         logger.debug(
             "made group=%s/%d step=%d wid=%s%s%s",
-            group.sender, group.sequence, group.policy_step, group.wid,
+            group.sender, group.sequence, group.policy_step, group.weights_id,
             f" newest={group.newest_step}" if group.newest_step > group.policy_step else "",
             f" evaluates={group.evaluates}" if group.evaluates >= 0 else "",
         )  # fmt: skip

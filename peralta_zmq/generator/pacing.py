@@ -10,7 +10,7 @@ SILENT_SECONDS = 30.0  # and so long for one that is not heard
 
 
 @dataclass(slots=True)
-class Pace:
+class SamplingPacer:
     """Keeps all generators within `max_async_level` steps of the newest weights.
 
     A group is begun when the step that will take it changes weights at most so many steps newer

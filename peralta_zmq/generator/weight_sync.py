@@ -15,16 +15,16 @@ from peralta_zmq.config import Config, files_given
 from peralta_zmq.engines.lora import AdaptedEngine
 from peralta_zmq.errors import StoreError
 from peralta_zmq.password import read_token
-from peralta_zmq.weights.backends import open_place
+from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower, Staged
+from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
 
 WAITING_SECONDS = 5.0  # between two lines that say what we wait for
 logger = logging.getLogger(__name__)
 
 
-def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Version:
+def refresh(engine: registry.Engine, follower: WeightSubscriber, current: Version) -> Version:
     """Apply the newest version that is ready, in place; a bad one changes nothing.
 
     Returns the version that the engine samples from.
@@ -46,20 +46,20 @@ def refresh(engine: registry.Engine, follower: Follower, current: Version) -> Ve
     return staged.version
 
 
-def _log_loaded(staged: Staged, *, apply_seconds: float) -> None:
+def _log_loaded(staged: PendingWeights, *, apply_seconds: float) -> None:
     version = staged.version
     logger.info(
         "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
-        version.number, version.step, version.wid, staged.bytes_read, staged.visible_seconds,
+        version.number, version.step, version.weights_id, staged.bytes_read, staged.visible_seconds,
         apply_seconds,
     )  # fmt: skip
 
 
-def open_follower(config: Config, name: str) -> Follower:
+def open_follower(config: Config, name: str) -> WeightSubscriber:
     """What follows the store of this run; its copy of the weights outlives the process."""
     address = config.weights_address
-    place = open_place(address, token=read_token(config.weights.token_file))
-    return Follower(
+    place = open_backend(address, token=read_token(config.weights.token_file))
+    return WeightSubscriber(
         WeightStore(place),
         config.run_folder / "copies" / name,
         poll_seconds=config.weights.poll_seconds,
@@ -69,8 +69,8 @@ def open_follower(config: Config, name: str) -> Follower:
 
 def open_engine(
     config: Config,
-    follower: Follower,
-    listener: wire.Listener,
+    follower: WeightSubscriber,
+    listener: wire.AnnouncementSubscriber,
     address: str,
     ask_for_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
@@ -112,7 +112,7 @@ def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -
     return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
 
 
-def make_engine(config: Config, staged: Staged) -> tuple[registry.Engine, models.Tokenizer]:
+def make_engine(config: Config, staged: PendingWeights) -> tuple[registry.Engine, models.Tokenizer]:
     """The configured engine over weights that lie here.
 
     Raises ConfigError for an adapter whose base is not the model of this machine's settings.

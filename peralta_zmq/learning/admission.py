@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from peralta_zmq.rollout import RolloutGroup
 
-Verdict: TypeAlias = Literal[
+AdmissionDecision: TypeAlias = Literal[
     "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
     "duplicate",
 ]  # fmt: skip
@@ -144,7 +144,7 @@ class Admission:
     """Senders whose logprobs are too far from ours; what they sample is not trained."""
     duplicates: int = 0
 
-    def admit(self, group: RolloutGroup, *, step: int) -> Verdict:
+    def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """What becomes of the group in optimizer step `step`; it is counted."""
         verdict = self._judge(group, step)
         if self.ledger.settle(group.sender, group.sequence, verdict, floor=group.floor):
@@ -152,10 +152,10 @@ class Admission:
         self.duplicates += 1
         return "duplicate"
 
-    def _judge(self, group: RolloutGroup, step: int) -> Verdict:
+    def _judge(self, group: RolloutGroup, step: int) -> AdmissionDecision:
         if not group.rollouts:
             return "invalid"  # what it held was refused
-        if group.newest_step >= step or group.wid in self.abandoned:
+        if group.newest_step >= step or group.weights_id in self.abandoned:
             return "abandoned"
         if group.evaluates >= 0:
             return "evaluated"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from statistics import fmean
 
-from peralta_zmq.errors import PartError
+from peralta_zmq.errors import UserCodeError
 from peralta_zmq.rollout import RolloutGroup
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
@@ -94,13 +94,13 @@ def _checked(
 ) -> list[float]:
     found = advantage(rewards, lengths)
     if len(found) != len(rewards):
-        raise PartError(
+        raise UserCodeError(
             f"{_name(advantage)} gives {len(found)} advantages for {len(rewards)} rewards; "
             "return one for each, in their order"
         )
     for value in found:
         if not math.isfinite(value):
-            raise PartError(
+            raise UserCodeError(
                 f"{_name(advantage)} gives the advantage {value} for the rewards "
                 f"{list(rewards)!r:.200}; return finite numbers"
             )

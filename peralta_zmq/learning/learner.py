@@ -25,7 +25,14 @@ from peralta_zmq.learning.optimizer_step import (
     logprobs_of,
     take_step,
 )
-from peralta_zmq.learning.packing import Batch, Cut, Oversize, Temperature, cut, make_batches
+from peralta_zmq.learning.packing import (
+    Batch,
+    Oversize,
+    PackedGroups,
+    Temperature,
+    cut,
+    make_batches,
+)
 from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.reference_models import Frozen, Reference
 from peralta_zmq.learning.tokens import TokenLoss
@@ -118,7 +125,7 @@ class Learner:
             "time/forward_backward": time.monotonic() - started,
         }
 
-    def _update(self, pieces: Cut) -> dict[str, float]:
+    def _update(self, pieces: PackedGroups) -> dict[str, float]:
         """One update of the optimizer for each mini-batch of the step."""
         # Fewer groups than mini-batches: each update has one. Without any, it is one of nothing.
         count = self._num_iterations
@@ -139,7 +146,7 @@ class Learner:
         names = list(dict.fromkeys(name for each in taken for name in each.metrics))
         return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
 
-    def _batches(self, pieces: Cut, number: int) -> list[Batch]:
+    def _batches(self, pieces: PackedGroups, number: int) -> list[Batch]:
         """The micro-batches of a mini-batch, with what frozen models think of their tokens."""
         batches = make_batches(
             [each for each in pieces.pieces if each.group % self._num_iterations == number],

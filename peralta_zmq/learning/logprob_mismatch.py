@@ -31,7 +31,7 @@ class Mismatch:
 BySender: TypeAlias = Mapping[str, Mismatch]
 
 
-class Trust:
+class MismatchStatistics:
     """Judges each sender by its last steps; one that was found too far off stays so.
 
     A worker that computes in other numbers is a little off, and so is one with older weights;

@@ -18,7 +18,7 @@ from peralta_zmq.learning.logprob_mismatch import Mismatch
 from peralta_zmq.learning.packing import Batch
 from peralta_zmq.learning.ranks import ALONE, Ranks
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
-from peralta_zmq.rollout import Segment
+from peralta_zmq.rollout import PackedSequence
 
 MAX_LOG_RATIO = 10.0  # of the diagnostics
 BY_SENDER = "sender/"  # sums that are no metrics
@@ -30,7 +30,7 @@ class Score(Protocol):
     def __call__(
         self,
         token_ids: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[PackedSequence],
         scored: Tensor,
         *,
         temperature: Tensor | float,
@@ -43,7 +43,7 @@ class ScoreWithEntropy(Protocol):
     def __call__(
         self,
         token_ids: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[PackedSequence],
         scored: Tensor,
         *,
         temperature: Tensor | float,

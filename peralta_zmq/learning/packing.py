@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
-from peralta_zmq.learning.prefix_tree import Int64Array, Tree
+from peralta_zmq.learning.prefix_tree import Int64Array, PrefixTree
 from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.rollout import Int32Array, Rollout, RolloutGroup, Segment
+from peralta_zmq.rollout import Int32Array, PackedSequence, Rollout, RolloutGroup
 
 Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
 Oversize = Literal["truncate", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedSample:
     """Siblings, or a single rollout: the smallest unit that is packed."""
 
     token_ids: Int32Array  # [T], each token that siblings have in common once
-    segment: Segment
+    segment: PackedSequence
     places: tuple[Int64Array, ...]  # of each rollout, where its tokens are
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # of each rollout
@@ -46,7 +46,7 @@ class Batch:
     """One micro-batch: segments in a row of M tokens, N of which were generated."""
 
     token_ids: Tensor  # int64 [M]
-    segments: tuple[Segment, ...]  # in the order of the row
+    segments: tuple[PackedSequence, ...]  # in the order of the row
     scored: Tensor  # int64 [N], where in the row the generated tokens are; siblings share some
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], the rollout's on each of its tokens
@@ -61,10 +61,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PackedGroups:
     """Pieces of at most so many tokens, and what did not fit into one."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedSample, ...]
     num_truncated: int  # rollouts that lost their end
     num_dropped: int  # rollouts that are not trained
     advantages: tuple[tuple[float, ...], ...]  # of each group's rollouts; none without signal
@@ -79,7 +79,7 @@ def cut(
     share_prompts: bool = True,
     keep_zero_std: bool = False,
     stays: Sequence[Sequence[bool]] | None = None,
-) -> Cut:
+) -> PackedGroups:
     """Groups with signal as pieces of at most `max_tokens` tokens.
 
     `keep_zero_std` takes those without signal too. Siblings share what they begin with unless
@@ -87,7 +87,7 @@ def cut(
     says. `stays` tells of each rollout of each group whether the filters leave it in; it counts in
     the baseline anyhow.
     """
-    pieces, counts = list[Piece](), {"truncated": 0, "dropped": 0}
+    pieces, counts = list[PackedSample](), {"truncated": 0, "dropped": 0}
     signal = [number for number, group in enumerate(groups) if keep_zero_std or group.has_signal]
     worths = advantages_of([groups[number] for number in signal], advantage)
     for number, worth_of in zip(signal, worths, strict=True):
@@ -111,11 +111,11 @@ def cut(
         pieces += [replace(each, sender=groups[number].sender, group=place) for each in cut_up]
     told = dict(zip(signal, map(tuple, worths), strict=True))
     advantages = tuple(told.get(number, ()) for number in range(len(groups)))
-    return Cut(tuple(pieces), counts["truncated"], counts["dropped"], advantages)
+    return PackedGroups(tuple(pieces), counts["truncated"], counts["dropped"], advantages)
 
 
 def make_batches(
-    pieces: Sequence[Piece],
+    pieces: Sequence[PackedSample],
     *,
     max_tokens: int,
     temperature: Temperature = 1.0,
@@ -180,26 +180,28 @@ def _shortened(rollout: Rollout, length: int) -> Rollout:
     )
 
 
-def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> Iterator[Piece]:
+def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> Iterator[PackedSample]:
     """Rollouts together as long as they fit into `max_tokens`, each alone when none does."""
-    tree, members = Tree(), list[tuple[Rollout, float]]()
+    tree, members = PrefixTree(), list[tuple[Rollout, float]]()
     for rollout, worth in kept:
         tokens = rollout.token_ids.tolist()
         if members and tree.num_tokens + tree.num_new(tokens) > max_tokens:
             yield _piece(tree, members)
-            tree, members = Tree(), []
+            tree, members = PrefixTree(), []
         tree.add(tokens)
         members.append((rollout, worth))
     if members:
         yield _piece(tree, members)
 
 
-def _piece(tree: Tree, members: Sequence[tuple[Rollout, float]]) -> Piece:
+def _piece(tree: PrefixTree, members: Sequence[tuple[Rollout, float]]) -> PackedSample:
     rollouts, advantages = zip(*members, strict=True)
-    return Piece(tree.token_ids, tree.segment, tuple(tree.places), rollouts, advantages)
+    return PackedSample(tree.token_ids, tree.segment, tuple(tree.places), rollouts, advantages)
 
 
-def _packed(pieces: Sequence[Piece], temperature: Temperature, device: torch.device | str) -> Batch:
+def _packed(
+    pieces: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
+) -> Batch:
     rollouts = list(chain.from_iterable(piece.rollouts for piece in pieces))
     worth = list(chain.from_iterable(piece.advantages for piece in pieces))
     scored = [_scored(rollout) for rollout in rollouts]

@@ -8,18 +8,18 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq.rollout import Branch, Int32Array, Segment
+from peralta_zmq.rollout import Int32Array, PackedSequence, PrefixSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
 
-class Tree:
+class PrefixTree:
     """Sequences are added one by one; each brings a branch where it leaves the others."""
 
     def __init__(self) -> None:
         self.places: list[Int64Array] = []  # of each sequence, where its tokens are in the row
         self._tokens: list[int] = []
-        self._branches: list[Branch] = []
+        self._branches: list[PrefixSpan] = []
         self._next: dict[tuple[int, int], int] = {}  # (place, token after it) -> its place
 
     @property
@@ -33,9 +33,9 @@ class Tree:
         return np.array(self._tokens, np.int32)
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> PackedSequence:
         """How the sequences lie in the row."""
-        return Segment(tuple(self._branches))
+        return PackedSequence(tuple(self._branches))
 
     def num_new(self, tokens: Sequence[int]) -> int:
         """Tokens that a sequence would add to the row."""
@@ -47,7 +47,7 @@ class Tree:
         after, start = places[-1] if places else -1, len(self._tokens)
         rest = tokens[len(places) :]
         if rest:
-            self._branches.append(Branch(after, len(rest)))
+            self._branches.append(PrefixSpan(after, len(rest)))
         for place, token in enumerate(rest, start=start):
             self._next[(after, token)] = after = place
         self._tokens += rest

@@ -26,7 +26,7 @@ class Frozen(Protocol):
         ...
 
 
-class AnotherModel:
+class TeacherModel:
     """A model of its own, such as a teacher from a folder."""
 
     def __init__(self, score: Score) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models import DTYPES, Model, choose_dtype, entropies, selected_logprobs
-from peralta_zmq.rollout import Branch, Segment
+from peralta_zmq.rollout import PackedSequence, PrefixSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -30,8 +30,8 @@ TOLERANCE = 1e-3  # of logprobs, packed against padded, in fp32
 NARROW = 128  # hidden size; the embedded model's 192 takes half the time in bfloat16 on a CPU
 PLAIN = range(128, 513)  # tokens of a segment whose attention on a CPU is faster written out
 TRIED = (  # a row on which a model is tried, with branches from branches
-    Segment((Branch(-1, 5), Branch(4, 3), Branch(5, 4))),
-    Segment((Branch(-1, 2), Branch(1, 6))),
+    PackedSequence((PrefixSpan(-1, 5), PrefixSpan(4, 3), PrefixSpan(5, 4))),
+    PackedSequence((PrefixSpan(-1, 2), PrefixSpan(1, 6))),
 )
 TRIED_SCORED = (*range(5, 12), *range(14, 20))
 
@@ -86,7 +86,7 @@ class Scorer:
     def __call__(
         self,
         token_ids: Tensor,  # [M]
-        segments: Sequence[Segment],  # in the order of the row, M tokens together
+        segments: Sequence[PackedSequence],  # in the order of the row, M tokens together
         scored: Tensor,  # [N], where in the row; tokens of completions
         *,
         temperature: Tensor | float = 1.0,  # one for all, or that of each scored token [N]
@@ -102,7 +102,7 @@ class Scorer:
     def with_entropy(
         self,
         token_ids: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[PackedSequence],
         scored: Tensor,
         *,
         temperature: Tensor | float = 1.0,
@@ -112,12 +112,16 @@ class Scorer:
         chosen = selected_logprobs(logits, token_ids[scored], temperature=temperature)
         return chosen, entropies(logits, temperature=temperature)
 
-    def _logits(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
+    def _logits(
+        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
+    ) -> Tensor:
         """[N, V] at the tokens before the scored ones."""
         predict = self._packed if self.packs else self._padded
         return predict(token_ids, segments, scored)
 
-    def _packed(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
+    def _packed(
+        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
+    ) -> Tensor:
         layout = _Layout.of(segments, token_ids.device)
         with self._autocast(token_ids.device), _rows_apart(self._model):
             out = self._model(
@@ -130,7 +134,9 @@ class Scorer:
             )
         return out.logits[0]
 
-    def _padded(self, token_ids: Tensor, segments: Sequence[Segment], scored: Tensor) -> Tensor:
+    def _padded(
+        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
+    ) -> Tensor:
         places, attention, cells = _Padded.of(segments, token_ids.device)
         row, column = cells[scored].unbind(1)
         kept = places.shape[1] - int(column.min()) + 1
@@ -177,7 +183,7 @@ class Scorer:
 class _Segment:
     """A segment as arrays; place t speaks about its token t."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: PackedSequence) -> None:
         length, self.num_branches = segment.num_tokens, len(segment.branches)
         self.position = np.zeros(length, np.int64)  # in its own sequence
         self.previous = np.zeros(length, np.int64)  # place of the token before; its own if none is
@@ -210,7 +216,7 @@ class _Layout(NamedTuple):
     no_mask: Tensor  # four dimensions, so that transformers makes no mask of its own
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> _Layout:
+    def of(cls, segments: Sequence[PackedSequence], device: torch.device) -> _Layout:
         known = [_Segment(each) for each in segments]
         sizes = [each.num_tokens for each in segments]
         starts = np.cumsum([0, *sizes[:-1]])
@@ -234,7 +240,7 @@ class _Padded(NamedTuple):
     cells: Tensor  # int64 [M, 2], row and column of each token of the packed row
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> _Padded:
+    def of(cls, segments: Sequence[PackedSequence], device: torch.device) -> _Padded:
         paths, cells = list[Int64Array](), list[Int64Array]()
         start = 0
         for segment in segments:

@@ -23,7 +23,7 @@ EVALUATES = ("evaluate", "evaluated")  # events of the trainer's own answers: be
 
 
 @dataclass(frozen=True, slots=True)
-class Fare:
+class GeneratorStats:
     """How a generator that still reports did in these rows; 0 for what it did not report."""
 
     name: str
@@ -55,7 +55,7 @@ class View:
     """What the findings look at."""
 
     rows: Sequence[Known]  # the newest, oldest first, at least one
-    fares: Sequence[Fare]  # of the generators that report, by name
+    fares: Sequence[GeneratorStats]  # of the generators that report, by name
     gone: Sequence[str]  # generators heard in these rows, and no more
     events: Sequence[Known]
     session: Session
@@ -158,7 +158,7 @@ def _names(row: Known) -> set[str]:
     return {key[4 : -len(ends)] for key in row if key.startswith("gen/") and key.endswith(ends)}
 
 
-def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
+def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[GeneratorStats]:
     """A report covers two seconds only, so shares and speeds are means over the rows."""
 
     def mean(name: str, kind: str) -> float:
@@ -166,7 +166,7 @@ def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[Fare]:
         return fmean([value for value in told if math.isfinite(value)] or [0.0])
 
     return [
-        Fare(
+        GeneratorStats(
             name,
             tokens_per_s=mean(name, "tokens_per_s"),
             blocked=mean(name, "blocked_frac"),
@@ -192,11 +192,11 @@ def _attendance(events: Sequence[Known]) -> tuple[dict[str, float], dict[str, fl
     left: dict[str, float] = {}
     boots: dict[str, object] = {}  # of the newest start of each
     for each in events:
-        name, boot = str(each.get("generator")), each.get("boot")
+        name, incarnation = str(each.get("generator")), each.get("incarnation")
         if each.get("event") == "join":
-            up[name], boots[name] = figure(each, "time"), boot
+            up[name], boots[name] = figure(each, "time"), incarnation
             left.pop(name, None)
-        elif each.get("event") == "leave" and boots.get(name, boot) == boot:
+        elif each.get("event") == "leave" and boots.get(name, incarnation) == incarnation:
             up.pop(name, None)
             left[name] = figure(each, "time")
     return up, left

@@ -40,7 +40,7 @@ NUM_EVENTS = 1000  # the newest, which the verdict looks at
 LOOK_SECONDS = 30.0  # between two verdicts while no step comes
 
 
-class Books:
+class RunLog:
     """The run's files and its table, open for one session. Use with `with`.
 
     `resuming` says that there were sessions before; `last_reports` are the groups made by each
@@ -75,7 +75,7 @@ class Books:
     def published_weights(self) -> set[str]:
         """Ids of all weights whose publication is recorded."""
         rows = read_rows(self._folder / EVENTS)
-        return {str(row.get("wid")) for row in rows if row.get("event") == "publish"}
+        return {str(row.get("weights_id")) for row in rows if row.get("event") == "publish"}
 
     def abandoned_weights(self, step: int) -> set[str]:
         """Ids of published weights that a roll-back has left behind, now that we are at `step`."""
@@ -84,11 +84,17 @@ class Books:
         now: Row = {"event": "resume", "step": step}
         for row in [*read_rows(self._folder / EVENTS), now]:
             if row.get("event") == "publish":
-                published[str(row.get("wid"))] = number(row, "step")
+                published[str(row.get("weights_id"))] = number(row, "step")
             elif row.get("event") == "resume":
-                later = {wid for wid, at in published.items() if at > number(row, "step")}
+                later = {
+                    weights_id for weights_id, at in published.items() if at > number(row, "step")
+                }
                 abandoned |= later
-                published = {wid: at for wid, at in published.items() if wid not in later}
+                published = {
+                    weights_id: at
+                    for weights_id, at in published.items()
+                    if weights_id not in later
+                }
         return abandoned - published.keys()
 
     def rewind(self, step: int) -> None:
@@ -216,7 +222,7 @@ class Books:
                 f"bin/dashboard {self._folder} may show more"
             )
 
-    def __enter__(self) -> Books:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(
@@ -240,7 +246,7 @@ def _last_written(folder: Path) -> int:
 
 def _last_reports(events: Sequence[Row]) -> dict[str, int]:
     return {
-        f"{row.get('generator')}/{row.get('boot')}": int(number(row, "made"))
+        f"{row.get('generator')}/{row.get('incarnation')}": int(number(row, "made"))
         for row in events if row.get("event") == "last_report"
     }  # fmt: skip
 

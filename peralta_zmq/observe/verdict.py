@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from peralta_zmq.observe.evidence import (  # fmt: skip
     ENOUGH,
     WINDOW,
-    Fare,
+    GeneratorStats,
     Known,
     Session,
     View,
@@ -352,12 +352,12 @@ def _too_many_rollouts(view: View) -> Verdict:
     )
 
 
-def _is_full(fare: Fare) -> bool:
+def _is_full(fare: GeneratorStats) -> bool:
     """Whether it is blocked by its queue rather than by the trainer's pace."""
     return fare.queue > fare.blocked / 2
 
 
-def _why(fare: Fare) -> str:
+def _why(fare: GeneratorStats) -> str:
     return "on a full queue" if _is_full(fare) else "until the trainer needs more"
 
 

@@ -8,7 +8,7 @@ VERSIONS = {"package": "peralta_zmq", "python": "Python", "torch": "torch",
             "transformers": "transformers"}  # fmt: skip
 
 
-def hello_text(name: str, hello: Mapping[str, str], *, here: Mapping[str, str]) -> str:
+def worker_info_text(name: str, hello: Mapping[str, str], *, here: Mapping[str, str]) -> str:
     """'generator jetson: cuda:0 (Orin) float16, 6 threads; torch 2.6.0 (here 2.13.0)'.
 
     Versions are named where they differ from those `here`. The facts are a stranger's: what is

@@ -18,7 +18,7 @@ from typing import cast
 
 from peralta_zmq.config import Config, toml_text
 from peralta_zmq.config.hosts import Host, Hosts
-from peralta_zmq.operate.ssh import LONG, Command, Judge, Result, copy_to, on, program_on
+from peralta_zmq.operate.ssh import LONG, Command, Result, RewardRunner, copy_to, on, program_on
 from peralta_zmq.operate.supervisor import FOLDER, HALF_COPIED, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ class Step:
     """One command for one host; `judge` says what is wrong with its result."""
 
     command: Command
-    judge: Judge
+    judge: RewardRunner
 
 
 def place(host: Host) -> str:
@@ -273,7 +273,7 @@ def _examined(result: Result) -> str | None:
     return " / ".join(failed) or f"bin/doctor failed: {result.last_words}"
 
 
-def _plain(remedy: str | None) -> Judge:
+def _plain(remedy: str | None) -> RewardRunner:
     """Anything but exit code 0 is a problem; its last line says which."""
 
     def judge(result: Result) -> str | None:

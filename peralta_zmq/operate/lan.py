@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from peralta_zmq.config import load_config, run_door, run_plain_door
+from peralta_zmq.config import load_config, run_plain_program, run_program
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan_status, log_viewer
 from peralta_zmq.operate.ssh import Standing, on, run, unreachable
@@ -42,10 +42,10 @@ Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and step
 def door() -> int:
     """All of bin/lan: local and chaos take settings, the others hosts; an exit code."""
     if sys.argv[1:2] and sys.argv[1] in EVERYWHERE:
-        return run_plain_door(main, PROGRAM)
+        return run_plain_program(main, PROGRAM)
     if sys.argv[1:2] and sys.argv[1] in LOCAL:
-        return run_door("peralta_zmq.operate.local:main", PROGRAM, commands=LOCAL)
-    return run_door("", PROGRAM, commands=(*LOCAL, *EVERYWHERE))  # help, or what is missing
+        return run_program("peralta_zmq.operate.local:main", PROGRAM, commands=LOCAL)
+    return run_program("", PROGRAM, commands=(*LOCAL, *EVERYWHERE))  # help, or what is missing
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -140,7 +140,9 @@ class Fleet:
         return self._pass(("doctor", others))  # a trainer that runs already answers them itself
 
     def _told(self, word: str) -> Callable[[Host], list[Step]]:
-        return lambda host: host_setup.tell(host, word, host_setup.jobs_of(host, self.hosts, self.config))
+        return lambda host: host_setup.tell(
+            host, word, host_setup.jobs_of(host, self.hosts, self.config)
+        )
 
     def _each(self, steps_of: Callable[[Host], list[Step]]) -> Mapping[str, list[Step]]:
         return {host.name: steps_of(host) for host in self.hosts.host}

@@ -50,14 +50,14 @@ def supervise(
     workers: Sequence[Worker],
     *,
     record: Record,
-    look: Callable[[Crew], None] | None = None,
+    look: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
     """Run until the first worker is done; returns an exit code. `look` is called 5 times a second.
 
     A worker that fails is restarted; exit code 2, or 5 crashes in 60 s, stops them all. The first
     SIGINT or SIGTERM is passed to the first worker only, the second one kills all.
     """
-    with caught_signals() as caught, leash() as tied, Crew(workers, tied, record) as crew:
+    with caught_signals() as caught, leash() as tied, ProcessGroup(workers, tied, record) as crew:
         while (code := crew.settle()) is None:
             for number in caught(crew.patience()):
                 if (code := crew.interrupt(number)) is not None:
@@ -69,7 +69,7 @@ def supervise(
 
 
 @dataclass(slots=True)
-class Member:
+class ManagedProcess:
     """A worker and its present life."""
 
     worker: Worker
@@ -117,18 +117,18 @@ class Member:
         return code
 
 
-class Crew:
+class ProcessGroup:
     """The running workers; leaving the `with` block kills whatever is left of them."""
 
     def __init__(self, workers: Sequence[Worker], leash: int, record: Record) -> None:
-        self.members = [Member(worker) for worker in workers]
+        self.members = [ManagedProcess(worker) for worker in workers]
         self._leader = self.members[0]
         self._leash = leash
         self._record = record
         self._interrupted = False
         self._held: list[str] = []  # said while the leader draws its table
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,10 +212,10 @@ class Crew:
         member.dismissed, member.due, member.reason = False, time.monotonic(), ""
         return True
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> ManagedProcess:
         return next(member for member in self.members if member.worker.name == name)
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: ManagedProcess) -> None:
         if member.reason:
             name, delay = member.worker.name, member.delay
             reason, struck = member.reason, member.struck
@@ -223,7 +223,7 @@ class Crew:
             self._record("restart", worker=name, reason=reason, delay=delay, struck=struck)
         member.start(self._leash)
 
-    def _judge(self, member: Member, code: int) -> int | None:
+    def _judge(self, member: ManagedProcess, code: int) -> int | None:
         """What the end of a worker means: an exit code for all, or None to go on."""
         if member is self._leader:
             self._release()
@@ -237,7 +237,7 @@ class Crew:
             return None
         return self._mourn(member, _reason(code))
 
-    def _mourn(self, member: Member, reason: str) -> int | None:
+    def _mourn(self, member: ManagedProcess, reason: str) -> int | None:
         """Plan the restart of a crashed worker, or give up on it."""
         now, name = time.monotonic(), member.worker.name
         again = bool(member.crashes) and now - member.started < CALM_SECONDS and not member.struck

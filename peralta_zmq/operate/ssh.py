@@ -62,7 +62,7 @@ class Result:
         return lines[-1] if lines else f"exit code {self.code}"
 
 
-Judge: TypeAlias = Callable[[Result], str | None]  # what is wrong, with its remedy
+RewardRunner: TypeAlias = Callable[[Result], str | None]  # what is wrong, with its remedy
 
 
 def on(host: Host, script: str, given: str = "", seconds: float = MOMENT) -> Command:

@@ -13,17 +13,24 @@ from typing import Any
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.environments.difficulty_pools import Pools
+from peralta_zmq.environments.difficulty_pools import DifficultyPools
 from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.learning.admission import ADMITTED, OUTCOMES, Admission, Ledger, Verdict, staleness
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.learning.admission import (
+    ADMITTED,
+    OUTCOMES,
+    Admission,
+    AdmissionDecision,
+    Ledger,
+    staleness,
+)
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.evaluation import Evaluations
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.evaluation import EvaluationCoordinator
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DROPPED, Journal
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.stop_signal import StopSignal
 
 # What waits for the disk at most, so that outboxes stay short: one write for all that came in it.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
@@ -48,7 +55,7 @@ class Note:
     draw: int = -1
 
 
-class Intake:
+class BatchCollector:
     """`collect` makes the batch of a step from what comes, `replay` from what came.
 
     `pending` are the groups admitted and in no step yet; `journaling` the seconds spent on the
@@ -63,12 +70,12 @@ class Intake:
         run_id: str,
         vocab_size: int,
         journal: Journal,
-        roster: Roster,
-        pools: Pools,
-        evaluations: Evaluations,
-        books: Books,
-        speaker: Speaker,
-        stop: Stop,
+        roster: GeneratorRegistry,
+        pools: DifficultyPools,
+        evaluations: EvaluationCoordinator,
+        books: RunLog,
+        speaker: StatusPublisher,
+        stop: StopSignal,
     ) -> None:
         self.pending: list[RolloutGroup] = []
         self._size = 0  # of what is pending; not counted anew for every group that comes
@@ -136,7 +143,7 @@ class Intake:
         self._taken, self._in_step = self._settled(), len(groups)
         return groups
 
-    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> Verdict:
+    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
         failpoint("trainer.received")
         self._roster.meet(group.sender, step=step)
         verdict = self.admission.admit(group, step=step)

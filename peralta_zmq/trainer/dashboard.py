@@ -10,11 +10,11 @@ from contextlib import ExitStack, closing
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard.server import Dashboard
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.password import read_token
 
 
-def show(config: Config, stack: ExitStack, books: Books) -> None:
+def show(config: Config, stack: ExitStack, books: RunLog) -> None:
     """Answer in a daemon thread until `stack` is left; without a page we train all the same."""
     chosen = config.dashboard
     if not chosen.enabled:

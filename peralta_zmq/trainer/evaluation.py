@@ -15,14 +15,14 @@ from peralta_zmq.engines.evaluation import evaluate
 from peralta_zmq.environments.difficulty_pools import MAX_POSITIONS
 from peralta_zmq.environments.held_out import Evaluation, figures
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.stop_signal import StopSignal
 
 
-class Evaluations:
+class EvaluationCoordinator:
     """At most one is under way; each step is evaluated once."""
 
     def __init__(
@@ -31,9 +31,9 @@ class Evaluations:
         held_out: Environments,
         engine: Engine,
         tokenizer: models.Tokenizer,
-        books: Books,
-        speaker: Speaker,
-        stop: Stop,
+        books: RunLog,
+        speaker: StatusPublisher,
+        stop: StopSignal,
     ) -> None:
         self._config, self._held_out = config, held_out
         self._engine, self._tokenizer = engine, tokenizer

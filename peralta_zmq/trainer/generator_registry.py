@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 
 from peralta_zmq import wire
-from peralta_zmq.observe.run_log import Books
-from peralta_zmq.observe.worker_info import hello_text
+from peralta_zmq.observe.run_log import RunLog
+from peralta_zmq.observe.worker_info import worker_info_text
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
@@ -21,13 +21,13 @@ MAX_LAST = 1 << 16  # last reports kept
 FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
-class Roster:
+class GeneratorRegistry:
     """`reports` are the latest by sender; `wants_keyframe` says that one of them cannot follow."""
 
     def __init__(
-        self, counters: wire.CounterReceiver, books: Books, hello: Mapping[str, str]
+        self, counters: wire.GeneratorStatusReceiver, books: RunLog, hello: Mapping[str, str]
     ) -> None:
-        self.reports: dict[str, wire.Counters] = {}
+        self.reports: dict[str, wire.GeneratorStatus] = {}
         self.wants_keyframe = False
         self._counters, self._books, self._hello = counters, books, hello
         self._heard: dict[str, float] = {}  # sender -> when it was heard last
@@ -46,7 +46,7 @@ class Roster:
         if self._counters.is_empty:
             self._listened = time.monotonic()
 
-    def _take_in(self, came: Mapping[str, wire.Counters], *, step: int) -> None:
+    def _take_in(self, came: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)
@@ -79,8 +79,8 @@ class Roster:
 
         Its hello is in the event of its join, or in one of its own when a group came sooner.
         """
-        name, _, boot = sender.rpartition("/")
-        facts = {"generator": name, "boot": boot, "step": step}
+        name, _, incarnation = sender.rpartition("/")
+        facts = {"generator": name, "incarnation": incarnation, "step": step}
         is_new = sender not in self._heard
         if is_new:
             starts = [each for each in self._heard if each.rpartition("/")[0] == name]
@@ -93,7 +93,7 @@ class Roster:
             self._say_twins(name)
         if hello and sender not in self._greeted:
             self._greeted.add(sender)
-            self._books.note(hello_text(name, hello, here=self._hello))
+            self._books.note(worker_info_text(name, hello, here=self._hello))
             if not is_new:
                 self._books.event("hello", **facts, hello=dict(hello))
         self._heard[sender] = time.monotonic()
@@ -108,8 +108,8 @@ class Roster:
         """It is said once: an event tells it to the sessions after this one."""
         if sender in self._heard and sender not in self._last and len(self._last) < MAX_LAST:
             self._last[sender] = made
-            name, _, boot = sender.rpartition("/")
-            self._books.event("last_report", generator=name, boot=boot, made=made)
+            name, _, incarnation = sender.rpartition("/")
+            self._books.event("last_report", generator=name, incarnation=incarnation, made=made)
 
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
         """Senders heard in the last so many seconds before we listened last."""
@@ -120,8 +120,8 @@ class Roster:
 
     def _leave(self, sender: str) -> None:
         del self._heard[sender]
-        name, _, boot = sender.rpartition("/")
-        self._books.event("leave", generator=name, boot=boot)
+        name, _, incarnation = sender.rpartition("/")
+        self._books.event("leave", generator=name, incarnation=incarnation)
 
     def fares(self, known: Mapping[str, float]) -> dict[str, float]:
         """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.

@@ -31,7 +31,7 @@ GROUP, DROPPED = 1, 2
 logger = logging.getLogger(__name__)
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """A group's message as it came (GROUP), or a note of one that was not taken (DROPPED)."""
 
     kind: int
@@ -64,7 +64,7 @@ class Journal:
             self._step, self._size = step, None
         if not self._waiting:
             self._since = time.monotonic()
-        self._waiting.append(_encoded(Record(kind, content)))
+        self._waiting.append(_encoded(JournalRecord(kind, content)))
 
     def begin_commit(self) -> None:
         """Write what was appended while the caller goes on, up to its `commit`."""
@@ -97,7 +97,7 @@ class Journal:
         failpoint("journal.synced")
         return True
 
-    def read(self, step: int) -> list[Record]:
+    def read(self, step: int) -> list[JournalRecord]:
         """The whole records of a step; a torn tail is cut off the file and reported.
 
         The last step's are durable then: who wrote them may have been killed before his fsync.
@@ -198,7 +198,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(step for each in files if file_of(folder, step := int(each.stem[5:])) == each)
 
 
-def read_records(folder: Path, step: int) -> tuple[list[Record], int]:
+def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
     """The whole records of a step, and the bytes of a torn tail; changes nothing."""
     file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
@@ -210,13 +210,13 @@ def file_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.msgpack"
 
 
-def _encoded(record: Record) -> bytes:
+def _encoded(record: JournalRecord) -> bytes:
     kind, content = record
     return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
-def _decoded(content: bytes) -> tuple[list[Record], int]:
-    records: list[Record] = []
+def _decoded(content: bytes) -> tuple[list[JournalRecord], int]:
+    records: list[JournalRecord] = []
     good = 0
     while (record := _record_at(content, good)) is not None:
         records.append(record)
@@ -224,7 +224,7 @@ def _decoded(content: bytes) -> tuple[list[Record], int]:
     return records, good
 
 
-def _record_at(content: bytes, start: int) -> Record | None:
+def _record_at(content: bytes, start: int) -> JournalRecord | None:
     """The whole record that begins there."""
     if start + HEADER.size > len(content):
         return None
@@ -234,7 +234,7 @@ def _record_at(content: bytes, start: int) -> Record | None:
     if not size or end > len(content):
         return None
     body = content[start + HEADER.size : end]
-    return Record(kind, body) if crc32(body, kind) == checksum else None
+    return JournalRecord(kind, body) if crc32(body, kind) == checksum else None
 
 
 def _has_record(content: bytes, start: int) -> bool:

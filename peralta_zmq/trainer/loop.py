@@ -19,7 +19,7 @@ from typing import Any
 from peralta_zmq import build, build_lora, models, registry, wire
 from peralta_zmq.build_environments import Environments, check_tokens, open_environments
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
-from peralta_zmq.environments.difficulty_pools import MAX_POSITIONS, Pools
+from peralta_zmq.environments.difficulty_pools import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.group_metrics import by_environment
@@ -27,18 +27,18 @@ from peralta_zmq.learning.logprob_mismatch import figures
 from peralta_zmq.learning.ranks import ALONE, OneRank
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import training_dtype
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers, open_trackers
 from peralta_zmq.rollout import Problem, RolloutGroup
 from peralta_zmq.trainer import checkpoint, dashboard, evaluation, publishing, run_folder
-from peralta_zmq.trainer.collector import Intake
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal, steps_in
-from peralta_zmq.trainer.mismatch_monitor import Doubts
+from peralta_zmq.trainer.mismatch_monitor import LogprobMismatchMonitor
 from peralta_zmq.trainer.ranks import TrainerRanks, dismiss, enlist, follow, led
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.step_recorder import Recorder
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.step_recorder import StepRecorder
+from peralta_zmq.trainer.stop_signal import StopSignal
 from peralta_zmq.weights.store import WeightStore
 
 
@@ -69,7 +69,7 @@ class Trainer:
     def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = ALONE) -> None:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
-        self._stop = Stop()
+        self._stop = StopSignal()
         check_trackers(config.run.report_to)
         # Everything that can be refused is tried before anything is written.
         train = open_environments(config, "train")
@@ -82,23 +82,23 @@ class Trainer:
         receiver, counters = self._open_sockets(stack, train_set=train.digest)
         store = publishing.open_store(config)
         self._books, journal = self._open_folder(stack, store)
-        self._broadcast = publishing.Broadcast(
+        self._broadcast = publishing.WeightPublishing(
             config, store, stack,
             beside=self._beside, books=self._books,
             speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
-        self._roster = Roster(counters, self._books, self._hello)
-        self._evaluations = evaluation.Evaluations(
+        self._roster = GeneratorRegistry(counters, self._books, self._hello)
+        self._evaluations = evaluation.EvaluationCoordinator(
             config, held_out, self._engine, self._tokenizer,
             self._books, self._speaker, self._stop,
         )  # fmt: skip
-        self._intake = Intake(
+        self._intake = BatchCollector(
             config, receiver=receiver, run_id=self._run_id, vocab_size=self._vocab_size,
             journal=journal, roster=self._roster, pools=pools, evaluations=self._evaluations,
             books=self._books, speaker=self._speaker, stop=self._stop,
         )  # fmt: skip
-        self._doubts = Doubts(config, self._books, self._intake.admission)
-        self._recorder = Recorder(self._books, self._tokenizer)
+        self._doubts = LogprobMismatchMonitor(config, self._books, self._intake.admission)
+        self._recorder = StepRecorder(self._books, self._tokenizer)
         dashboard.show(config, stack, self._books)
         self._progress: dict[str, Any] = {"ledger": None, "duplicates": 0, **self._beside.about}
         self._saved_step = -1
@@ -137,7 +137,7 @@ class Trainer:
         if (
             newest is None
             or (newest.step, newest.line) != (step, self._books.line)
-            or newest.wid in left_behind
+            or newest.weights_id in left_behind
         ):
             self._publish()
             self._broadcast.wait(publishing.LAST_VERSION_SECONDS)
@@ -215,7 +215,7 @@ class Trainer:
         self._model_folder = models.model_folder(config.model.name)
         self._tokenizer = models.load_tokenizer(self._model_folder)
         self._model = build_lora.load_policy(config, self._model_folder)
-        self._beside = build_lora.published_beside(config, self._model_folder, self._model)
+        self._beside = build_lora.companion_files_of(config, self._model_folder, self._model)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
         dtype, _ = training_dtype(self._model, config.train.dtype)
@@ -228,27 +228,29 @@ class Trainer:
 
     def _open_sockets(
         self, stack: ExitStack, *, train_set: bytes
-    ) -> tuple[wire.RolloutReceiver, wire.CounterReceiver]:
+    ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver]:
         wires = self._config.wire
         address, keys = f"tcp://{wires.bind}:{wires.port}", self._config.keys_folder
-        gate = stack.enter_context(closing(wire.Gate(keys))) if keys else None
+        gate = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
         receiver = wire.RolloutReceiver(
             address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
         )
         stack.enter_context(closing(receiver))
-        announcer = wire.Announcer(wire.next_port(address), gate=gate)
+        announcer = wire.AnnouncementPublisher(wire.next_port(address), gate=gate)
         stack.enter_context(closing(announcer))
-        counters = wire.CounterReceiver(wire.next_port(address, 2), run_id=self._run_id, gate=gate)
+        counters = wire.GeneratorStatusReceiver(
+            wire.next_port(address, 2), run_id=self._run_id, gate=gate
+        )
         stack.enter_context(closing(counters))
-        greeting = wire.Greeting(self._config.run.name, run_id=self._run_id, hello=self._hello)
+        greeting = wire.WorkerInfo(self._config.run.name, run_id=self._run_id, hello=self._hello)
         show = publishing.open_probe(self._config, stack)
-        greeter = wire.Greeter(wire.next_port(address, 3), greeting, show=show, gate=gate)
+        greeter = wire.ProbeServer(wire.next_port(address, 3), greeting, show=show, gate=gate)
         stack.enter_context(closing(greeter))
-        first = wire.Announcement(self._run_id, boot=os.urandom(8), train_set=train_set)
-        self._speaker = Speaker(announcer, first)
+        first = wire.Announcement(self._run_id, incarnation=os.urandom(8), train_set=train_set)
+        self._speaker = StatusPublisher(announcer, first)
         return receiver, counters
 
-    def _open_folder(self, stack: ExitStack, store: WeightStore) -> tuple[Books, Journal]:
+    def _open_folder(self, stack: ExitStack, store: WeightStore) -> tuple[RunLog, Journal]:
         """Claim the run's folder and its weights; ours are the first words written to either."""
         config, folder = self._config, self._folder
         is_new = not (folder / build.IDENTITY).exists()
@@ -276,7 +278,7 @@ class Trainer:
             settings=config.model_dump(mode="json"),
         )  # fmt: skip
         name, max_steps = config.run.name, config.train.max_steps
-        books = Books(folder, run=name, max_steps=max_steps, trackers=trackers)
+        books = RunLog(folder, run=name, max_steps=max_steps, trackers=trackers)
         return stack.enter_context(books), journal
 
     # One step.
@@ -438,10 +440,10 @@ class Trainer:
             self._books.event("pool_returned", problems=returned)
 
 
-def _pools_of(config: Config, train: Environments) -> Pools:
+def _pools_of(config: Config, train: Environments) -> DifficultyPools:
     """Raises ConfigError when there are more problems than an announcement can name."""
     chosen = config.curriculum
-    pools = Pools(
+    pools = DifficultyPools(
         [each.id for each in train.problems],
         easy_threshold=chosen.easy_threshold, hard_threshold=chosen.hard_threshold,
     )  # fmt: skip

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from peralta_zmq.config import Config
 from peralta_zmq.learning.admission import Admission
-from peralta_zmq.learning.logprob_mismatch import WINDOW, BySender, Trust
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.learning.logprob_mismatch import WINDOW, BySender, MismatchStatistics
+from peralta_zmq.observe.run_log import RunLog
 
 
-class Doubts:
+class LogprobMismatchMonitor:
     """`note` after each step, also one that is replayed; `judge` only after one that is new: what
     an earlier session admitted stays admitted.
     """
 
-    def __init__(self, config: Config, books: Books, admission: Admission) -> None:
+    def __init__(self, config: Config, books: RunLog, admission: Admission) -> None:
         self._bound = config.train.max_mismatch_kl
         self._sets_aside = config.train.on_mismatch == "set_aside"
         self._books, self._admission = books, admission
-        self._trust = Trust(bound=self._bound)
+        self._trust = MismatchStatistics(bound=self._bound)
 
     def note(self, mismatch: BySender) -> None:
         """Take in what a step has shown of each sender."""
@@ -29,10 +29,10 @@ class Doubts:
     def judge(self, *, step: int) -> None:
         """Report each start of a generator that is too far off, once."""
         for sender in self._trust.newly_suspect():
-            name, _, boot = sender.rpartition("/")
+            name, _, incarnation = sender.rpartition("/")
             mean = self._trust.suspects[sender]
             self._books.event(
-                "mismatch", generator=name, boot=boot, step=step, mismatch_kl=mean,
+                "mismatch", generator=name, incarnation=incarnation, step=step, mismatch_kl=mean,
                 set_aside=self._sets_aside,
             )  # fmt: skip
             self._books.note(

@@ -13,15 +13,15 @@ from contextlib import ExitStack, closing
 from torch import Tensor
 
 from peralta_zmq import build, models
-from peralta_zmq.build_lora import Beside
+from peralta_zmq.build_lora import CompanionFiles
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.password import read_token
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.stop_signal import Stop
-from peralta_zmq.weights.backends import open_place
-from peralta_zmq.weights.http_server import Server
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.stop_signal import StopSignal
+from peralta_zmq.weights.backends import open_backend
+from peralta_zmq.weights.http_server import WeightServer
 from peralta_zmq.weights.probe_file import Probe
 from peralta_zmq.weights.publisher import Keep, Publisher, Report
 from peralta_zmq.weights.store import WeightStore
@@ -33,7 +33,7 @@ STOP_SECONDS = 2.0  # and that a stop waits
 logger = logging.getLogger(__name__)
 
 
-class Broadcast:
+class WeightPublishing:
     """Publishes in the background and tells of each version as soon as it is out."""
 
     def __init__(
@@ -42,17 +42,17 @@ class Broadcast:
         store: WeightStore,
         stack: ExitStack,
         *,
-        beside: Beside,
-        books: Books,
-        speaker: Speaker,
-        stop: Stop,
+        beside: CompanionFiles,
+        books: RunLog,
+        speaker: StatusPublisher,
+        stop: StopSignal,
     ) -> None:
         self.store, self._books, self._speaker = store, books, speaker
         self._about: dict[str, str | int] = {**beside.about}
         self._newest: Report | None = None
         weights, token = config.weights, read_token(config.weights.token_file)
         if weights.serve_port:
-            server = Server(
+            server = WeightServer(
                 config.weights_folder,
                 host=config.wire.bind, port=weights.serve_port, token=token,
             )  # fmt: skip
@@ -79,7 +79,7 @@ class Broadcast:
 
     def tell(self, version: Version) -> None:
         """Announce a version as soon as it is out, also during a step; any thread may call."""
-        self._speaker.say(version=version.number, wid=version.wid)
+        self._speaker.say(version=version.number, weights_id=version.weights_id)
 
     def figures(self) -> dict[str, float]:
         """What the newest finished publication cost; it may be of an earlier step."""
@@ -118,12 +118,12 @@ class Broadcast:
             return
         recorded = self._books.published_weights()
         for version in found:
-            if version.wid not in recorded:
+            if version.weights_id not in recorded:
                 self._record(version)
 
     def _record(self, version: Version) -> None:
         self._books.event(
-            "publish", step=version.step, number=version.number, wid=version.wid,
+            "publish", step=version.step, number=version.number, weights_id=version.weights_id,
             kind=version.kind, bytes=version.size,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ def open_store(config: Config) -> WeightStore:
             "which weights.serve_port serves"
         )
     read_token(config.weights.token_file)  # tried before anything is written
-    return WeightStore(open_place(config.weights_address))
+    return WeightStore(open_backend(config.weights_address))
 
 
 def open_probe(config: Config, stack: ExitStack) -> Callable[[], str] | None:
@@ -146,7 +146,7 @@ def open_probe(config: Config, stack: ExitStack) -> Callable[[], str] | None:
     return stack.enter_context(closing(Probe(config.weights_folder))).show
 
 
-def claim(store: WeightStore, config: Config, *, run_id: str, stop: Stop) -> None:
+def claim(store: WeightStore, config: Config, *, run_id: str, stop: StopSignal) -> None:
     """Make the weights folder ours; one that we have published to is waited for, not remade.
 
     The one inside the run's folder cannot be unmounted, and may be deleted to free a disk.

@@ -31,7 +31,7 @@ TrainerRanks: TypeAlias = "OneRank | ManyRanks"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun tells each process
 
 
-class Place(NamedTuple):
+class RankPlacement(NamedTuple):
     """Which of a trainer's processes this is."""
 
     rank: int
@@ -40,15 +40,15 @@ class Place(NamedTuple):
     num_local: int
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> RankPlacement:
     """Where torchrun has put this process; alone when it was not torchrun that started it.
 
     Raises ConfigError when the environment tells of several processes, but not of all it must.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
-        return Place(0, 1, 0, 1)
+        return RankPlacement(0, 1, 0, 1)
     try:
-        return Place(*(int(environment[name]) for name in PLACE))
+        return RankPlacement(*(int(environment[name]) for name in PLACE))
     except (KeyError, ValueError):
         told = " ".join(f"{name}={environment.get(name, '')}" for name in PLACE)
         raise ConfigError(

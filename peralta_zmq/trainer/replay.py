@@ -24,7 +24,7 @@ from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
-from peralta_zmq.weights.backends import open_place
+from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.export import export as write_version
 from peralta_zmq.weights.export import version_of_step
 from peralta_zmq.weights.store import WeightStore
@@ -246,4 +246,4 @@ def _published(config: Config) -> dict[int, str]:
 
 
 def _store_of(config: Config) -> WeightStore:
-    return WeightStore(open_place(config.weights_address))
+    return WeightStore(open_backend(config.weights_address))

@@ -9,10 +9,10 @@ from typing import Any
 from peralta_zmq import wire
 
 
-class Speaker:
+class StatusPublisher:
     """Says the whole announcement again whenever a field of it changes; any thread may call."""
 
-    def __init__(self, announcer: wire.Announcer, first: wire.Announcement) -> None:
+    def __init__(self, announcer: wire.AnnouncementPublisher, first: wire.Announcement) -> None:
         self.said = first
         self._announcer, self._speaking = announcer, threading.Lock()
 

@@ -9,16 +9,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 from peralta_zmq import models
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0  # without signal, whichever first, before we say so
 
 
-class Recorder:
+class StepRecorder:
     """Writes steps; says once per session when none has had a signal for long."""
 
-    def __init__(self, books: Books, tokenizer: models.Tokenizer) -> None:
+    def __init__(self, books: RunLog, tokenizer: models.Tokenizer) -> None:
         self._books, self._tokenizer = books, tokenizer
         self._signal_at, self._signal_step, self._said = time.monotonic(), 0, False
 

@@ -7,7 +7,7 @@ import time
 from types import FrameType
 
 
-class Stop:
+class StopSignal:
     """`asked` turns true with the first signal; the second one ends the process at once."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import ConfigError
 
 
-class Place(Protocol):
+class StorageBackend(Protocol):
     """Folders of immutable files, one level deep. Every method may raise OSError."""
 
     where: str  # as a person would name it
@@ -71,24 +71,24 @@ class Place(Protocol):
         ...
 
 
-def open_place(address: str, *, token: str | None = None) -> Place:
+def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     """A folder, http://HOST:PORT of a trainer that serves its own, or s3://BUCKET/PREFIX.
 
     Raises ConfigError for another scheme, or when the library for it is not installed.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
-        from peralta_zmq.weights.local_backend import Folder
+        from peralta_zmq.weights.local_backend import LocalBackend
 
-        return Folder(Path(address).expanduser())
+        return LocalBackend(Path(address).expanduser())
     if scheme == "http":
-        from peralta_zmq.weights.http_backend import Served
+        from peralta_zmq.weights.http_backend import HttpBackend
 
-        return Served(address, token=token)
+        return HttpBackend(address, token=token)
     if scheme == "s3":
-        from peralta_zmq.weights.object_store_backend import Bucket
+        from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 
-        return Bucket(address)
+        return ObjectStoreBackend(address)
     raise ConfigError(
         f"weights.dir '{address}' is neither a folder nor http://HOST:PORT nor s3://BUCKET/PREFIX"
     )

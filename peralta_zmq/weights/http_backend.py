@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 20.0  # without a byte
 MAX_LISTING = 16 << 20  # bytes
 
 
-class Served:
+class HttpBackend:
     """What `serve.Server` offers at http://HOST:PORT."""
 
     def __init__(self, address: str, *, token: str | None = None) -> None:

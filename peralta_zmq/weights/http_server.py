@@ -20,7 +20,7 @@ from typing import Any
 
 from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.weights.local_backend import Folder
+from peralta_zmq.weights.local_backend import LocalBackend
 from peralta_zmq.weights.version import IDENTITY, NAME
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ SILENT_SECONDS = 60.0  # a client that neither asks nor takes for so long is dro
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Server:
+class WeightServer:
     """Owns the port and the threads. Use with `closing`.
 
     Raises ConfigError when the port is taken, or strangers could reach it without a password.
@@ -41,7 +41,7 @@ class Server:
                 f"weights.serve_port {port} would show the weights to whoever reaches {host}; "
                 "set weights.token_file on every machine"
             )
-        served = Folder(folder)
+        served = LocalBackend(folder)
 
         class Handler(_Handler):
             place, password = served, token
@@ -75,7 +75,7 @@ def _log_error(request: object, client_address: object) -> None:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = SILENT_SECONDS
-    place: Folder
+    place: LocalBackend
     password: str | None
 
     def do_GET(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 ENOUGH = 2  # slow versions one after the other; a keyframe among deltas may be slow alone
 
 
-class LinkJudge:
+class LinkSpeedCheck:
     """Compares how long versions take to read with how fast they come; speaks up once."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ LEASE_SECONDS = 30.0  # touched every 10 s; a holder unseen for longer is dead
 READING_SECONDS = 3600.0  # a reader that died leaves its mark behind
 
 
-class Folder:
+class LocalBackend:
     """The folder; it may be mounted from a NAS, slow, full, read-only, or gone."""
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ UNLIMITED = 1 << 62  # bytes free
 PART = 8 << 20  # bytes of one part of an upload
 
 
-class Bucket:
+class ObjectStoreBackend:
     """s3://BUCKET/PREFIX. Trainers do not lease it: give each run its own prefix."""
 
     def __init__(self, address: str) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.weights.backends import Place
+from peralta_zmq.weights.backends import StorageBackend
 from peralta_zmq.weights.version import Version, name_of
 
 MAX_WAITING = 64  # versions that are only kept for those who might still read them
@@ -16,7 +16,7 @@ SLOW_LOADS = 3.0  # times the slowest load we saw
 class Pruner:
     """Remembers since when a version is spare, and how long others took to read one."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorageBackend) -> None:
         self._place = place
         self._parents: dict[int, int | None] = {}
         self._spare_since: dict[int, float] = {}  # monotonic seconds

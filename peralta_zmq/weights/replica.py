@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SOUND, INCOMING = "copy.json", "incoming"
 
 
-class Copy:
+class LocalReplica:
     """The copy; `version` is None while there is no sound one."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Copy:
         lie here whole. Raises StoreError: before the change with the copy untouched, afterwards
         with no sound copy left.
         """
-        if self.version is not None and self.version.wid == version.wid:
+        if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
         if version.run_id != store.run_id:
             raise StoreError(f"version {version.number} belongs to another run")

@@ -26,9 +26,9 @@ from peralta_zmq.errors import ChainError, GoneError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.backends import Place
+from peralta_zmq.weights.backends import StorageBackend
 from peralta_zmq.weights.pruning import Pruner
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.version import (  # fmt: skip
     DELTA,
     FORMAT,
@@ -47,7 +47,7 @@ MAX_CHAIN = 1000
 MAX_SMALL_FILE = 64 << 20  # bytes of a manifest
 MAX_LOOKED_AT_AGAIN = 100  # folders that were no version of ours; a NAS may have lied about them
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]
-Pace: TypeAlias = Callable[[int], None]  # told the bytes about to be written; may wait
+SamplingPacer: TypeAlias = Callable[[int], None]  # told the bytes about to be written; may wait
 
 
 class TooLargeError(Exception):
@@ -64,7 +64,7 @@ class Timing:
 class WeightStore:
     """One run's weights in one place."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorageBackend) -> None:
         self.place = place
         self._mismatches: Counter[str] = Counter()  # by manifest digest
         self._strange: set[int] = set()  # numbers of listed folders that are no version of ours
@@ -132,7 +132,7 @@ class WeightStore:
         keep_interval: int | None = None,
         keep_seconds: float = 0.0,
         base: Base | None = None,
-        pace: Pace | None = None,
+        pace: SamplingPacer | None = None,
         timing: Timing | None = None,
     ) -> Version:
         """Write the next version, then prune: as a delta to `base` when that is worth it,
@@ -249,7 +249,7 @@ class WeightStore:
         promised; after three such mismatches the version is quarantined.
         """
         with tempfile.TemporaryDirectory(prefix="peralta-") as local:
-            Copy(Path(local)).advance(self, version)
+            LocalReplica(Path(local)).advance(self, version)
             yield Path(local)
 
     def read(self, version: Version, name: str) -> Iterator[bytes]:
@@ -357,7 +357,7 @@ class WeightStore:
         return version_of(self.place.path(name), manifest)
 
 
-def _resumed(place: Place, path: str) -> Iterator[bytes]:
+def _resumed(place: StorageBackend, path: str) -> Iterator[bytes]:
     """The file's bytes; a connection that breaks is taken up again as long as that helps."""
     received, before = 0, -1
     while True:
@@ -380,7 +380,7 @@ def _limited(pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
         yield piece
 
 
-def _stream(pieces: Iterator[Any], *, pace: Pace | None, timing: Timing) -> Iterator[Any]:
+def _stream(pieces: Iterator[Any], *, pace: SamplingPacer | None, timing: Timing) -> Iterator[Any]:
     """The same pieces, at the asked pace, with the time that they took to make."""
     while True:
         started = time.monotonic()

@@ -25,8 +25,8 @@ import torch
 from peralta_zmq.errors import ChainError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.link_speed import LinkJudge
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.link_speed import LinkSpeedCheck
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 from peralta_zmq.weights.watch import Watch
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PendingWeights:
     """A version that lies here whole and verified."""
 
     version: Version
@@ -48,7 +48,7 @@ class Staged:
     visible_seconds: float  # from the first sign of it until it was ready
 
 
-class Follower:
+class WeightSubscriber:
     """Owns the thread and the local copy. Use with `closing`.
 
     `folder` keeps the copy over restarts; a folder that another process uses is left alone.
@@ -69,14 +69,14 @@ class Follower:
         self._watch: Watch | None = None
         self._temporary: Path | None = None
         self._lock: IO[bytes] | None = None
-        self._copy = Copy(self._own(folder))
+        self._copy = LocalReplica(self._own(folder))
         self._served: Version | None = None
-        self._staged: Staged | None = None
-        self._taken: Staged | None = None
+        self._staged: PendingWeights | None = None
+        self._taken: PendingWeights | None = None
         self._hinted = -1, ""  # number and id of the version announced last
         self._noticed: tuple[int, float] = (-1, 0.0)  # number, monotonic seconds
         self._fetched = 0.0  # when the version that is being staged was here, monotonic seconds
-        self._judge = LinkJudge()
+        self._judge = LinkSpeedCheck()
         self._said = ""
         self._failure: BaseException | None = None
         self._wake, self._closing = threading.Event(), False
@@ -85,13 +85,13 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
-    def hint(self, number: int, wid: str = "") -> None:
+    def hint(self, number: int, weights_id: str = "") -> None:
         """A version was announced; look for it now, whatever the listing says."""
-        if number >= 0 and (number, wid) != self._hinted:
-            self._hinted = number, wid
+        if number >= 0 and (number, weights_id) != self._hinted:
+            self._hinted = number, weights_id
             self._wake.set()
 
-    def ready(self, *, timeout: float = 0.0) -> Staged | None:
+    def ready(self, *, timeout: float = 0.0) -> PendingWeights | None:
         """The newest version that can be applied, after waiting up to `timeout` seconds for one.
 
         It is the caller's until `settle`. Raises what the thread died of, if it did.
@@ -217,9 +217,11 @@ class Follower:
 
     def _is_news(self, version: Version) -> bool:
         """Newer than what is served or ready; another run's is newer whatever its number."""
-        number, wid = self._hinted
-        if version.number == number and wid not in ("", version.wid):
-            self._say(f"unread version={number} reason=its id is {version.wid}, not {wid}")
+        number, weights_id = self._hinted
+        if version.number == number and weights_id not in ("", version.weights_id):
+            self._say(
+                f"unread version={number} reason=its id is {version.weights_id}, not {weights_id}"
+            )
             return False
         return all(
             each.run_id != version.run_id or each.number < version.number for each in self._known()
@@ -274,7 +276,7 @@ class Follower:
         self._copy.shared = self._served is None  # a model may be made over the file itself
         self.wants_keyframe, self._said = False, ""
         with self._changed:
-            self._staged = Staged(version, tensors, self._copy.folder, count, visible)
+            self._staged = PendingWeights(version, tensors, self._copy.folder, count, visible)
             self._changed.notify_all()
 
     def _serve_offline(self) -> None:

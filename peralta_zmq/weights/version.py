@@ -32,7 +32,7 @@ class Version:
         return str(self.manifest.about.get("run_id"))
 
     @property
-    def wid(self) -> str:
+    def weights_id(self) -> str:
         """What tells these weights from all others: 16 hexadecimal digits."""
         return self.manifest.digest[:16]
 

@@ -14,51 +14,55 @@ that it is safe, and is sent again when it was lost on the way.
     keys, gate     who may connect
 """
 
-from peralta_zmq.wire.announcement_sockets import Announcer, Listener
+from peralta_zmq.wire.announcement_sockets import AnnouncementPublisher, AnnouncementSubscriber
 from peralta_zmq.wire.announcements import Announcement, decode_announcement, encode_announcement
-from peralta_zmq.wire.auth import Gate
-from peralta_zmq.wire.generator_status import Counters, decode_counters, encode_counters
-from peralta_zmq.wire.generator_status_sockets import CounterReceiver, CounterSender
+from peralta_zmq.wire.auth import CurveAuthenticator
+from peralta_zmq.wire.generator_status import (
+    GeneratorStatus,
+    decode_generator_status,
+    encode_generator_status,
+)
+from peralta_zmq.wire.generator_status_sockets import GeneratorStatusReceiver, GeneratorStatusSender
 from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.messages import decode_group, encode_group
 from peralta_zmq.wire.outbox import Outbox
 from peralta_zmq.wire.probe import (
-    Greeting,
-    decode_greeting,
+    WorkerInfo,
     decode_request,
-    encode_greeting,
+    decode_worker_info,
     encode_request,
+    encode_worker_info,
 )
-from peralta_zmq.wire.probe_sockets import Greeter, Guest
+from peralta_zmq.wire.probe_sockets import ProbeClient, ProbeServer
 from peralta_zmq.wire.rollout_sockets import RolloutReceiver, RolloutSender
 from peralta_zmq.wire.sockets import answers, next_port, taken
 
 __all__ = [
     "Announcement",
-    "Announcer",
-    "CounterReceiver",
-    "CounterSender",
-    "Counters",
-    "Gate",
+    "AnnouncementPublisher",
+    "AnnouncementSubscriber",
+    "CurveAuthenticator",
     "GeneratorKeys",
-    "Greeter",
-    "Greeting",
-    "Guest",
-    "Listener",
+    "GeneratorStatus",
+    "GeneratorStatusReceiver",
+    "GeneratorStatusSender",
     "Outbox",
+    "ProbeClient",
+    "ProbeServer",
     "RolloutReceiver",
     "RolloutSender",
+    "WorkerInfo",
     "answers",
     "decode_announcement",
-    "decode_counters",
-    "decode_greeting",
+    "decode_generator_status",
     "decode_group",
     "decode_request",
+    "decode_worker_info",
     "encode_announcement",
-    "encode_counters",
-    "encode_greeting",
+    "encode_generator_status",
     "encode_group",
     "encode_request",
+    "encode_worker_info",
     "generator_keys",
     "next_port",
     "taken",

@@ -18,7 +18,7 @@ from peralta_zmq.wire.announcements import (
     decode_announcement,
     encode_announcement,
 )
-from peralta_zmq.wire.auth import Gate, Turnstile
+from peralta_zmq.wire.auth import CurveAuthenticator, HandshakeMonitor
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, open_socket, ready
 
@@ -26,12 +26,12 @@ ANNOUNCE_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Announcer:
+class AnnouncementPublisher:
     """Publishes the newest announcement at once and again every second, also while the trainer
     computes: a thread owns the socket. Use with `closing`.
     """
 
-    def __init__(self, address: str, *, gate: Gate | None = None) -> None:
+    def __init__(self, address: str, *, gate: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
         self._newest: bytes | None = None  # guarded by _changed, as all below
         self._is_new = self._closed = False
@@ -68,7 +68,7 @@ class Announcer:
         self._socket.close(linger=int(self._linger_seconds * 1000))
 
 
-class Listener:
+class AnnouncementSubscriber:
     """Hears the trainer's announcements. Use with `closing`."""
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
@@ -79,7 +79,7 @@ class Listener:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self._socket.subscribe(b"")
-        self._turnstile = Turnstile(self._socket, address, keys)
+        self._turnstile = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
     def listen(self, *, timeout: float = 0.0) -> Announcement | None:

@@ -23,11 +23,11 @@ class Announcement:
     """What the trainer says of itself, every second and on change."""
 
     run_id: str
-    boot: bytes = b""  # 8 random bytes, new with each start of the trainer
+    incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
     step: int = 0  # optimizer steps taken
     begun: int = 0  # and begun
     version: int = -1  # newest published version, -1 before the first
-    wid: str = ""  # of the newest version
+    weights_id: str = ""  # of the newest version
     min_step: int = 0  # groups of older weights are not accepted any more
     recv: dict[str, int] = field(default_factory=dict[str, int])
     """By sender heard from lately: all its groups up to this sequence have come."""
@@ -51,7 +51,7 @@ class Announcement:
 
 
 SAID = {
-    "run_id": str, "boot": bytes, "step": int, "begun": int, "version": int, "wid": str,
+    "run_id": str, "incarnation": bytes, "step": int, "begun": int, "version": int, "weights_id": str,
     "min_step": int,
     "recv": dict, "durable": dict, "seen": dict, "taken": dict, "waiting": bool, "done": bool,
     "in_step": int, "next_draw": int, "train_set": bytes, "resting": bytes, "evaluate": int,

@@ -36,7 +36,7 @@ HANDSHAKES = (
 logger = logging.getLogger(__name__)
 
 
-class Gate:
+class CurveAuthenticator:
     """Lets in the generators whose public keys lie in a folder, under their files' names.
 
     Open it before the sockets that it guards, and close it after them. A key that is added or
@@ -134,7 +134,7 @@ def show_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
 _numbers = itertools.count()
 
 
-class Turnstile:
+class HandshakeMonitor:
     """The client's side of a handshake: shows its keys, and learns of a refusal."""
 
     def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:

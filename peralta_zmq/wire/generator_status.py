@@ -17,12 +17,12 @@ from peralta_zmq.wire import validation
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class GeneratorStatus:
     """How one start of a generator fares; counts are since that start."""
 
     run_id: str
     generator_id: str
-    boot: bytes  # the one its groups carry
+    incarnation: bytes  # the one its groups carry
     made: int = 0  # groups
     lost: int = 0  # groups given up
     resent: int = 0  # groups sent again
@@ -40,23 +40,23 @@ class Counters:
     @property
     def sender(self) -> str:
         """As RolloutGroup.sender."""
-        return sender_of(self.generator_id, self.boot)
+        return sender_of(self.generator_id, self.incarnation)
 
 
 COUNTS = ("made", "lost", "resent", "unjudged", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
 TOLD = {
-    "run_id": str, "generator_id": str, "boot": bytes, **dict.fromkeys(COUNTS, int),
+    "run_id": str, "generator_id": str, "incarnation": bytes, **dict.fromkeys(COUNTS, int),
     **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "last": bool, "hello": dict,
 }  # fmt: skip
 
 
-def encode_counters(counters: Counters) -> bytes:
+def encode_generator_status(counters: GeneratorStatus) -> bytes:
     """One report as one msgpack map."""
     return cast(bytes, msgpack.packb(asdict(counters)))
 
 
-def decode_counters(frame: bytes) -> Counters:
+def decode_generator_status(frame: bytes) -> GeneratorStatus:
     """The report in a frame; fields of a later version are passed over.
 
     Raises WireError when a name is missing, or a field is of another type or no sound number.
@@ -68,10 +68,10 @@ def decode_counters(frame: bytes) -> Counters:
         raise WireError(f"malformed counters: {error}") from None
 
 
-def _counters_of(fields: dict[str, Any]) -> Counters:
-    counters = Counters(**validation.known(fields, TOLD))
+def _counters_of(fields: dict[str, Any]) -> GeneratorStatus:
+    counters = GeneratorStatus(**validation.known(fields, TOLD))
     validation.check_name(counters.generator_id)
-    if len(counters.boot) != 8:
+    if len(counters.incarnation) != 8:
         raise ValueError("boot is not 8 bytes")
     for name in (*COUNTS, *MEASURES):
         if not 0 <= getattr(counters, name) < math.inf:  # NaN too

@@ -13,8 +13,12 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import validation
-from peralta_zmq.wire.auth import Gate, show_keys
-from peralta_zmq.wire.generator_status import Counters, decode_counters, encode_counters
+from peralta_zmq.wire.auth import CurveAuthenticator, show_keys
+from peralta_zmq.wire.generator_status import (
+    GeneratorStatus,
+    decode_generator_status,
+    encode_generator_status,
+)
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
@@ -25,7 +29,7 @@ MAX_REPORT = 1 << 16  # bytes; a queue of them waits while the trainer computes
 logger = logging.getLogger(__name__)
 
 
-class CounterSender:
+class GeneratorStatusSender:
     """Reports on one generator; never blocks, and never fails. Use with `closing`."""
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
@@ -43,21 +47,23 @@ class CounterSender:
             self._due = float("-inf")
         return time.monotonic() >= self._due
 
-    def send(self, counters: Counters) -> None:
+    def send(self, counters: GeneratorStatus) -> None:
         """Report now."""
         self._due = time.monotonic() + REPORT_SECONDS
-        self._socket.send(encode_counters(counters))
+        self._socket.send(encode_generator_status(counters))
 
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close, giving the last report time to leave."""
         self._socket.close(linger=int(linger_seconds * 1000))
 
 
-class CounterReceiver:
+class GeneratorStatusReceiver:
     """Binds the trainer's SUB socket and keeps the latest report of each sender of its run."""
 
-    def __init__(self, address: str, *, run_id: str, gate: Gate | None = None) -> None:
-        self.latest: dict[str, Counters] = {}  # by Counters.sender, the latest heard last
+    def __init__(
+        self, address: str, *, run_id: str, gate: CurveAuthenticator | None = None
+    ) -> None:
+        self.latest: dict[str, GeneratorStatus] = {}  # by Counters.sender, the latest heard last
         self.refused = 0  # reports
         self.is_empty = True  # at the end of the last `receive`: nothing more had come
         self._run_id, self._guarded = run_id, gate is not None
@@ -69,14 +75,14 @@ class CounterReceiver:
             gate.guard(self._socket)
         self.address = bind(self._socket, address)
 
-    def receive(self, *, timeout: float = 0.0) -> dict[str, Counters]:
+    def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
         """The reports that came meanwhile, the latest of each sender.
 
         When there is none yet, waits for so many seconds at most until one comes.
         """
         if timeout > 0.0:
             ready(self._socket, zmq.POLLIN, timeout)
-        came: dict[str, Counters] = {}
+        came: dict[str, GeneratorStatus] = {}
         self.is_empty = False
         for _ in range(MAX_AT_ONCE):
             try:
@@ -97,10 +103,10 @@ class CounterReceiver:
         """Close at once."""
         self._socket.close(linger=0)
 
-    def _keep(self, frames: list[zmq.Frame]) -> Counters:
+    def _keep(self, frames: list[zmq.Frame]) -> GeneratorStatus:
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
-        counters = decode_counters(frames[0].bytes)
+        counters = decode_generator_status(frames[0].bytes)
         validation.check_claim(
             counters.generator_id, str(frames[0]["User-Id"]) if self._guarded else None
         )

@@ -50,10 +50,10 @@ KNOWN_REASONS = bytes(range(len(FINISH_REASONS)))
 SEALED = 0x2144DF1C  # the CRC-32 of whatever ends with its own CRC-32
 INT, UNSIGNED, FLOAT = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
 NO_STEP = pack("<i", -1)
-NAMES = ("run", "gen", "wid", "problem", "task")
+NAMES = ("run", "gen", "weights_id", "problem", "task")
 FIELDS = validation.Fields({
-    "run": str, "gen": str, "boot": bytes, "seq": int, "problem": str, "task": str, "step": int,
-    "wid": str, "floor": int, "draw": int, "evaluates": int, "turns": bytes, "spans": bytes,
+    "run": str, "gen": str, "incarnation": bytes, "seq": int, "problem": str, "task": str, "step": int,
+    "weights_id": str, "floor": int, "draw": int, "evaluates": int, "turns": bytes, "spans": bytes,
     "prompt": bytes, "tokens": bytes, "logprobs": bytes, "versions": bytes, "rewards": bytes,
     "parts": str, "values": bytes, "finish": bytes, "v": int, "crc32": bytes,
 }, draw=-1, evaluates=-1)  # older generators do not send these two  # fmt: skip
@@ -89,7 +89,7 @@ def _frame_of(group: RolloutGroup) -> bytes:
     if not rollouts:
         raise ValueError("it has no rollouts")
     _check_envelope(
-        group.generator_id, group.boot, group.sequence, group.policy_step, group.floor,
+        group.generator_id, group.incarnation, group.sequence, group.policy_step, group.floor,
         group.draw, group.evaluates,
     )  # fmt: skip
     columns = _columns_of(rollouts)
@@ -101,11 +101,11 @@ def _frame_of(group: RolloutGroup) -> bytes:
         "v": VERSION,
         "run": group.run_id,
         "gen": group.generator_id,
-        "boot": group.boot,
+        "incarnation": group.incarnation,
         "seq": group.sequence,
         "floor": group.floor,
         "step": group.policy_step,
-        "wid": group.wid,
+        "weights_id": group.weights_id,
         "problem": group.problem_id,
         "task": group.task,
         "turns": pack(f"<{len(rollouts)}H", *columns.turns),
@@ -195,7 +195,10 @@ def _check_size(group: RolloutGroup, columns: _Columns, fields: dict[str, Any], 
     if len(fields["values"]) > 8 * MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} parts of rewards")
     for name in (*NAMES, "parts"):
-        if len(fields[name]) * 4 > validation.MAX_TEXT and len(fields[name].encode()) > validation.MAX_TEXT:
+        if (
+            len(fields[name]) * 4 > validation.MAX_TEXT
+            and len(fields[name].encode()) > validation.MAX_TEXT
+        ):
             raise ValueError(f"{name} is longer than {validation.MAX_TEXT} bytes; shorten it")
 
 
@@ -256,18 +259,24 @@ def _opened(
     if (version := validation.typed(said["v"], int, "v")) != VERSION:
         raise ValueError(f"version {version} is not {VERSION}")
     values = FIELDS.of(said)
-    _, generator, boot, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
+    _, generator, incarnation, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
     if crc32(frame) != SEALED or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
-    _check_envelope(generator, boot, sequence, step, floor, draw, evaluates)
+    _check_envelope(generator, incarnation, sequence, step, floor, draw, evaluates)
     return values[:8], (floor, draw, evaluates), values[11:-2]
 
 
 def _check_envelope(
-    generator: str, boot: bytes, sequence: int, step: int, floor: int, draw: int, evaluates: int
+    generator: str,
+    incarnation: bytes,
+    sequence: int,
+    step: int,
+    floor: int,
+    draw: int,
+    evaluates: int,
 ) -> None:
     validation.check_name(generator)
-    if len(boot) != 8:
+    if len(incarnation) != 8:
         raise ValueError("boot is not 8 bytes")
     if not 0 <= floor <= sequence:
         raise ValueError("floor above the sequence, or a negative one")
@@ -280,7 +289,7 @@ def _check_envelope(
 def _siblings_of(
     step: int, vocab_size: int, turns_: bytes, spans_: bytes, prompt: bytes, tokens: bytes,
     logprobs: bytes, versions: bytes, rewards_: bytes, parts: str, values: bytes, finish: bytes,
-) -> Siblings:  # fmt: skip
+) -> LazyRollouts:  # fmt: skip
     if max(len(turns_) >> 1, len(spans_) >> 3) > MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} rollouts or spans")
     turns, spans = _shorts(len(turns_) >> 1)(turns_), _longs(len(spans_) >> 2)(spans_)
@@ -293,7 +302,7 @@ def _siblings_of(
         raise ValueError("unknown finish reason, or one too many")
     named = _named(parts, values, len(rewards)) if parts or values else []
     runs = _runs_of(versions, step, len(logprobs))
-    return Siblings(
+    return LazyRollouts(
         _Sound(turns, spans, prompt, tokens, logprobs, step, runs, rewards, named, finish)
     )
 
@@ -313,7 +322,7 @@ class _Sound(NamedTuple):
     finish: bytes
 
 
-class Siblings(Sequence[Rollout]):
+class LazyRollouts(Sequence[Rollout]):
     """The rollouts of a received group, cut from its checked columns when one is first looked at.
     Admission asks for `rewards` alone: the socket is emptied sooner, and a group that is dropped
     is never cut.

@@ -70,8 +70,8 @@ class Outbox:
         """
         if heard is None:
             return []
-        restarted = self._trainer not in (b"", heard.boot)
-        self._trainer = heard.boot
+        restarted = self._trainer not in (b"", heard.incarnation)
+        self._trainer = heard.incarnation
         self._settle(heard, restarted)
         if self._is_still(heard) or restarted:
             return self._again(self._next)

@@ -18,7 +18,7 @@ Request: TypeAlias = Literal["hello", "show", "take"]
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class WorkerInfo:
     """Who answers, and what came of the request."""
 
     run: str  # name of the run
@@ -48,12 +48,12 @@ def decode_request(frame: bytes) -> Request:
     return cast(Request, asked)
 
 
-def encode_greeting(greeting: Greeting) -> bytes:
+def encode_worker_info(greeting: WorkerInfo) -> bytes:
     """An answer as one msgpack map."""
     return cast(bytes, msgpack.packb(asdict(greeting)))
 
 
-def decode_greeting(frame: bytes) -> Greeting:
+def decode_worker_info(frame: bytes) -> WorkerInfo:
     """The answer in a frame; fields of a later version are passed over.
 
     Raises WireError when `run` is missing, or a field is of another type or too long.
@@ -65,8 +65,8 @@ def decode_greeting(frame: bytes) -> Greeting:
         raise WireError(f"malformed greeting: {error}") from None
 
 
-def _greeting_of(fields: dict[str, Any]) -> Greeting:
-    greeting = Greeting(**validation.known(fields, TOLD))
+def _greeting_of(fields: dict[str, Any]) -> WorkerInfo:
+    greeting = WorkerInfo(**validation.known(fields, TOLD))
     validation.check_facts(greeting.hello)
     if not math.isfinite(greeting.time):
         raise ValueError("time is not finite")

@@ -14,15 +14,15 @@ from dataclasses import replace
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.auth import Gate, Turnstile
+from peralta_zmq.wire.auth import CurveAuthenticator, HandshakeMonitor
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.probe import (
-    Greeting,
     Request,
-    decode_greeting,
+    WorkerInfo,
     decode_request,
-    encode_greeting,
+    decode_worker_info,
     encode_request,
+    encode_worker_info,
 )
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
@@ -34,7 +34,7 @@ Show = Callable[[], str]  # makes a new file in the weights folder and names it;
 logger = logging.getLogger(__name__)
 
 
-class Greeter:
+class ProbeServer:
     """Answers doctors, also while the trainer computes: a thread owns the socket.
 
     Each answer is `greeting` with the time, and the file that `show` made when one was asked for.
@@ -44,10 +44,10 @@ class Greeter:
     def __init__(
         self,
         address: str,
-        greeting: Greeting,
+        greeting: WorkerInfo,
         *,
         show: Show | None = None,
-        gate: Gate | None = None,
+        gate: CurveAuthenticator | None = None,
     ) -> None:
         self.greeting = greeting
         self._show, self._closed = show, threading.Event()
@@ -79,7 +79,7 @@ class Greeter:
             logger.debug("request refused: %s", error)
             return b""
         shown, problem = self._shown() if asked == "show" else ("", "")
-        return encode_greeting(
+        return encode_worker_info(
             replace(self.greeting, time=time.time(), shown=shown, problem=problem)
         )
 
@@ -92,16 +92,16 @@ class Greeter:
             return "", f"it cannot write its weights folder ({error.strerror or error})"
 
 
-class Guest:
+class ProbeClient:
     """Asks a greeter. Use with `closing`."""
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._address = address
         self._socket = open_socket(zmq.DEALER, hwm=HINTS_HWM)
-        self._turnstile = Turnstile(self._socket, address, keys)
+        self._turnstile = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
-    def ask(self, request: Request, *, timeout: float) -> tuple[Greeting, float]:
+    def ask(self, request: Request, *, timeout: float) -> tuple[WorkerInfo, float]:
         """The answer, and the seconds that it took.
 
         Raises WireError when none comes within `timeout` seconds, or we are turned away.
@@ -131,9 +131,9 @@ class Guest:
         self._wait(zmq.POLLOUT, deadline)  # none who has turned us away takes anything
         self._socket.send_multipart([b"", frame])
 
-    def _receive(self, deadline: float) -> Greeting:
+    def _receive(self, deadline: float) -> WorkerInfo:
         self._wait(zmq.POLLIN, deadline)
-        return decode_greeting(self._socket.recv_multipart()[-1])
+        return decode_worker_info(self._socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
         while not ready(self._socket, event, LOOK_SECONDS):

@@ -11,7 +11,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire import validation
-from peralta_zmq.wire.auth import Gate, Turnstile
+from peralta_zmq.wire.auth import CurveAuthenticator, HandshakeMonitor
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 from peralta_zmq.wire.sockets import bind, keep_alive, open_socket, wait_at_most
@@ -32,7 +32,7 @@ class RolloutSender:
     ) -> None:
         self._timeout = -1.0  # seconds, as the socket has it: it waits without end
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
-        self._turnstile = Turnstile(self._socket, address, keys)
+        self._turnstile = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
@@ -66,7 +66,7 @@ class RolloutReceiver:
         run_id: str,
         vocab_size: int,
         hwm: int = 1,
-        gate: Gate | None = None,
+        gate: CurveAuthenticator | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> messages
         self._run_id, self._vocab_size = run_id, vocab_size

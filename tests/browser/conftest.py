@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @dataclass
-class Served:
+class HttpBackend:
     """bin/dashboard in a process of its own, always at the same port once it has one."""
 
     folders: list[Path]
@@ -41,7 +41,7 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"
 
-    def start(self) -> Served:
+    def start(self) -> HttpBackend:
         command = [sys.executable, str(ROOT / "bin" / "dashboard"), *map(str, self.folders),
                    "--port", str(self.port)]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -59,12 +59,12 @@ class Served:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve() -> Iterator[Callable[..., HttpBackend]]:
     """Serve these folders until the end of the test."""
-    served: list[Served] = []
+    served: list[HttpBackend] = []
 
-    def start(*folders: Path) -> Served:
-        served.append(Served(list(folders)))
+    def start(*folders: Path) -> HttpBackend:
+        served.append(HttpBackend(list(folders)))
         return served[-1].start()
 
     yield start

@@ -17,8 +17,8 @@ from peralta_zmq.config import (
     Config,
     earlier_config,
     load_config,
-    run_door,
-    run_plain_door,
+    run_plain_program,
+    run_program,
     toml_text,
     write_resolved,
 )
@@ -422,7 +422,7 @@ def door(
 
     monkeypatch.setattr(sys, "argv", ["x", *arguments])
     commands = ("local", "chaos") if "local" in arguments or "remote" in arguments else ()
-    return run_door(main, "bin/x", commands=commands)
+    return run_program(main, "bin/x", commands=commands)
 
 
 def test_a_door_exits_with_0_when_its_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +455,7 @@ def test_once_a_door_has_imported_its_loop_garbage_is_collected_again(
     with ExitStack() as stack:
         if code:
             stack.enter_context(pytest.raises(AttributeError))
-        assert run_plain_door(name, "bin/x") == code
+        assert run_plain_program(name, "bin/x") == code
     assert gc.isenabled()
     frozen = gc.get_freeze_count()
     gc.unfreeze()

@@ -7,11 +7,11 @@ from itertools import chain, islice
 
 import pytest
 
-from peralta_zmq.environments.curriculum import Draws, problem_order, shares, walk
+from peralta_zmq.environments.curriculum import ProblemSampler, problem_order, shares, walk
 from peralta_zmq.errors import TaskError
 
 
-def drawn(draws: Draws, num_draws: int, **place: int) -> list[int]:
+def drawn(draws: ProblemSampler, num_draws: int, **place: int) -> list[int]:
     """The first positions of a walk."""
     place = {"index": 0, "count": 1} | place
     return [position for _, position in islice(walk(draws, **place), num_draws)]
@@ -44,7 +44,7 @@ def test_another_seed_or_epoch_has_another_order(
 def test_the_generators_do_every_problem_once_before_one_comes_again(
     num_problems: int, count: int
 ) -> None:
-    draws = Draws([num_problems], seed=5)
+    draws = ProblemSampler([num_problems], seed=5)
     made = chain.from_iterable(
         islice(walk(draws, index=index, count=count), 4 * num_problems) for index in range(count)
     )
@@ -56,7 +56,7 @@ def test_the_generators_do_every_problem_once_before_one_comes_again(
 
 def test_a_walk_goes_through_one_epoch_after_the_other() -> None:
     epochs = [problem_order(4, seed=9, epoch=epoch) for epoch in range(3)]
-    assert drawn(Draws([4], seed=9), 12) == list(chain.from_iterable(epochs))
+    assert drawn(ProblemSampler([4], seed=9), 12) == list(chain.from_iterable(epochs))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 6])
@@ -65,26 +65,26 @@ def test_a_walk_goes_through_one_epoch_after_the_other() -> None:
 def test_a_walk_goes_on_after_any_draw(
     index: int, skipped: int, ratios: tuple[float, ...] | None
 ) -> None:
-    draws = Draws([3, 2], seed=3, ratios=ratios)
+    draws = ProblemSampler([3, 2], seed=3, ratios=ratios)
     whole = list(islice(walk(draws, index=index, count=7), 40))
     rest = walk(draws, index=index, count=7, start=whole[skipped][0])
     assert list(islice(rest, 40 - skipped)) == whole[skipped:]
 
 
 def test_a_walk_starts_with_its_first_own_draw_from_the_start_on() -> None:
-    draws = Draws([100], seed=0)
+    draws = ProblemSampler([100], seed=0)
     firsts = [next(walk(draws, index=index, count=3, start=10))[0] for index in range(3)]
     assert firsts == [12, 10, 11]
 
 
 def test_a_walk_far_ahead_starts_at_once() -> None:
-    assert len(drawn(Draws([5], seed=0), 3, start=10**15)) == 3
-    assert len(drawn(Draws([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
+    assert len(drawn(ProblemSampler([5], seed=0), 3, start=10**15)) == 3
+    assert len(drawn(ProblemSampler([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
 
 
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(TaskError, match="no problems"):
-        Draws([0], seed=0)
+        ProblemSampler([0], seed=0)
 
 
 # Several environments.
@@ -105,7 +105,7 @@ def test_shares_come_out_in_every_thousand_draws(
 ) -> None:
     assert shares(ratios, 1000) == expected
     sizes = [7] * len(ratios)
-    draws = Draws(sizes, seed=1, ratios=ratios)
+    draws = ProblemSampler(sizes, seed=1, ratios=ratios)
     for block in range(2):
         found = Counter(
             draws.environment(position) for position in drawn(draws, 1000, start=1000 * block)
@@ -114,20 +114,20 @@ def test_shares_come_out_in_every_thousand_draws(
 
 
 def test_without_ratios_every_problem_has_the_same_share() -> None:
-    draws = Draws([30, 10], seed=2)
+    draws = ProblemSampler([30, 10], seed=2)
     found = Counter(draws.environment(position) for position in drawn(draws, 40))
     assert found == {0: 30, 1: 10}
 
 
 def test_each_environment_is_dealt_out_before_it_comes_again() -> None:
-    draws = Draws([50, 4], seed=2, ratios=(1, 1))
+    draws = ProblemSampler([50, 4], seed=2, ratios=(1, 1))
     small = [p for p in drawn(draws, 1000) if draws.environment(p) == 1]
     for epoch in range(len(small) // 4):
         assert sorted(small[4 * epoch : 4 * epoch + 4]) == [50, 51, 52, 53]
 
 
 def test_a_draw_is_the_same_for_every_number_of_generators() -> None:
-    draws = Draws([9, 5], seed=4, ratios=(2, 1))
+    draws = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
     alone = dict(islice(walk(draws, index=0, count=1), 300))
     for index in range(4):
         for draw, position in islice(walk(draws, index=index, count=4), 50):
@@ -138,12 +138,12 @@ def test_a_draw_is_the_same_for_every_number_of_generators() -> None:
 
 
 def test_resting_problems_are_passed_over() -> None:
-    draws = Draws([10], seed=0)
+    draws = ProblemSampler([10], seed=0)
     awake = walk(draws, index=0, count=1, resting=lambda position: position < 8)
     assert {position for _, position in islice(awake, 20)} == {8, 9}
 
 
 def test_a_walk_where_all_rest_does_not_hang() -> None:
-    draws = Draws([10], seed=0)
+    draws = ProblemSampler([10], seed=0)
     asleep = walk(draws, index=0, count=1, resting=lambda position: True, patience=100)
     assert [draw for draw, _ in islice(asleep, 2)] == [99, 199]

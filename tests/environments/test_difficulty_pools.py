@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from peralta_zmq.environments.difficulty_pools import Pools, is_resting
+from peralta_zmq.environments.difficulty_pools import DifficultyPools, is_excluded
 
 IDS = ["a", "b", "c", "d", "a"]  # one problem stands in two places
 
 
-def pools(**options: object) -> Pools:
-    return Pools(IDS, **{"easy_threshold": 0.8, "hard_threshold": 0.2, **options})  # type: ignore[arg-type]
+def pools(**options: object) -> DifficultyPools:
+    return DifficultyPools(IDS, **{"easy_threshold": 0.8, "hard_threshold": 0.2, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_problem_rests_in_all_its_places() -> None:
     made = pools()
     assert made.resting == b""
     made.judge("a", 1.0)
-    assert [is_resting(made.resting, position) for position in range(6)] == [
+    assert [is_excluded(made.resting, position) for position in range(6)] == [
         True, False, False, False, True, False,
     ]  # fmt: skip
     assert made.sizes() == {"normal": 3, "easy": 1, "hard": 0}
@@ -76,7 +76,7 @@ def test_what_was_saved_is_restored_and_what_has_gone_is_left_out() -> None:
     made.judge("a", 1.0)
     made.judge("b", 0.0)
     saved = json.loads(json.dumps(made.saved()))
-    again, other = pools(), Pools(["b"], easy_threshold=1)
+    again, other = pools(), DifficultyPools(["b"], easy_threshold=1)
     again.restore(saved)
     other.restore(saved)
     assert again.saved() == made.saved() == {"easy": ["a"], "hard": ["b"]}
@@ -89,7 +89,7 @@ def test_what_was_saved_is_restored_and_what_has_gone_is_left_out() -> None:
 )
 def test_shares_of_the_pools_return(easy: float, hard: float, sizes: tuple[int, int]) -> None:
     names = [str(number) for number in range(100)]
-    made = Pools(names, easy_threshold=0.8, hard_threshold=0.2)
+    made = DifficultyPools(names, easy_threshold=0.8, hard_threshold=0.2)
     for number, name in enumerate(names):
         made.judge(name, 1.0 if number < 40 else 0.0 if number < 60 else 0.5)
     back = made.return_some(easy_fraction=easy, hard_fraction=hard, seed=3)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from peralta_zmq.environments import calculator, reward_runner
-from peralta_zmq.environments.reward_runner import Judge
+from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
 
@@ -54,12 +54,12 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 
 @pytest.fixture
-def asked(task: ModuleType) -> Iterator[Judge]:
-    with Judge(task.reward, deadline_seconds=20) as opened:
+def asked(task: ModuleType) -> Iterator[RewardRunner]:
+    with RewardRunner(task.reward, deadline_seconds=20) as opened:
         yield opened
 
 
-def test_rewards_come_from_a_process_of_their_own(asked: Judge) -> None:
+def test_rewards_come_from_a_process_of_their_own(asked: RewardRunner) -> None:
     assert asked.reward(PROBLEM, "anything") == 1.0
     assert asked.reward(PROBLEM, "true") == 1.0
     assert asked.reward(PROBLEM, "parts") == {"right": 1.0, "short": 0.5}
@@ -83,7 +83,9 @@ FAILURES = {
 }
 
 
-def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(asked: Judge) -> None:
+def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(
+    asked: RewardRunner,
+) -> None:
     for number, (text, words) in enumerate(FAILURES.items(), start=1):
         with pytest.raises(RewardError, match=words) as caught:
             asked.reward(PROBLEM, text)
@@ -93,7 +95,7 @@ def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(ask
 
 
 def test_a_reward_that_hangs_is_ended_in_time_and_its_process_replaced(task: ModuleType) -> None:
-    with Judge(task.reward, deadline_seconds=1) as asked:
+    with RewardRunner(task.reward, deadline_seconds=1) as asked:
         with pytest.raises(RewardError, match=r"took longer than 1 s"):
             asked.reward(PROBLEM, "hang")
         assert not is_alive(pid_of(task))
@@ -101,7 +103,7 @@ def test_a_reward_that_hangs_is_ended_in_time_and_its_process_replaced(task: Mod
 
 
 def test_rewards_that_always_fail_end_the_program(
-    asked: Judge, monkeypatch: pytest.MonkeyPatch
+    asked: RewardRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_runner, "MAX_IN_A_ROW", 3)
     for text in ("nan", "none", "anything", "nan", "none"):
@@ -137,7 +139,7 @@ def test_a_hanging_reward_does_not_outlive_who_asked(task: ModuleType, tmp_path:
 
 def test_a_bounded_reward_needs_no_process() -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
-    with Judge(calculator.reward, deadline_seconds=1, bounded=True) as asked:
+    with RewardRunner(calculator.reward, deadline_seconds=1, bounded=True) as asked:
         assert [asked.reward(problem, text) for text in ("3 + 2", "7")] == [1.0, 0.0]
         assert asked._worker is None
 
@@ -145,7 +147,7 @@ def test_a_bounded_reward_needs_no_process() -> None:
 def test_a_bounded_reward_that_fails_is_an_error_too() -> None:
     broken = Problem("1", "calculator", (), "two")
     with (
-        Judge(calculator.reward, deadline_seconds=1, bounded=True) as asked,
+        RewardRunner(calculator.reward, deadline_seconds=1, bounded=True) as asked,
         pytest.raises(RewardError, match="two"),
     ):
         asked.reward(broken, "2")
@@ -154,16 +156,16 @@ def test_a_bounded_reward_that_fails_is_an_error_too() -> None:
 def test_a_reward_that_cannot_start_is_named(task: ModuleType) -> None:
     task.reward.__module__ = "no_such_task_at_all"
     with (
-        Judge(task.reward, deadline_seconds=1) as asked,
+        RewardRunner(task.reward, deadline_seconds=1) as asked,
         pytest.raises(TaskError, match="reward no_such_task_at_all:reward does not start: ended"),
     ):
         asked.reward(PROBLEM, "anything")
 
 
 def test_options_reach_the_reward(task: ModuleType) -> None:
-    with Judge(task.paid, deadline_seconds=20, options={"bonus": 2}) as asked:
+    with RewardRunner(task.paid, deadline_seconds=20, options={"bonus": 2}) as asked:
         assert asked.reward(PROBLEM, "anything") == 3.0
-    with Judge(task.paid, deadline_seconds=20, options={"bonus": 5}, bounded=True) as asked:
+    with RewardRunner(task.paid, deadline_seconds=20, options={"bonus": 5}, bounded=True) as asked:
         assert asked.reward(PROBLEM, "anything") == 6.0
 
 

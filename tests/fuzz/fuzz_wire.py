@@ -35,7 +35,7 @@ def decode_all(content: bytes) -> None:
         for each in group.rollouts:  # they are cut only now
             assert 0 <= each.token_ids.min() <= each.token_ids.max() < VOCAB_SIZE
     for decode in (
-        wire.decode_announcement, wire.decode_counters, wire.decode_greeting, wire.decode_request,
+        wire.decode_announcement, wire.decode_generator_status, wire.decode_worker_info, wire.decode_request,
     ):  # fmt: skip
         try:
             decode(content)
@@ -58,12 +58,12 @@ def main() -> None:
         (corpus / f"group{number}").write_bytes(wire.encode_group(group))
         alike = replace(group, rollouts=group.rollouts[:1] * 5)  # so that they share a prompt
         (corpus / f"alike{number}").write_bytes(wire.encode_group(alike))
-    said = wire.Announcement("run", boot=bytes(8), recv={"a/00": 1}, durable={"a/00": 0})
+    said = wire.Announcement("run", incarnation=bytes(8), recv={"a/00": 1}, durable={"a/00": 0})
     (corpus / "announcement").write_bytes(wire.encode_announcement(said))
-    counted = wire.Counters("run", "ann", bytes(8), hello={"python": "3.11"})
-    (corpus / "counters").write_bytes(wire.encode_counters(counted))
-    greeting = wire.Greeting("run", run_id="run-00", hello={"python": "3.11"}, shown="file")
-    (corpus / "greeting").write_bytes(wire.encode_greeting(greeting))
+    counted = wire.GeneratorStatus("run", "ann", bytes(8), hello={"python": "3.11"})
+    (corpus / "counters").write_bytes(wire.encode_generator_status(counted))
+    greeting = wire.WorkerInfo("run", run_id="run-00", hello={"python": "3.11"}, shown="file")
+    (corpus / "greeting").write_bytes(wire.encode_worker_info(greeting))
     (corpus / "request").write_bytes(wire.encode_request("take", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)

@@ -24,17 +24,17 @@ from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.build_environments import Environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.environments.reward_runner import Judge
+from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.errors import EngineError, RewardError, StoreError
 from peralta_zmq.generator import loop as generator
 from peralta_zmq.generator import pacing
-from peralta_zmq.generator.loop import MAX_FAILURES, Generator, LeftBehindError, Line
-from peralta_zmq.generator.pacing import HUNGRY_SECONDS, SILENT_SECONDS, Pace
+from peralta_zmq.generator.loop import MAX_FAILURES, Generator, StaleRunError, TrainerConnection
+from peralta_zmq.generator.pacing import HUNGRY_SECONDS, SILENT_SECONDS, SamplingPacer
 from peralta_zmq.generator.weight_sync import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
 from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 
 
 class Clock:
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def begins(
-    pace: Pace, *, step: int = 0, begun: int = 0, generators: int = 1, hungry: bool = False
+    pace: SamplingPacer, *, step: int = 0, begun: int = 0, generators: int = 1, hungry: bool = False
 ) -> int:
     """Groups that the pace allows before it says wait, when none is under way."""
     count = 0
@@ -78,16 +78,16 @@ def begins(
 def test_groups_land_in_steps_that_are_near_enough(
     clock: Clock, level: int, begun: int, groups: int
 ) -> None:
-    assert begins(Pace(16, max_async_level=level), step=7, begun=begun) == groups
+    assert begins(SamplingPacer(16, max_async_level=level), step=7, begun=begun) == groups
 
 
 @pytest.mark.parametrize(("generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
 def test_generators_share_a_step(clock: Clock, generators: int, groups: int) -> None:
-    assert begins(Pace(16, max_async_level=0), generators=generators) == groups
+    assert begins(SamplingPacer(16, max_async_level=0), generators=generators) == groups
 
 
 def test_a_trainer_that_waits_and_has_all_of_ours_gets_one_more(clock: Clock) -> None:
-    pace = Pace(16, max_async_level=1)
+    pace = SamplingPacer(16, max_async_level=1)
     pace.count()
     clock.now += HUNGRY_SECONDS + 0.1
     assert begins(pace, begun=2, hungry=True) == 1
@@ -95,7 +95,7 @@ def test_a_trainer_that_waits_and_has_all_of_ours_gets_one_more(clock: Clock) ->
 
 
 def test_a_trainer_that_is_not_heard_gets_one_only_after_long_silence(clock: Clock) -> None:
-    pace = Pace(16, max_async_level=1)
+    pace = SamplingPacer(16, max_async_level=1)
     pace.count()
     clock.now += SILENT_SECONDS - 0.1
     assert begins(pace, begun=2) == 0
@@ -125,8 +125,8 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def follower(store: WeightStore, tmp_path: Path) -> Iterator[Follower]:
-    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
+def follower(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
         yield opened
 
 
@@ -135,7 +135,7 @@ def published(store: WeightStore, step: int, value: float, *, line: int = 0) -> 
     return store.publish(step, {"w": torch.full((4,), value)}, companions={}, about=about)
 
 
-def until_step(engine: Any, follower: Follower, version: Version, step: int) -> Version:
+def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
         follower.ready(timeout=0.2)
@@ -143,16 +143,16 @@ def until_step(engine: Any, follower: Follower, version: Version, step: int) -> 
     return version
 
 
-def test_the_newest_version_is_applied(store: WeightStore, follower: Follower) -> None:
+def test_the_newest_version_is_applied(store: WeightStore, follower: WeightSubscriber) -> None:
     first = published(store, 1, 1.0)
     newest = published(store, 3, 3.0)
     engine = Spy()
-    assert until_step(engine, follower, first, 3).wid == newest.wid
+    assert until_step(engine, follower, first, 3).weights_id == newest.weights_id
     assert engine.weights["w"].tolist() == [3.0] * 4
 
 
 def test_a_version_once_applied_is_not_applied_again(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     newest = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     engine.weights.clear()
@@ -162,7 +162,7 @@ def test_a_version_once_applied_is_not_applied_again(
 
 
 def test_a_version_that_the_engine_refuses_changes_nothing_and_a_later_one_is_taken(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     published(store, 13, 13.0)
@@ -174,7 +174,7 @@ def test_a_version_that_the_engine_refuses_changes_nothing_and_a_later_one_is_ta
 
 
 def test_a_real_model_serves_what_was_published_bit_for_bit(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     trained, serving = tiny_model(seed=1), tiny_model(seed=2)
     version = store.publish(5, models.weights_of(trained), companions={})
@@ -214,7 +214,7 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
     )
     asked: list[str] = []
     with (
-        closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
+        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as listener,
         closing(open_follower(config, "ann")) as follower,
     ):
         version, engine, _ = open_engine(
@@ -236,7 +236,7 @@ def test_a_generator_gives_up_waiting_for_weights_when_it_is_told_to(tmp_path: P
     arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
     config = load_config("bin/generator", arguments)
     with (
-        closing(wire.Listener("tcp://127.0.0.1:9")) as listener,
+        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as listener,
         closing(open_follower(config, "ann")) as follower,
         pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
     ):
@@ -256,7 +256,7 @@ def damaged(weights: dict[str, torch.Tensor], damage: str) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "nan", "integers", "of a lie"])
 def test_a_version_that_does_not_fit_leaves_the_live_model_untouched(
-    store: WeightStore, follower: Follower, damage: str
+    store: WeightStore, follower: WeightSubscriber, damage: str
 ) -> None:
     serving = tiny_model(seed=2)
 
@@ -287,16 +287,23 @@ def test_a_version_that_does_not_fit_leaves_the_live_model_untouched(
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
+def line() -> Iterator[TrainerConnection]:
     """Sockets to nobody."""
     address = "tcp://127.0.0.1:9"
-    opened = Line(wire.Listener(address), wire.RolloutSender(address), wire.CounterSender(address))
+    opened = TrainerConnection(
+        wire.AnnouncementSubscriber(address),
+        wire.RolloutSender(address),
+        wire.GeneratorStatusSender(address),
+    )
     with closing(opened.listener), closing(opened.sender), closing(opened.counters):
         yield opened
 
 
 def generator_of(
-    follower: Follower, line: Line, version: Version, **sections: dict[str, object]
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    version: Version,
+    **sections: dict[str, object],
 ) -> Generator:
     config = Config.model_validate(sections)
     return Generator(config, "ann", b"bootboot", follower, line, version, {"python": "3.11"})
@@ -304,7 +311,11 @@ def generator_of(
 
 @pytest.mark.parametrize(("update", "during"), [("in_flight", 2), ("between_groups", 1)])
 def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
-    update: str, during: int, store: WeightStore, follower: Follower, line: Line
+    update: str,
+    during: int,
+    store: WeightStore,
+    follower: WeightSubscriber,
+    line: TrainerConnection,
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     worker = generator_of(follower, line, first, weights={"update": update})
@@ -319,20 +330,20 @@ def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
 
 
 def test_a_group_that_takes_long_is_no_silence(
-    store: WeightStore, follower: Follower, line: Line, stack: ExitStack
+    store: WeightStore, follower: WeightSubscriber, line: TrainerConnection, stack: ExitStack
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
-    trainer = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id="run")))
-    counters = stack.enter_context(closing(wire.CounterSender(trainer.address)))
+    trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
+    counters = stack.enter_context(closing(wire.GeneratorStatusSender(trainer.address)))
     worker = generator_of(follower, replace(line, counters=counters), first)
     eventually(lambda: worker._between_steps(engine) or trainer.receive(timeout=0.05))
 
 
 def test_a_trainer_that_does_not_speak_of_us_has_taken_what_it_had_taken(
-    store: WeightStore, follower: Follower, line: Line
+    store: WeightStore, follower: WeightSubscriber, line: TrainerConnection
 ) -> None:
     worker = generator_of(follower, line, published(store, 1, 1.0))
-    silent = wire.Announcement("run", boot=b"trainer!", recv={}, durable={}, seen={})
+    silent = wire.Announcement("run", incarnation=b"trainer!", recv={}, durable={}, seen={})
     assert worker._taken(None) == worker._taken(silent) == 0
     assert worker._taken(replace(silent, taken={worker._outbox.sender: 6})) == 7
     assert worker._taken(silent) == worker._taken(None) == 7
@@ -341,7 +352,7 @@ def test_a_trainer_that_does_not_speak_of_us_has_taken_what_it_had_taken(
 
 
 def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
-    store: WeightStore, follower: Follower, line: Line
+    store: WeightStore, follower: WeightSubscriber, line: TrainerConnection
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     published(store, 2, 2.0)
@@ -356,7 +367,7 @@ def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
 
 
 def test_weights_of_another_run_begin_anew(
-    store: WeightStore, follower: Follower, line: Line, tmp_path: Path
+    store: WeightStore, follower: WeightSubscriber, line: TrainerConnection, tmp_path: Path
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 7, 7.0), 7)
     worker = generator_of(follower, line, first)
@@ -368,7 +379,7 @@ def test_weights_of_another_run_begin_anew(
     other.claim("another-run")
     published(other, 1, 1.0)
     assert follower.ready(timeout=20) is not None
-    with pytest.raises(LeftBehindError):
+    with pytest.raises(StaleRunError):
         worker._refresh(engine)
     assert (worker._sequence, worker._under_way, len(worker._outbox)) == (0, 0, 0)
     assert worker._outbox.sender != before
@@ -376,7 +387,10 @@ def test_weights_of_another_run_begin_anew(
 
 
 def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
-    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    store: WeightStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = until_step(Spy(), follower, published(store, 1, 1.0), 1)
     worker = generator_of(follower, line, first)
@@ -403,12 +417,15 @@ def answers() -> list[Completion]:
 
 
 def judged_by(reward: Callable[..., float]) -> Environments:
-    judge = Judge(reward, deadline_seconds=9, bounded=True)
+    judge = RewardRunner(reward, deadline_seconds=9, bounded=True)
     return Environments({"mine": 1}, (PROBLEM,), {"mine": judge})
 
 
 def test_a_group_whose_reward_fails_is_given_up_and_counted_and_the_next_one_is_made(
-    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    store: WeightStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
     worker = generator_of(follower, line, first)
@@ -427,7 +444,10 @@ def likeliest(engine: NativeEngine) -> list[float]:
 
 
 def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
-    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    store: WeightStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The whole loop with a real engine; 2 groups run together, so 4 answers come from a step."""
     good, norm = models.weights_of(tiny_model(seed=1)), "model.norm.weight"
@@ -463,7 +483,10 @@ def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
 
 
 def test_groups_under_way_across_a_roll_back_are_not_made(
-    follower: Follower, line: Line, store: WeightStore, caplog: pytest.LogCaptureFixture
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    store: WeightStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Of 3 answers to each problem 4 are made together: one of the next is always under way."""
     tokenizer = models.load_tokenizer(models.EMBEDDED)
@@ -492,14 +515,14 @@ def test_groups_under_way_across_a_roll_back_are_not_made(
         worker.work(engine, tokenizer, judged_by(reward))
     groups = [wire.decode_group(each, vocab_size=64) for each in worker._outbox._frames.values()]
     assert [each.sequence for each in groups] == list(range(worker._sequence))
-    steps = [(each.policy_step, each.newest_step, each.wid) for each in groups]
-    assert set(steps) == {(8, 8, ahead.wid), (4, 4, worker._version.wid)}
+    steps = [(each.policy_step, each.newest_step, each.weights_id) for each in groups]
+    assert set(steps) == {(8, 8, ahead.weights_id), (4, 4, worker._version.weights_id)}
     assert steps == sorted(steps, reverse=True)  # nothing of step 8 after what is of step 4
     assert "at step 4 of another line; groups under way are given up" in caplog.text
 
 
 def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(
-    follower: Follower, line: Line, store: WeightStore
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore
 ) -> None:
     first = until_step(Spy(), follower, published(store, 0, 1.0), 0)
     worker = generator_of(follower, line, first)
@@ -524,7 +547,7 @@ def test_so_many_groups_in_a_row_without_a_reward_end_the_generator(
     ],
 )
 def test_as_many_groups_are_begun_as_a_step_takes_times_the_factor(
-    follower: Follower, line: Line, store: WeightStore,
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore,
     train: dict[str, object], factor: float, in_step: int, groups: int,
 ) -> None:  # fmt: skip
     version = until_step(engine := Spy(), follower, published(store, 0, 1.0), 0)
@@ -539,7 +562,10 @@ def test_as_many_groups_are_begun_as_a_step_takes_times_the_factor(
 
 
 def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept_for_it(
-    follower: Follower, line: Line, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    follower: WeightSubscriber,
+    line: TrainerConnection,
+    store: WeightStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     version = until_step(engine := Spy(), follower, published(store, 0, 1.0), 0)
     worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
@@ -552,7 +578,7 @@ def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept
 
 @pytest.mark.parametrize("other", [{"evaluate": -1}, {"evaluate": 9}, {"run_id": "another"}])
 def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_trainers(
-    follower: Follower, line: Line, store: WeightStore, other: dict[str, Any]
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore, other: dict[str, Any]
 ) -> None:
     version = until_step(Spy(), follower, published(store, 8, 0.0), 8)
     worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
@@ -574,7 +600,7 @@ def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_t
 
 @pytest.mark.parametrize("step", [4, 8, 12])
 def test_weights_of_another_line_are_told_apart_whatever_their_step(
-    follower: Follower, line: Line, store: WeightStore, step: int
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore, step: int
 ) -> None:
     """Who sleeps through a roll-back may wake at a step beyond the one it fell asleep at."""
     version = until_step(engine := Spy(), follower, published(store, 8, 8.0), 8)
@@ -582,7 +608,7 @@ def test_weights_of_another_line_are_told_apart_whatever_their_step(
     worker._evaluated = 8
     published(store, step, 4.0, line=1)
     assert follower.ready(timeout=20) is not None
-    with pytest.raises(LeftBehindError):
+    with pytest.raises(StaleRunError):
         worker._refresh(engine)
     published(store, 14, 9.0, line=1)
     assert follower.ready(timeout=20) is not None
@@ -592,7 +618,7 @@ def test_weights_of_another_line_are_told_apart_whatever_their_step(
 
 
 def test_the_same_weights_published_again_are_of_the_same_line(
-    follower: Follower, line: Line, store: WeightStore
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore
 ) -> None:
     version = until_step(engine := Spy(), follower, published(store, 8, 8.0), 8)
     worker = generator_of(follower, line, version)
@@ -608,7 +634,7 @@ def test_the_same_weights_published_again_are_of_the_same_line(
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])
 def test_a_trainer_that_is_silent_after_the_last_step_has_ended_the_run(
-    follower: Follower, line: Line, store: WeightStore, monkeypatch: pytest.MonkeyPatch,
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore, monkeypatch: pytest.MonkeyPatch,
     step: int, over: bool,
 ) -> None:  # fmt: skip
     version = until_step(Spy(), follower, published(store, step, 1.0), step)

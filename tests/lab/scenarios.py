@@ -199,7 +199,9 @@ def cuts(count: int, seed: int) -> None:
         cut.disconnect(SERVED)
         cut.connect(SERVED)
         for folder, answers in said.items():
-            promised = {each["number"]: each["wid"] for each in answers if "wid" in each}
+            promised = {
+                each["number"]: each["weights_id"] for each in answers if "weights_id" in each
+            }
             found = verifier.call("verify", folder=folder, size=256 * KIB)
             tell(event=folder.split("-")[1], number=number, **_judged(promised, found))
             shutil.rmtree(folder, ignore_errors=True)  # it may not have been there yet
@@ -257,7 +259,9 @@ def _names(folder: Path) -> list[str]:
 def _judged(promised: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
     """How many versions were announced, which of them are lost, which have STABLE and are torn."""
     good = found["good"]
-    lost = [number for number, wid in promised.items() if good.get(str(number)) != wid]
+    lost = [
+        number for number, weights_id in promised.items() if good.get(str(number)) != weights_id
+    ]
     return {
         "announced": len(promised),
         "lost": lost,

@@ -47,7 +47,7 @@ def test_another_client_lists_a_new_version_within_five_seconds(
     )
     assert max(delays) <= VISIBLE_SECONDS
     assert all(each["loaded"]["exact"] for each in versions)
-    assert all(each["loaded"]["wid"] == each["done"]["wid"] for each in versions)
+    assert all(each["loaded"]["weights_id"] == each["done"]["weights_id"] for each in versions)
 
 
 @pytest.mark.parametrize("protocol", EVERYWHERE)
@@ -77,7 +77,7 @@ def test_a_full_nas_refuses_a_version_whole_and_works_again_when_freed(
         assert not [name for name in _left(then) if "/" in name], "what was half-written stays"
     assert meanwhile["newest"]["number"] == 1
     assert freed["answer"]["number"] >= 2
-    assert read["loaded"]["wid"] == freed["answer"]["wid"]
+    assert read["loaded"]["weights_id"] == freed["answer"]["weights_id"]
     assert read["loaded"]["exact"]
 
 
@@ -123,7 +123,7 @@ def test_old_weights_serve_while_the_nas_is_away_and_then_new_ones(
     assert caught_up <= CATCH_UP_SECONDS
     assert publisher["first"].get("number") or publisher["first"]["error"] == "StoreError"
     assert _one(told, "later")["loaded"] == {
-        "number": publisher["done"]["number"], "wid": publisher["done"]["wid"], "exact": True,
+        "number": publisher["done"]["number"], "weights_id": publisher["done"]["weights_id"], "exact": True,
         "seconds": _one(told, "later")["loaded"]["seconds"],
     }  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_nothing_is_written_where_the_mount_was(machine: Machine, protocol: str)
         assert gone["local"] == []
     back = _one(told, "back")
     assert _one(told, "meanwhile")["newest"]["number"] == 1
-    assert back["loaded"]["wid"] == back["done"]["wid"]
+    assert back["loaded"]["weights_id"] == back["done"]["weights_id"]
     assert back["loaded"]["exact"]
 
 
@@ -190,7 +190,7 @@ def _publish_until_cut(
                 break
         told += running.cut_power()
     _nothing_lost(before, _one(told, "verified"))
-    return {str(each["number"]): each["wid"] for each in _all(told, "announced")}
+    return {str(each["number"]): each["weights_id"] for each in _all(told, "announced")}
 
 
 def _nothing_lost(announced: dict[str, str], verified: dict[str, Any]) -> None:

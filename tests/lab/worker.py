@@ -21,7 +21,7 @@ import torch
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.weights.store import Base, WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 
 RUN = "lab"
 KEEP_ALL = 1_000_000
@@ -156,7 +156,7 @@ def verify(folder: str, size: int) -> dict[str, Any]:
         with contextlib.suppress(StoreError):
             exact = version is not None and _exact(store, version, size)
         if exact and version is not None:
-            good[number] = version.wid
+            good[number] = version.weights_id
         else:
             bad.append(number)
     return {"good": good, "bad": bad}
@@ -173,7 +173,7 @@ def follow(
     began = time.monotonic()
     pause, serving, intact = 0.0, [], True
     with contextlib.closing(
-        Follower(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
+        WeightSubscriber(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
     ) as follower:
         while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
             time.sleep(0.05)  # as long as a token takes
@@ -218,7 +218,11 @@ def _store(folder: str) -> WeightStore:
 
 
 def _named(version: Version | None) -> dict[str, Any]:
-    return {"number": version.number, "wid": version.wid} if version else {"number": None}
+    return (
+        {"number": version.number, "weights_id": version.weights_id}
+        if version
+        else {"number": None}
+    )
 
 
 STORES: dict[str, WeightStore] = {}

@@ -72,7 +72,9 @@ def test_stale_group_that_comes_again_is_a_duplicate() -> None:
 def test_restarted_generator_may_count_from_zero_again() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=9), step=1)
-    assert admission.admit(group_of([1, 0], sequence=0, boot=b"second!!"), step=1) == "trained"
+    assert (
+        admission.admit(group_of([1, 0], sequence=0, incarnation=b"second!!"), step=1) == "trained"
+    )
 
 
 def test_generators_count_apart() -> None:
@@ -118,7 +120,9 @@ def test_jumping_sequences_do_not_fill_memory() -> None:
     assert not ledger.settle("a", 39_998, "trained")
 
 
-@pytest.mark.parametrize("field", [{"policy_step": 5}, {"policy_step": 9}, {"wid": "left behind"}])
+@pytest.mark.parametrize(
+    "field", [{"policy_step": 5}, {"policy_step": 9}, {"weights_id": "left behind"}]
+)
 def test_group_of_weights_left_behind_by_a_roll_back_is_not_trained(field: dict[str, Any]) -> None:
     admission = Admission(8, abandoned={"left behind"})
     assert admission.admit(group_of([1, 0], **field), step=5) == "abandoned"
@@ -177,10 +181,10 @@ def test_gaps_of_all_together_are_bounded_and_who_is_longest_unheard_gives_up(
 ) -> None:
     monkeypatch.setattr(admission_module, "MAX_ABOVE_ALL", 20)
     ledger = Ledger()
-    for boot in range(12):
-        assert ledger.settle("honest", 1 + boot, "trained")  # 0 is sent again in the end
+    for incarnation in range(12):
+        assert ledger.settle("honest", 1 + incarnation, "trained")  # 0 is sent again in the end
         for number in range(1, width + 1):
-            assert ledger.settle(f"hostile/{boot}", 2 * number, "stale")
+            assert ledger.settle(f"hostile/{incarnation}", 2 * number, "stale")
     above = [len(above) for _, above in ledger.saved()["senders"].values()]
     assert sum(above) <= 20
     assert ledger.settle("honest", 0, "trained")
@@ -220,5 +224,5 @@ def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
     asked = group_of([1, 0], evaluates=3)
     assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
     assert admission.ledger.outcomes == {"evaluated": 1}
-    left_behind = Admission(0, abandoned={group_of([1, 0]).wid})
+    left_behind = Admission(0, abandoned={group_of([1, 0]).weights_id})
     assert left_behind.admit(asked, step=90) == "abandoned"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes import group_of
 
-from peralta_zmq.errors import PartError
+from peralta_zmq.errors import UserCodeError
 from peralta_zmq.learning.advantages import (
     advantages_of,
     group_mean,
@@ -133,5 +133,5 @@ def too_few(rewards: Any, lengths: Any, *, shown: int = 1) -> list[float]:
     ],
 )
 def test_a_function_that_gives_no_advantages_is_named(function: Any, words: str) -> None:
-    with pytest.raises(PartError, match=words):
+    with pytest.raises(UserCodeError, match=words):
         advantages_of(GROUPS, function)

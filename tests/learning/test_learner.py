@@ -12,7 +12,7 @@ from fakes import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.losses import grpo_kl, reinforce
-from peralta_zmq.learning.reference_models import AnotherModel, Reference
+from peralta_zmq.learning.reference_models import Reference, TeacherModel
 from peralta_zmq.learning.tokens import Tokens
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
@@ -182,7 +182,7 @@ def test_frozen_models_score_the_same_tokens() -> None:
     parameters = dict(policy.named_parameters())
     (tokens,) = seen_by(
         functools.partial(tiny_learner, policy),
-        reference=Reference(parameters, Scorer(policy)), teacher=AnotherModel(Scorer(other)),
+        reference=Reference(parameters, Scorer(policy)), teacher=TeacherModel(Scorer(other)),
     )  # fmt: skip
     for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
         (own,) = seen_by(functools.partial(tiny_learner, model))

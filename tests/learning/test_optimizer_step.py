@@ -17,10 +17,17 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import grpo, reinforce
 from peralta_zmq.learning.optimizer_step import Taken, take_step
-from peralta_zmq.learning.packing import Batch, Cut, Temperature, cut, make_batches, masked_out
+from peralta_zmq.learning.packing import (
+    Batch,
+    PackedGroups,
+    Temperature,
+    cut,
+    make_batches,
+    masked_out,
+)
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import Branch, Segment
+from peralta_zmq.rollout import PackedSequence, PrefixSpan
 
 GROUPS = [
     siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
@@ -47,7 +54,7 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> Cut:
+def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> PackedGroups:
     return cut(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
 
 
@@ -147,7 +154,7 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
     one = torch.ones(1, dtype=torch.float64)
     batch = Batch(
         token_ids=torch.tensor([3, 4]),
-        segments=(Segment((Branch(-1, 2),)),), scored=torch.tensor([1]),
+        segments=(PackedSequence((PrefixSpan(-1, 2),)),), scored=torch.tensor([1]),
         old_logprobs=one * old, advantages=one / 2, mask=one,
         sequence=torch.tensor([0]), num_sequences=1,
     )  # fmt: skip

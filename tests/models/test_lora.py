@@ -32,7 +32,7 @@ from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
 from tools.tcp_link import free_ports
 
@@ -64,7 +64,7 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    beside = build_lora.published_beside(config, models.EMBEDDED, model)
+    beside = build_lora.companion_files_of(config, models.EMBEDDED, model)
     weights = lora.published_weights(model)
     return store.publish(step, weights, companions=beside.companions, about=beside.about)
 
@@ -77,12 +77,12 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def follower(store: WeightStore, tmp_path: Path) -> Iterator[Follower]:
-    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
+def follower(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.05)) as opened:
         yield opened
 
 
-def served(config: Config, follower: Follower) -> tuple[Version, Any, Any]:
+def served(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, Any]:
     """What a generator does with the first version that it finds."""
     staged = follower.ready(timeout=20)
     assert staged is not None
@@ -91,7 +91,7 @@ def served(config: Config, follower: Follower) -> tuple[Version, Any, Any]:
     return staged.version, engine, tokenizer
 
 
-def until_step(engine: Any, follower: Follower, version: Version, step: int) -> Version:
+def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
         follower.ready(timeout=0.2)
@@ -147,7 +147,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
-    engine: str, store: WeightStore, follower: Follower
+    engine: str, store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.alpha=7", "--engine.name", engine)
     learner = build.learner_of(config, model)
@@ -176,7 +176,7 @@ def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: 
 
 
 def test_what_a_version_added_is_gone_when_the_next_comes(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
     learner = build.learner_of(config, model)
@@ -209,7 +209,7 @@ def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: Weigh
 
 
 def test_an_adapter_for_another_base_is_refused_at_the_start(
-    store: WeightStore, follower: Follower, tmp_path: Path
+    store: WeightStore, follower: WeightSubscriber, tmp_path: Path
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
@@ -225,7 +225,7 @@ def test_an_adapter_for_another_base_is_refused_at_the_start(
 
 
 def test_an_adapter_for_another_base_is_refused_in_flight(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
@@ -241,7 +241,7 @@ def test_an_adapter_for_another_base_is_refused_in_flight(
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_an_adapter_that_does_not_fit_changes_nothing(
-    damage: str, store: WeightStore, follower: Follower
+    damage: str, store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
@@ -260,7 +260,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
 
 
 def test_an_adapter_that_is_not_finite_is_never_offered(
-    store: WeightStore, follower: Follower
+    store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.models.scoring import Scorer, training_dtype
-from peralta_zmq.rollout import Branch, Segment
+from peralta_zmq.rollout import PackedSequence, PrefixSpan
 
 # two prompts with completions, one of which branches from another, and one token before two
 SEGMENTS = [
-    Segment((Branch(-1, 3), Branch(2, 3), Branch(3, 2), Branch(2, 1))),
-    Segment((Branch(-1, 5), Branch(4, 3))),
-    Segment((Branch(-1, 1), Branch(0, 1), Branch(0, 2))),
+    PackedSequence((PrefixSpan(-1, 3), PrefixSpan(2, 3), PrefixSpan(3, 2), PrefixSpan(2, 1))),
+    PackedSequence((PrefixSpan(-1, 5), PrefixSpan(4, 3))),
+    PackedSequence((PrefixSpan(-1, 1), PrefixSpan(0, 1), PrefixSpan(0, 2))),
 ]
 SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
 SEQUENCES = [  # places in the row, and which of them are not in an earlier one
@@ -207,7 +207,9 @@ def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
 @pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
 def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int) -> None:
     tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
-    segments = [Segment((Branch(-1, 20), Branch(19, 40), Branch(19, length - 60)))]
+    segments = [
+        PackedSequence((PrefixSpan(-1, 20), PrefixSpan(19, 40), PrefixSpan(19, length - 60)))
+    ]
     scored = torch.arange(20, length)
     found = list[Tensor]()
     for dtype in (torch.float32, torch.bfloat16):

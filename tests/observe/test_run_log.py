@@ -15,12 +15,12 @@ import pytest
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run import RunFiles
 from peralta_zmq.observe.metrics import EVENTS, Events, Row, read_rows
-from peralta_zmq.observe.run_log import EVALUATIONS, Books
+from peralta_zmq.observe.run_log import EVALUATIONS, RunLog
 from peralta_zmq.observe.verdict import verdict
 
 
-def published(step: int, wid: str) -> tuple[str, dict[str, object]]:
-    return "publish", {"step": step, "number": step, "wid": wid}
+def published(step: int, weights_id: str) -> tuple[str, dict[str, object]]:
+    return "publish", {"step": step, "number": step, "weights_id": weights_id}
 
 
 def resumed(step: int) -> tuple[str, dict[str, object]]:
@@ -43,18 +43,18 @@ def test_weights_of_later_steps_are_abandoned_by_a_roll_back(
     with Events(tmp_path / EVENTS) as events:
         for event, fields in history:
             events.record(event, **fields)
-    with Books(tmp_path, run="run", max_steps=3) as books:
+    with RunLog(tmp_path, run="run", max_steps=3) as books:
         assert books.abandoned_weights(now) == abandoned
 
 
-def evaluate(books: Books, step: int) -> None:
+def evaluate(books: RunLog, step: int) -> None:
     books.evaluation(step, [], accuracy=0.5, figures={}, policy_steps=(step, step))
 
 
 def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_new_one(
     tmp_path: Path,
 ) -> None:
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         for step in (0, 4, 8):
             evaluate(books, step)
         books.rewind(4)
@@ -64,7 +64,7 @@ def test_an_evaluation_of_a_line_that_was_rolled_back_stands_for_no_step_of_the_
 
 
 def test_an_evaluation_before_a_roll_back_to_its_step_stands(tmp_path: Path) -> None:
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         evaluate(books, 8)
         books.rewind(2)
         evaluate(books, 4)
@@ -75,20 +75,20 @@ def test_an_evaluation_before_a_roll_back_to_its_step_stands(tmp_path: Path) -> 
 def test_what_is_written_after_a_roll_back_stands_whatever_the_clock_says(
     tmp_path: Path,
 ) -> None:
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         for step in range(1, 7):
             books.step({"step": step, "time": 1e9 + step, "reward": 0.5}, {})
         books.rewind(4)
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         assert books.last_step == 4
         assert books.step({"step": 5, "time": 5.0, "reward": 0.5}, {})  # it fell back
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         assert books.last_step == 5
 
 
 def test_an_evaluation_written_without_its_line_counts(tmp_path: Path) -> None:
     (tmp_path / EVALUATIONS).write_text('{"step": 8, "accuracy": 0.5, "answers": []}\n')
-    with Books(tmp_path, run="run", max_steps=8) as books:
+    with RunLog(tmp_path, run="run", max_steps=8) as books:
         assert books.has_evaluation(8)
 
 
@@ -104,7 +104,7 @@ def test_terminal_and_summary_tell_the_verdict_of_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_in_which_the_trainer_waits(4)
-    with Books(tmp_path, run="run", max_steps=4) as books:
+    with RunLog(tmp_path, run="run", max_steps=4) as books:
         for row in rows:
             books.step(row, {})
         books.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
@@ -127,7 +127,7 @@ def test_the_end_of_a_run_writes_the_page_into_a_file_and_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_in_which_the_trainer_waits(4)
-    with Books(tmp_path, run="run", max_steps=4) as books:
+    with RunLog(tmp_path, run="run", max_steps=4) as books:
         books.event("start", step=0)
         for row in rows:
             books.step(row, {})
@@ -141,7 +141,7 @@ def test_the_end_of_a_run_writes_the_page_into_a_file_and_names_it(
 
 
 def test_before_the_first_step_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    with Books(tmp_path, run="run", max_steps=4) as books:
+    with RunLog(tmp_path, run="run", max_steps=4) as books:
         books.draw()
     assert not list(tmp_path.glob("re*"))
 
@@ -150,7 +150,7 @@ def test_pictures_that_cannot_be_written_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report.html").mkdir()
-    with Books(tmp_path, run="run", max_steps=4) as books:
+    with RunLog(tmp_path, run="run", max_steps=4) as books:
         books.step(rows_in_which_the_trainer_waits(1)[0], {})
         capsys.readouterr()
         books.draw()
@@ -161,10 +161,10 @@ def test_pictures_that_cannot_be_written_are_one_line(
 
 def test_a_new_session_judges_with_the_rows_of_the_last_one(tmp_path: Path) -> None:
     *earlier, newest = rows_in_which_the_trainer_waits(4)
-    with Books(tmp_path, run="run", max_steps=9) as books:
+    with RunLog(tmp_path, run="run", max_steps=9) as books:
         for row in earlier:
             books.step(row, {})
-    with Books(tmp_path, run="run", max_steps=9) as books:
+    with RunLog(tmp_path, run="run", max_steps=9) as books:
         books.step(newest, {})
         assert books.verdict() == verdict([*earlier, newest])
 
@@ -172,11 +172,11 @@ def test_a_new_session_judges_with_the_rows_of_the_last_one(tmp_path: Path) -> N
 def test_a_stall_is_the_same_sentence_in_the_terminal_and_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Books(tmp_path, run="run", max_steps=9) as books:
+    with RunLog(tmp_path, run="run", max_steps=9) as books:
         books.event("start", step=0)
-        books.event("join", generator="ann", boot="1", step=1)
+        books.event("join", generator="ann", incarnation="1", step=1)
         books.step({"step": 1, "time": time.time(), "step_time": 1.0}, {})
-        books.event("leave", generator="ann", boot="1")
+        books.event("leave", generator="ann", incarnation="1")
         books.look()
         _, *told = capsys.readouterr().out.splitlines()
         assert told == ["verdict: too early to say who waits for whom"]  # the step's
@@ -195,7 +195,7 @@ def test_a_stall_is_the_same_sentence_in_the_terminal_and_on_the_page(
 
 def test_the_end_of_a_session_is_told_once_and_only_if_it_trained(tmp_path: Path) -> None:
     for begun in (True, False):
-        with Books(tmp_path, run="run", max_steps=9) as books:
+        with RunLog(tmp_path, run="run", max_steps=9) as books:
             if begun:
                 books.event("start", step=0)
             books.end("complete", step=9)

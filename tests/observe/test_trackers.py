@@ -23,7 +23,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import trackers
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import Numbers, Tracker, check_trackers, open_trackers
 
 pytestmark = pytest.mark.timeout(60)
@@ -128,7 +128,7 @@ def tracked_by(name: str, folder: Path) -> None:
         opened = open_trackers([name], folder=folder, run_id="demo-1", settings={"seed": 0})
         if len(steps) == 1:  # as after a roll-back
             (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
-        with Books(folder, run="demo", max_steps=3, trackers=opened) as books:
+        with RunLog(folder, run="demo", max_steps=3, trackers=opened) as books:
             for step in steps:
                 row = {"step": step, "time": 1e9 + step, "reward": step / 4 + len(steps)}
                 books.step({**row, "rewards/right/mean": None}, {})

@@ -54,12 +54,12 @@ def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
     return [*rows[:-last], *kept]
 
 
-def joined(name: str, moment: float, *, boot: str = "1") -> Row:
-    return {"event": "join", "generator": name, "boot": boot, "time": moment}
+def joined(name: str, moment: float, *, incarnation: str = "1") -> Row:
+    return {"event": "join", "generator": name, "incarnation": incarnation, "time": moment}
 
 
-def left(name: str, moment: float, *, boot: str = "1") -> Row:
-    return {"event": "leave", "generator": name, "boot": boot, "time": moment}
+def left(name: str, moment: float, *, incarnation: str = "1") -> Row:
+    return {"event": "leave", "generator": name, "incarnation": incarnation, "time": moment}
 
 
 START: Row = {"event": "start", "time": 1000.0, "step": 0}
@@ -249,7 +249,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "one left since the last row": (
         without(run(10, gen("a"), gen("b"), gen("c")), "b", last=1),
-        [{"event": "leave", "generator": "c", "boot": "2", "time": 1030.0}], None,
+        [{"event": "leave", "generator": "c", "incarnation": "2", "time": 1030.0}], None,
         Verdict("b, c are gone, 1 still up", "restart them; the others go on", "warn"),
     ),
     "all are gone": (
@@ -385,14 +385,14 @@ def test_replayed_steps_do_not_count() -> None:
 
 
 def test_a_generator_that_came_back_is_not_gone() -> None:
-    join: Row = {"event": "join", "generator": "b", "boot": "2", "time": 1019.0}
-    leave: Row = {"event": "leave", "generator": "b", "boot": "1", "time": 1020.0}
-    assert verdict(run(), [join | {"boot": "1"}, join, leave]) == BALANCED
-    assert verdict(run(), [join, leave | {"boot": "2"}]).sentence == "b is gone, 1 still up"
+    join: Row = {"event": "join", "generator": "b", "incarnation": "2", "time": 1019.0}
+    leave: Row = {"event": "leave", "generator": "b", "incarnation": "1", "time": 1020.0}
+    assert verdict(run(), [join | {"incarnation": "1"}, join, leave]) == BALANCED
+    assert verdict(run(), [join, leave | {"incarnation": "2"}]).sentence == "b is gone, 1 still up"
 
 
 def test_one_that_left_long_ago_is_not_spoken_of() -> None:
-    leave: Row = {"event": "leave", "generator": "c", "boot": "1", "time": 900.0}
+    leave: Row = {"event": "leave", "generator": "c", "incarnation": "1", "time": 900.0}
     assert verdict(run(), [leave]) == BALANCED
 
 

@@ -160,7 +160,7 @@ def test_the_delay_grows_no_further_than_its_limit(monkeypatch: pytest.MonkeyPat
 def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) -> None:
     record = Record()
 
-    def look(crew: process_group.Crew) -> None:
+    def look(crew: process_group.ProcessGroup) -> None:
         lives.read()
         if lives.said.count("up\n") > len(killed()) and len(killed()) < 6:
             assert crew.strike("generator-0")
@@ -182,7 +182,7 @@ def test_kills_of_our_own_are_recorded_and_no_reason_to_give_up(lives: Lives) ->
 def test_a_worker_that_has_ended_by_itself_cannot_be_struck(lives: Lives) -> None:
     record, struck = Record(), list[bool]()
 
-    def look(crew: process_group.Crew) -> None:
+    def look(crew: process_group.ProcessGroup) -> None:
         process = crew._member("generator-0").process
         if process and not struck:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -199,7 +199,7 @@ def test_a_worker_that_has_ended_by_itself_cannot_be_struck(lives: Lives) -> Non
 def test_a_dismissed_worker_stays_down_until_it_is_recalled(lives: Lives) -> None:
     record, recalled = Record(), []
 
-    def look(crew: process_group.Crew) -> None:
+    def look(crew: process_group.ProcessGroup) -> None:
         lives.read()
         if lives.said.count("up") == 1 and not recalled:
             assert crew.strike("generator-0")

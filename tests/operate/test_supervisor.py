@@ -150,7 +150,9 @@ def test_who_follows_a_worker_follows_it_over_a_restart() -> None:
         time.sleep(2 * supervisor.LOOK_SECONDS)  # the reader sees that nobody is there
         assert called("start", job("print('two')")).returncode == 0
         assert reader.stdout.readline() == b"pc-0 | two\n"
-        assert reader.wait(supervisor.RESTART_SECONDS / 2) == 0  # nobody waits for one that has ended
+        assert (
+            reader.wait(supervisor.RESTART_SECONDS / 2) == 0
+        )  # nobody waits for one that has ended
 
 
 def test_a_worker_that_was_never_started_here_cannot_be_restarted() -> None:

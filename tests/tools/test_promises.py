@@ -28,7 +28,7 @@ from tools.run_history import read_history, read_journal
 pytestmark = pytest.mark.timeout(60)
 
 BOOTS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8}
-A, B = (f"ann/{boot.hex()}" for boot in BOOTS.values())
+A, B = (f"ann/{incarnation.hex()}" for incarnation in BOOTS.values())
 LOG = [
     "10:00:00 bin/generator loaded version=0 step=0 wid=w0 seconds=0.1",
     *(f"10:00:01 bin/generator made group={A}/{n} step=0 wid=w0" for n in range(4)),
@@ -54,10 +54,10 @@ class Run:
     })  # fmt: skip
     events: list[Row] = field(default_factory=lambda: [
         {"event": "start", "step": 0, "time": 5.0},
-        {"event": "publish", "step": 0, "number": 0, "wid": "w0"},
-        {"event": "publish", "step": 1, "number": 1, "wid": "w1"},
+        {"event": "publish", "step": 0, "number": 0, "weights_id": "w0"},
+        {"event": "publish", "step": 1, "number": 1, "weights_id": "w1"},
         {"event": "resume", "step": 1, "time": 15.0},
-        {"event": "publish", "step": 2, "number": 2, "wid": "w2"},
+        {"event": "publish", "step": 2, "number": 2, "weights_id": "w2"},
     ])  # fmt: skip
     steps: list[int] = field(default_factory=lambda: [1, 2, 3])
     log: list[str] = field(default_factory=lambda: list(LOG))
@@ -101,14 +101,20 @@ def write_journal(file: Path, groups: list[tuple[str, int, int | str]]) -> None:
 
 
 def record_of(
-    boot: str, sequence: int, policy_step: int | str, *, rewards: tuple[float, ...] = (0.0, 1.0)
+    incarnation: str,
+    sequence: int,
+    policy_step: int | str,
+    *,
+    rewards: tuple[float, ...] = (0.0, 1.0),
 ) -> bytes:
     if isinstance(policy_step, str):
-        note = {"sender": f"ann/{BOOTS[boot].hex()}", "sequence": sequence,
+        note = {"sender": f"ann/{BOOTS[incarnation].hex()}", "sequence": sequence,
                 "outcome": policy_step, "floor": 0}  # fmt: skip
         kind, content = 2, json.dumps(note).encode()
     else:
-        group = group_of(rewards, boot=BOOTS[boot], sequence=sequence, policy_step=policy_step)
+        group = group_of(
+            rewards, incarnation=BOOTS[incarnation], sequence=sequence, policy_step=policy_step
+        )
         kind, content = 1, wire.encode_group(group)
     return struct.pack("<IIB", len(content), zlib.crc32(content, kind), kind) + content
 
@@ -241,7 +247,9 @@ def test_p3_a_group_that_could_be_trained_and_was_dropped(tmp_path: Path, fate: 
 def test_p3_all_groups_dropped_as_stale(tmp_path: Path) -> None:
     run = Run()
     for step, groups in run.journal.items():
-        run.journal[step] = [(boot, sequence, "stale") for boot, sequence, _ in groups]
+        run.journal[step] = [
+            (incarnation, sequence, "stale") for incarnation, sequence, _ in groups
+        ]
     run.accounting |= {"trained": 0, "stale": 7}
     assert len(run.check(tmp_path)["P3"]) == 6  # all but the one that is too old
 
@@ -249,7 +257,7 @@ def test_p3_all_groups_dropped_as_stale(tmp_path: Path) -> None:
 def rolled_back() -> Run:
     """Step 3 was published, and left behind by a roll-back to 1; of its weights is group 3."""
     run = Run()
-    run.events.insert(3, {"event": "publish", "step": 3, "number": 9, "wid": "w9"})
+    run.events.insert(3, {"event": "publish", "step": 3, "number": 9, "weights_id": "w9"})
     run.events.insert(4, {"event": "roll_back", "step": 1})
     run.log[4] = f"made group={A}/3 step=3 wid=w9"
     run.log.insert(5, "loaded version=9 step=3 wid=w9 seconds=0.1")
@@ -315,7 +323,7 @@ def test_p3_a_group_is_evaluated_if_it_was_made_for_that_and_only_then(tmp_path:
     [
         ({}, True),
         ({"step": 3}, False),  # it was not distrusted yet
-        ({"boot": BOOTS["aa"].hex()}, False),
+        ({"incarnation": BOOTS["aa"].hex()}, False),
         ({"set_aside": False}, False),
     ],
 )
@@ -325,7 +333,7 @@ def test_p3_a_group_is_mismatched_if_its_sender_was_set_aside_before(
     run = Run()
     run.journal[3][1] = ("bb", 2, "mismatched")
     run.accounting |= {"trained": 5, "mismatched": 1}
-    named = {"generator": "ann", "boot": BOOTS["bb"].hex(), "step": 2, "set_aside": True}
+    named = {"generator": "ann", "incarnation": BOOTS["bb"].hex(), "step": 2, "set_aside": True}
     run.events.append({"event": "mismatch", **named, **event})
     assert (run.check(tmp_path) == {}) == sound
 

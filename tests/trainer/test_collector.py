@@ -17,16 +17,16 @@ from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.environments.difficulty_pools import Pools
+from peralta_zmq.environments.difficulty_pools import DifficultyPools
 from peralta_zmq.observe.metrics import read_rows
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import journal as journals
-from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, Intake
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCollector
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
-from peralta_zmq.trainer.status import Speaker
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.status import StatusPublisher
+from peralta_zmq.trainer.stop_signal import StopSignal
 
 MANY = 300
 ENTRIES_PER_SECOND = 500_000  # a hundred bytes each, over all who hear
@@ -75,27 +75,27 @@ class Trickle:
 def opened(
     stack: ExitStack,
     folder: Path,
-    stop: Stop,
+    stop: StopSignal,
     *,
     groups: int,
     trickle: Trickle | None = None,
     easy_threshold: float | None = None,
     settings: Sequence[str] = (),
-) -> tuple[Intake, Heard, str]:
+) -> tuple[BatchCollector, Heard, str]:
     """An intake whose steps take so many groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
                  f"--train.batch-size={2 * groups}", *settings]  # fmt: skip
     receiver = stack.enter_context(closing(receiver_at()))
-    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
-    books = stack.enter_context(Books(folder, run="demo", max_steps=1))
+    counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    books = stack.enter_context(RunLog(folder, run="demo", max_steps=1))
     heard, nobody = Heard(), cast(Any, None)
-    intake = Intake(
+    intake = BatchCollector(
         load_config("bin/trainer", arguments), receiver=cast(Any, trickle or receiver),
         run_id=RUN, vocab_size=64,
         journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
-        roster=Roster(counters, books, {}), evaluations=nobody, books=books, stop=stop,
-        pools=Pools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
-        speaker=Speaker(cast(Any, heard), wire.Announcement(RUN)),
+        roster=GeneratorRegistry(counters, books, {}), evaluations=nobody, books=books, stop=stop,
+        pools=DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
+        speaker=StatusPublisher(cast(Any, heard), wire.Announcement(RUN)),
     )  # fmt: skip
     return intake, heard, receiver.address
 
@@ -121,7 +121,7 @@ def from_many(stack: ExitStack) -> Callable[[str], None]:
 def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stale_beyond_it(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    intake, _, address = opened(stack, tmp_path, Stop(), groups=4)
+    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=4)
     bound = intake.admission.max_off_policy_steps
     proxy = stack.enter_context(Proxy(int(address.rpartition(":")[2])))
     late, near = sender_to(proxy.address, stack), sender_to(address, stack)
@@ -164,7 +164,7 @@ def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stal
 def test_when_no_problem_is_left_all_are_drawn_again_and_an_event_says_so(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    intake, _, address = opened(stack, tmp_path, Stop(), groups=1, easy_threshold=0.5)
+    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=1, easy_threshold=0.5)
     frame = wire.encode_group(group_of([1.0, 0.0], problem_id="math_1k/7"))
     assert sender_to(address, stack).send(frame, timeout=DEADLINE)
     intake.collect(1, lambda idle: None)
@@ -175,7 +175,7 @@ def test_when_no_problem_is_left_all_are_drawn_again_and_an_event_says_so(
 def test_a_draw_that_nobody_can_have_come_to_sends_no_newcomer_there(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    intake, _, address = opened(stack, tmp_path, Stop(), groups=3)
+    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=3)
     sender = sender_to(address, stack)
     for sequence, draw in enumerate([5, 2**53, 9]):
         group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), draw=draw)
@@ -187,7 +187,7 @@ def test_a_draw_that_nobody_can_have_come_to_sends_no_newcomer_there(
 def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(
     stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
 ) -> None:
-    intake, heard, address = opened(stack, tmp_path, Stop(), groups=MANY)
+    intake, heard, address = opened(stack, tmp_path, StopSignal(), groups=MANY)
     from_many(address)
     started = monotonic()
     groups, _ = intake.collect(1, lambda idle: None)
@@ -202,7 +202,7 @@ def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_th
 def test_all_that_came_is_announced_when_nothing_more_comes(
     stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
 ) -> None:
-    stop = Stop()
+    stop = StopSignal()
     intake, heard, address = opened(stack, tmp_path, stop, groups=MANY + 1)
     from_many(address)
     ends = monotonic() + DEADLINE
@@ -223,7 +223,7 @@ def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_ste
     num = COMMIT_GROUPS - 1  # else so many are reason enough
     trickle = Trickle(num)
     monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
-    intake, heard, _ = opened(stack, tmp_path, Stop(), groups=num, trickle=trickle)
+    intake, heard, _ = opened(stack, tmp_path, StopSignal(), groups=num, trickle=trickle)
     waited: list[float] = []
     begun = trickle.now
     groups, _ = intake.collect(1, lambda idle: waited.append(intake.journal.waited))
@@ -241,7 +241,7 @@ def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_ste
 def test_what_came_is_written_when_nothing_more_comes(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, trickle = Stop(), Trickle(1)
+    stop, trickle = StopSignal(), Trickle(1)
     monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
     intake, heard, _ = opened(stack, tmp_path, stop, groups=2, trickle=trickle)
     begun = trickle.now
@@ -259,7 +259,7 @@ def test_batch_counted_in_tokens_is_full_with_the_first_group_that_reaches_them_
     stack: ExitStack, tmp_path: Path
 ) -> None:
     tokens = ("--train.token-batch-size=40",)
-    intake, _, address = opened(stack, tmp_path, Stop(), groups=100, settings=tokens)
+    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=100, settings=tokens)
     sender = sender_to(address, stack)
     lengths = [[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]  # and 3 of the prompt in each rollout
     for number, each in enumerate(lengths):  # 11, 23 and 9 tokens; 46; 40
@@ -270,7 +270,7 @@ def test_batch_counted_in_tokens_is_full_with_the_first_group_that_reaches_them_
         intake.commit()
         assert [each.sequence for each in groups] == expected
         assert not intake.has_batch
-    again, _, _ = opened(stack, tmp_path, Stop(), groups=100, settings=tokens)
+    again, _, _ = opened(stack, tmp_path, StopSignal(), groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
         assert again.replay(step) and len(again.take()) == expected
     assert not again.replay(4)

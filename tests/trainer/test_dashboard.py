@@ -24,7 +24,7 @@ from test_end_to_end import SMALL, free_ports
 
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.dashboard import server
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import dashboard
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def told(
     def show(*settings: str) -> list[str]:
         config = config_of(tmp_path, *settings)
         config.run_folder.mkdir(parents=True, exist_ok=True)
-        books = stack.enter_context(Books(config.run_folder, run="r", max_steps=1))
+        books = stack.enter_context(RunLog(config.run_folder, run="r", max_steps=1))
         capsys.readouterr()
         with ExitStack() as session:
             dashboard.show(config, session, books)

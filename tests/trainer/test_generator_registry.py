@@ -19,27 +19,27 @@ from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import EVENTS, read_rows
-from peralta_zmq.observe.run_log import Books
+from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry as rosters
-from peralta_zmq.trainer.generator_registry import Roster
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.wire import generator_status_sockets
 from peralta_zmq.wire.sockets import ready
 
 pytestmark = pytest.mark.timeout(20)
-SAID = wire.Counters(
+SAID = wire.GeneratorStatus(
     RUN, "ann", BOOT, step=4, tokens_per_s=100.0, blocked_frac=0.5, queue_frac=0.25, reload_s=1.0
 )
 
 
 @pytest.fixture
-def roster(tmp_path: Path) -> Iterator[Roster]:
+def roster(tmp_path: Path) -> Iterator[GeneratorRegistry]:
     """One that has heard from ann."""
     with (
-        closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)) as receiver,
-        closing(wire.CounterSender(receiver.address)) as sender,
-        Books(tmp_path, run="run", max_steps=9) as books,
+        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)) as receiver,
+        closing(wire.GeneratorStatusSender(receiver.address)) as sender,
+        RunLog(tmp_path, run="run", max_steps=9) as books,
     ):
-        roster = Roster(receiver, books, {})
+        roster = GeneratorRegistry(receiver, books, {})
 
         def heard() -> bool:
             sender.send(SAID)
@@ -51,7 +51,7 @@ def roster(tmp_path: Path) -> Iterator[Roster]:
 
 
 def test_a_flood_of_invented_names_drives_nobody_out(
-    roster: Roster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    roster: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rosters, "MAX_LIVE", 3)
     known, *_ = roster.live()
@@ -62,7 +62,7 @@ def test_a_flood_of_invented_names_drives_nobody_out(
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
 
-def test_one_name_cannot_take_all_places(roster: Roster) -> None:
+def test_one_name_cannot_take_all_places(roster: GeneratorRegistry) -> None:
     ann, *_ = roster.live()
     for number in range(100):
         roster.meet(f"bob/{number:016x}", step=1)
@@ -71,7 +71,7 @@ def test_one_name_cannot_take_all_places(roster: Roster) -> None:
 
 
 def test_last_reports_of_invented_starts_are_bounded(
-    roster: Roster, monkeypatch: pytest.MonkeyPatch
+    roster: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rosters, "MAX_LAST", 3)
     for number in range(10):
@@ -80,7 +80,7 @@ def test_last_reports_of_invented_starts_are_bounded(
     assert list(roster.last_reports()) == [f"bob/{number:016x}" for number in range(3)]
 
 
-def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
+def test_a_generator_fares_as_it_reported(roster: GeneratorRegistry) -> None:
     assert roster.fares({}) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
         "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unjudged": 0,
@@ -89,13 +89,13 @@ def test_a_generator_fares_as_it_reported(roster: Roster) -> None:
 
 @pytest.mark.parametrize(("of_groups", "told"), [(3, 4), (6, 6)])
 def test_its_step_is_the_newest_that_a_report_or_a_group_tells(
-    roster: Roster, of_groups: int, told: int
+    roster: GeneratorRegistry, of_groups: int, told: int
 ) -> None:
     assert roster.fares({"gen/ann/step": of_groups})["gen/ann/step"] == told
 
 
 def test_one_unheard_for_long_has_left_and_is_told_once(
-    roster: Roster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    roster: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
     time.sleep(0.2)
@@ -104,14 +104,14 @@ def test_one_unheard_for_long_has_left_and_is_told_once(
     assert roster.live() == []
     rows = read_rows(tmp_path / EVENTS)
     assert [row["event"] for row in rows] == ["join", "leave"]
-    assert (rows[1]["generator"], rows[1]["boot"]) == ("ann", BOOT.hex())
+    assert (rows[1]["generator"], rows[1]["incarnation"]) == ("ann", BOOT.hex())
     assert abs(float(str(rows[1]["time"])) - time.time()) < 20
 
 
 def test_one_whose_report_may_not_be_read_yet_has_not_left(
-    roster: Roster, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    roster: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bob = stack.enter_context(closing(wire.CounterSender(roster._counters.address)))
+    bob = stack.enter_context(closing(wire.GeneratorStatusSender(roster._counters.address)))
     ann, *_ = roster.live()
 
     def queued() -> bool:
@@ -119,7 +119,9 @@ def test_one_whose_report_may_not_be_read_yet_has_not_left(
         return ready(roster._counters._socket, zmq.POLLIN, 0.05)
 
     eventually(queued)
-    monkeypatch.setattr(generator_status_sockets, "MAX_AT_ONCE", 1)  # as of more generators than are read at once
+    monkeypatch.setattr(
+        generator_status_sockets, "MAX_AT_ONCE", 1
+    )  # as of more generators than are read at once
     monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
     time.sleep(0.2)
     roster.hear(step=2)
@@ -131,11 +133,11 @@ def test_the_last_report_of_each_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)) as receiver,
-        closing(wire.CounterSender(receiver.address)) as sender,
-        Books(tmp_path, run="run", max_steps=9) as books,
+        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)) as receiver,
+        closing(wire.GeneratorStatusSender(receiver.address)) as sender,
+        RunLog(tmp_path, run="run", max_steps=9) as books,
     ):
-        roster = Roster(receiver, books, {})
+        roster = GeneratorRegistry(receiver, books, {})
         roster.meet(f"ann/{BOOT.hex()}", step=1)
 
         def queued() -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import JournalError
-from peralta_zmq.trainer.journal import DROPPED, HEADER, Journal, Record
+from peralta_zmq.trainer.journal import DROPPED, HEADER, Journal, JournalRecord
 
 FRAMES = [b"first", b"the second one", b"3"]
 ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
@@ -56,7 +56,7 @@ def test_kinds_come_back(journal: Journal) -> None:
     journal.append(4, b"a group")
     journal.append(4, b"a note", DROPPED)
     journal.commit()
-    assert journal.read(4)[1] == Record(DROPPED, b"a note")
+    assert journal.read(4)[1] == JournalRecord(DROPPED, b"a note")
 
 
 def test_nothing_is_on_disk_before_the_commit(journal: Journal) -> None:

@@ -43,7 +43,7 @@ from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.collector import Note
 from peralta_zmq.trainer.journal import DROPPED, GROUP
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.stop_signal import Stop
+from peralta_zmq.trainer.stop_signal import StopSignal
 from tools.tcp_link import free_ports
 
 
@@ -203,11 +203,11 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
         first = Trainer(config, stack)._run_id
     nas.rename(away)
 
-    def mounted_meanwhile(self: Stop, seconds: float) -> None:
+    def mounted_meanwhile(self: StopSignal, seconds: float) -> None:
         assert not nas.exists()
         away.rename(nas)
 
-    monkeypatch.setattr(Stop, "pause", mounted_meanwhile)
+    monkeypatch.setattr(StopSignal, "pause", mounted_meanwhile)
     with ExitStack() as stack:
         again = Trainer(config, stack)
     assert again._broadcast.store.run_id == first
@@ -236,10 +236,12 @@ def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], p
     with ExitStack() as stack:
         trainer = Trainer(config_of(*settings), stack)
         trainer.recover()
-        sender = stack.enter_context(closing(wire.CounterSender(f"tcp://127.0.0.1:{port + 2}")))
-        said = wire.Counters(trainer._run_id, "ann", b"bootboot")
+        sender = stack.enter_context(
+            closing(wire.GeneratorStatusSender(f"tcp://127.0.0.1:{port + 2}"))
+        )
+        said = wire.GeneratorStatus(trainer._run_id, "ann", b"bootboot")
 
-        def heard(report: wire.Counters) -> None:
+        def heard(report: wire.GeneratorStatus) -> None:
             while trainer._roster.reports.get(report.sender) != report:  # the first may be lost
                 sender.send(report)
                 trainer._roster.hear(step=1)

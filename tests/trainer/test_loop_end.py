@@ -49,8 +49,8 @@ def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
 def say_last(trainer: Trainer, *, made: int) -> None:
     """The generator of the session's groups says that it makes no more; returns once heard."""
     address = f"tcp://127.0.0.1:{trainer._config.wire.port}"
-    last = wire.Counters(trainer._run_id, "ann", BOOT, made=made, last=True)
-    with closing(wire.CounterSender(wire.next_port(address, 2))) as sender:
+    last = wire.GeneratorStatus(trainer._run_id, "ann", BOOT, made=made, last=True)
+    with closing(wire.GeneratorStatusSender(wire.next_port(address, 2))) as sender:
         while not trainer._roster.last_reports():
             sender.send(last)  # until the two have met
             trainer._roster.hear(step=4, timeout=0.2)
@@ -71,7 +71,7 @@ def test_a_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> No
         while first.unfinished:
             first.advance()
         say_last(first, made=60)
-        told = wire.Counters(first._run_id, "bob", BOOT, made=3)  # and was killed
+        told = wire.GeneratorStatus(first._run_id, "bob", BOOT, made=3)  # and was killed
         first._roster.reports[told.sender] = told
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])

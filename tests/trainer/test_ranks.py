@@ -31,7 +31,7 @@ from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer.ranks import Place, place_of
+from peralta_zmq.trainer.ranks import RankPlacement, place_of
 from tools.tcp_link import free_ports
 
 STEPS, GROUPS_PER_STEP = 5, 4
@@ -240,12 +240,12 @@ def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_
 
 
 def test_a_plain_start_is_one_rank() -> None:
-    assert place_of({}) == place_of({"WORLD_SIZE": "1", "RANK": "0"}) == Place(0, 1, 0, 1)
+    assert place_of({}) == place_of({"WORLD_SIZE": "1", "RANK": "0"}) == RankPlacement(0, 1, 0, 1)
 
 
 def test_torchrun_says_which_rank_this_is() -> None:
     told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert place_of(told) == Place(3, 4, 1, 2)
+    assert place_of(told) == RankPlacement(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])

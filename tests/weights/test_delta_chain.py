@@ -15,7 +15,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.directory import DELTA, WEIGHTS, DirectoryStore, Version
 from peralta_zmq.weights.export import export
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
 
@@ -28,9 +28,9 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Copy:
+def copy(tmp_path: Path) -> LocalReplica:
     (tmp_path / "copy").mkdir()
-    return Copy(tmp_path / "copy")
+    return LocalReplica(tmp_path / "copy")
 
 
 def rewrite(version: Version, **fields: Any) -> None:
@@ -51,7 +51,9 @@ def test_joiner_loads_a_keyframe_and_the_deltas_after_it(store: WeightStore) -> 
         ]  # fmt: skip
 
 
-def test_reader_that_follows_reads_the_new_delta_only(store: WeightStore, copy: Copy) -> None:
+def test_reader_that_follows_reads_the_new_delta_only(
+    store: WeightStore, copy: LocalReplica
+) -> None:
     first, second, third = chain_of(store, 3)
     copy.advance(store, second)
     shutil.rmtree(first.folder)  # not needed any more
@@ -59,7 +61,9 @@ def test_reader_that_follows_reads_the_new_delta_only(store: WeightStore, copy: 
     assert same(copy.tensors(), weights_at(2))
 
 
-def test_reader_far_behind_skips_to_the_newest_chain(store: WeightStore, copy: Copy) -> None:
+def test_reader_far_behind_skips_to_the_newest_chain(
+    store: WeightStore, copy: LocalReplica
+) -> None:
     copy.advance(store, publish(store, 0))
     keyframe = publish(store, 50)
     newest = publish(store, 51, base=keyframe)
@@ -68,25 +72,25 @@ def test_reader_far_behind_skips_to_the_newest_chain(store: WeightStore, copy: C
     assert same(copy.tensors(), weights_at(51))
 
 
-def test_copy_of_an_earlier_process_is_recovered(store: WeightStore, copy: Copy) -> None:
+def test_copy_of_an_earlier_process_is_recovered(store: WeightStore, copy: LocalReplica) -> None:
     versions = chain_of(store, 3)
     copy.advance(store, versions[1])
-    again = Copy(copy.folder)
+    again = LocalReplica(copy.folder)
     recovered = again.recover()
-    assert recovered is not None and recovered.wid == versions[1].wid
+    assert recovered is not None and recovered.weights_id == versions[1].weights_id
     assert again.advance(store, versions[2]) == versions[2].size
 
 
-def test_copy_with_a_flipped_bit_is_not_recovered(store: WeightStore, copy: Copy) -> None:
+def test_copy_with_a_flipped_bit_is_not_recovered(store: WeightStore, copy: LocalReplica) -> None:
     copy.advance(store, publish(store, 1))
     file = copy.folder / WEIGHTS
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    assert Copy(copy.folder).recover() is None
+    assert LocalReplica(copy.folder).recover() is None
 
 
-def test_roll_back_is_a_version_like_any_other(store: WeightStore, copy: Copy) -> None:
+def test_roll_back_is_a_version_like_any_other(store: WeightStore, copy: LocalReplica) -> None:
     copy.advance(store, chain_of(store, 3)[-1])
     again = publish(store, 1)
     assert (again.number, again.kind) == (3, "keyframe")
@@ -147,13 +151,15 @@ def test_every_nth_version_is_kept_for_good(store: WeightStore) -> None:
 # What a reader must not take.
 
 
-def refuses(copy: Copy, store: WeightStore, version: Version, match: str) -> None:
+def refuses(copy: LocalReplica, store: WeightStore, version: Version, match: str) -> None:
     with pytest.raises(StoreError, match=match) as caught:
         copy.advance(store, version)
     assert "\n" not in str(caught.value)
 
 
-def test_delta_without_its_base_is_named_and_the_copy_stays(store: WeightStore, copy: Copy) -> None:
+def test_delta_without_its_base_is_named_and_the_copy_stays(
+    store: WeightStore, copy: LocalReplica
+) -> None:
     versions = chain_of(store, 4)
     copy.advance(store, versions[0])
     shutil.rmtree(versions[2].folder)
@@ -161,7 +167,9 @@ def test_delta_without_its_base_is_named_and_the_copy_stays(store: WeightStore, 
     assert same(copy.tensors(), weights_at(0)) and copy.version is not None
 
 
-def test_delta_of_another_base_is_named_and_the_copy_stays(store: WeightStore, copy: Copy) -> None:
+def test_delta_of_another_base_is_named_and_the_copy_stays(
+    store: WeightStore, copy: LocalReplica
+) -> None:
     versions = chain_of(store, 3)
     copy.advance(store, versions[0])
     rewrite(versions[2], base="0" * 32)
@@ -174,7 +182,7 @@ def test_delta_of_another_base_is_named_and_the_copy_stays(store: WeightStore, c
 @pytest.mark.parametrize("field, says", [("result", "others"), ("model", "another model")])
 @pytest.mark.parametrize("number", [0, 1])
 def test_manifest_that_lies_about_the_weights_is_named(
-    store: WeightStore, copy: Copy, field: str, says: str, number: int
+    store: WeightStore, copy: LocalReplica, field: str, says: str, number: int
 ) -> None:
     versions = chain_of(store, 2)
     rewrite(versions[number], **{field: "0" * 32})
@@ -186,7 +194,7 @@ def test_manifest_that_lies_about_the_weights_is_named(
     assert copy.version is None and copy.recover() is None
 
 
-def test_after_a_lie_a_keyframe_repairs_the_copy(store: WeightStore, copy: Copy) -> None:
+def test_after_a_lie_a_keyframe_repairs_the_copy(store: WeightStore, copy: LocalReplica) -> None:
     versions = chain_of(store, 2)
     copy.advance(store, versions[0])
     rewrite(versions[1], result="0" * 32)
@@ -198,7 +206,7 @@ def test_after_a_lie_a_keyframe_repairs_the_copy(store: WeightStore, copy: Copy)
 
 
 def test_a_version_that_never_verifies_is_put_away_after_three_tries(
-    store: WeightStore, copy: Copy
+    store: WeightStore, copy: LocalReplica
 ) -> None:
     versions = chain_of(store, 2)
     file = versions[1].folder / DELTA
@@ -238,7 +246,7 @@ def test_versions_of_a_foreign_run_in_the_folder_are_passed_over(
 
 
 def test_weights_of_another_model_are_refused_before_a_byte_is_read(
-    store: WeightStore, copy: Copy
+    store: WeightStore, copy: LocalReplica
 ) -> None:
     copy.advance(store, publish(store, 0))
     assert copy.version is not None

@@ -23,7 +23,7 @@ from weight_sets import publish, publish_and_follow, same, weights_at
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import MAX_LOOKED_AT_AGAIN, WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
 from peralta_zmq.weights.version import name_of
@@ -36,7 +36,9 @@ PLACES = sorted(
 
 
 def test_there_are_enough_places_to_die_at() -> None:
-    publishing = [name for name in PLACES if name.startswith(("atomic_files.", "publish.", "prune."))]
+    publishing = [
+        name for name in PLACES if name.startswith(("atomic_files.", "publish.", "prune."))
+    ]
     assert len(publishing) >= 12
     assert len([name for name in PLACES if name.startswith("load.")]) >= 5
 
@@ -65,7 +67,7 @@ def test_killed_there_a_reader_sees_an_old_version_or_a_new_one(tmp_path: Path, 
             assert newest.step >= max(said, default=0)
             with store.load(newest) as folder:
                 assert same(MappedTensors(folder / WEIGHTS), weights_at(newest.step))
-        copy = Copy(tmp_path / "copy")
+        copy = LocalReplica(tmp_path / "copy")
         if (kept := copy.recover()) is not None:
             assert same(copy.tensors(), weights_at(kept.step))
     assert killed >= 1, f"nobody came to {place}"
@@ -137,7 +139,7 @@ def test_any_failing_call_of_a_reader_is_made_good_by_looking_again(
     for nth in range(1, 1000):
         folder = tmp_path / f"copy-{nth}"
         folder.mkdir()
-        copy, reader = Copy(folder), DirectoryStore(store.folder)
+        copy, reader = LocalReplica(folder), DirectoryStore(store.folder)
         copy.advance(reader, first)
         with monkeypatch.context() as patched:
             faulty = Faulty(patched, nth, code)

@@ -19,15 +19,15 @@ from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_
 from benchmarks.throttle import Link
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.password import read_token
-from peralta_zmq.weights.backends import open_place
+from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.http_backend import Served
-from peralta_zmq.weights.http_server import Server
-from peralta_zmq.weights.link_speed import LinkJudge, link_verdict
+from peralta_zmq.weights.http_backend import HttpBackend
+from peralta_zmq.weights.http_server import WeightServer
+from peralta_zmq.weights.link_speed import LinkSpeedCheck, link_verdict
 from peralta_zmq.weights.publisher import Publisher
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 
 TOKEN = "0123456789abcdef"
 
@@ -40,13 +40,13 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def server(store: WeightStore) -> Iterator[Server]:
-    with closing(Server(store.folder, host="127.0.0.1", port=0, token=TOKEN)) as opened:
+def server(store: WeightStore) -> Iterator[WeightServer]:
+    with closing(WeightServer(store.folder, host="127.0.0.1", port=0, token=TOKEN)) as opened:
         yield opened
 
 
 def reader(port: int, token: str | None = TOKEN) -> WeightStore:
-    return WeightStore(open_place(f"http://127.0.0.1:{port}", token=token))
+    return WeightStore(open_backend(f"http://127.0.0.1:{port}", token=token))
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, bytes]:
@@ -57,13 +57,13 @@ def get(port: int, path: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_follower_serves_what_the_trainer_published(
-    store: WeightStore, server: Server, tmp_path: Path
+    store: WeightStore, server: WeightServer, tmp_path: Path
 ) -> None:
     versions = chain_of(store, 3)
     far = reader(server.port)
-    with closing(Follower(far, tmp_path / "copy", poll_seconds=0.05)) as follower:
+    with closing(WeightSubscriber(far, tmp_path / "copy", poll_seconds=0.05)) as follower:
         staged = follower.ready(timeout=20)
-        assert staged is not None and staged.version.wid == versions[2].wid
+        assert staged is not None and staged.version.weights_id == versions[2].weights_id
         assert same(staged.tensors, weights_at(2))
         follower.settle()
         last = publish(store, 3, base=versions[2])
@@ -73,15 +73,15 @@ def test_follower_serves_what_the_trainer_published(
 
 
 def test_broken_connections_are_taken_up_where_they_broke(
-    store: WeightStore, server: Server, tmp_path: Path
+    store: WeightStore, server: WeightServer, tmp_path: Path
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(200_000, generator=random).bfloat16()}
     store.publish(0, weights, companions=COMPANIONS)
     (tmp_path / "copy").mkdir()
-    copy = Copy(tmp_path / "copy")
+    copy = LocalReplica(tmp_path / "copy")
     with closing(Link(server.port, breaks_after=150_000)) as link:
-        far = WeightStore(Served(link.address, token=TOKEN))
+        far = WeightStore(HttpBackend(link.address, token=TOKEN))
         newest = far.newest()
         assert newest is not None
         copy.advance(far, newest)
@@ -95,7 +95,7 @@ def test_nobody_there_has_no_newest(tmp_path: Path) -> None:
     assert reader(port).newest() is None
 
 
-def test_wrong_password_is_refused(store: WeightStore, server: Server) -> None:
+def test_wrong_password_is_refused(store: WeightStore, server: WeightServer) -> None:
     publish(store, 0)
     assert get(server.port, "/", Authorization="Bearer wrong")[0] == 401
     assert reader(server.port, None).newest() is None
@@ -108,13 +108,13 @@ def test_wrong_password_is_refused(store: WeightStore, server: Server) -> None:
     ["/../../etc/passwd", "/step_00000000/../RUN.json", "/step_00000000/.hidden", "/etc/passwd",
      "/step_00000000/%2e%2e", "//etc/passwd", "/.lease-1", "/step_00000000/a/b", "/step_0000000"],
 )  # fmt: skip
-def test_only_versions_are_served(store: WeightStore, server: Server, path: str) -> None:
+def test_only_versions_are_served(store: WeightStore, server: WeightServer, path: str) -> None:
     publish(store, 0)
     (store.folder / "step_00000000" / ".hidden").write_text("x")
     assert get(server.port, path) == (404, b"")
 
 
-def test_ranges_begin_where_asked(store: WeightStore, server: Server) -> None:
+def test_ranges_begin_where_asked(store: WeightStore, server: WeightServer) -> None:
     version = publish(store, 0)
     whole = (version.folder / "manifest.json").read_bytes()
     path = f"/{version.folder.name}/manifest.json"
@@ -124,19 +124,19 @@ def test_ranges_begin_where_asked(store: WeightStore, server: Server) -> None:
     assert get(server.port, path, Range="bytes=-x") == (200, whole)
 
 
-def test_served_place_cannot_be_published_to(server: Server) -> None:
+def test_served_place_cannot_be_published_to(server: WeightServer) -> None:
     with pytest.raises(StoreError, match="can only be read"):
         reader(server.port).claim("run-1")
 
 
 def test_serving_to_a_network_without_a_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set weights\.token_file"):
-        Server(tmp_path, host="0.0.0.0", port=0, token=None)
+        WeightServer(tmp_path, host="0.0.0.0", port=0, token=None)
 
 
-def test_port_in_use_is_refused(store: WeightStore, server: Server) -> None:
+def test_port_in_use_is_refused(store: WeightStore, server: WeightServer) -> None:
     with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
-        Server(store.folder, host="127.0.0.1", port=server.port, token=None)
+        WeightServer(store.folder, host="127.0.0.1", port=server.port, token=None)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_password_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["http://", "http://host:99999", "http://host:1/path"])
 def test_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is not http://HOST:PORT"):
-        open_place(address)
+        open_backend(address)
 
 
 def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'ftp://x' is neither"):
-        open_place("ftp://x")
+        open_backend("ftp://x")
 
 
 def test_link_that_is_fast_enough_says_nothing() -> None:
@@ -181,7 +181,7 @@ def test_link_that_is_too_slow_says_by_how_much() -> None:
     assert "476.0 s" in said and "every 16th version" in said
 
 
-def versions_a_second_apart(judge: LinkJudge, *sizes: float) -> list[str | None]:
+def versions_a_second_apart(judge: LinkSpeedCheck, *sizes: float) -> list[str | None]:
     return [
         judge.hear(number, noticed=float(number), size=int(size), megabytes_per_second=1.0)
         for number, size in enumerate(sizes)
@@ -189,21 +189,23 @@ def versions_a_second_apart(judge: LinkJudge, *sizes: float) -> list[str | None]
 
 
 def test_link_is_judged_by_two_slow_versions_and_once() -> None:
-    said = versions_a_second_apart(LinkJudge(), 9e6, 9e6, 2e5, 2e6, 3e6, 9e6)
+    said = versions_a_second_apart(LinkSpeedCheck(), 9e6, 9e6, 2e5, 2e6, 3e6, 9e6)
     assert [bool(each) for each in said] == [False, False, False, False, True, False]
     assert "3.0 MB takes 3.0 s at 1.00 MB/s, a step 1.0 s" in str(said[4])
 
 
 def test_generator_behind_a_slow_link_says_so(
-    store: WeightStore, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: WeightStore, server: WeightServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(40_000, generator=random).bfloat16()}  # 80 kB: 0.6 s
     with (
         closing(Link(server.port, mbit_per_s=1)) as link,
         closing(
-            Follower(
-                WeightStore(Served(link.address, token=TOKEN)), tmp_path / "copy", poll_seconds=0.05
+            WeightSubscriber(
+                WeightStore(HttpBackend(link.address, token=TOKEN)),
+                tmp_path / "copy",
+                poll_seconds=0.05,
             )
         ) as follower,
     ):
@@ -219,7 +221,7 @@ def test_generator_behind_a_slow_link_says_so(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_100m_parameters_follow_over_20_mbit_and_60_ms(
-    store: WeightStore, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: WeightStore, server: WeightServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": 0.02 * torch.randn(100_000_000, generator=random)}
@@ -228,8 +230,10 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
         closing(Link(server.port, mbit_per_s=20, delay=0.06)) as link,
         closing(Publisher(store, companions=COMPANIONS, keyframe_interval=100)) as publisher,
         closing(
-            Follower(
-                WeightStore(Served(link.address, token=TOKEN)), tmp_path / "copy", poll_seconds=0.2
+            WeightSubscriber(
+                WeightStore(HttpBackend(link.address, token=TOKEN)),
+                tmp_path / "copy",
+                poll_seconds=0.2,
             )
         ) as follower,
     ):
@@ -239,7 +243,7 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
             assert report.version is not None
             started = time.monotonic()
             staged = follower.ready(timeout=120)
-            assert staged is not None and staged.version.wid == report.version.wid
+            assert staged is not None and staged.version.weights_id == report.version.weights_id
             visible[report.version.kind] = time.monotonic() - started
             expected = weights["w"].bfloat16()
             assert torch.equal(staged.tensors["w"], expected)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from weight_sets import chain_of, publish, same, weights_at
 
-from peralta_zmq.weights.replica import Copy
+from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
 pytest.importorskip("obstore", reason="needs the extra s3: pip install 'peralta_zmq[s3]'")
@@ -57,7 +57,7 @@ def endpoint() -> Iterator[str]:
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> WeightStore:
-    from peralta_zmq.weights.object_store_backend import Bucket
+    from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 
     address = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
@@ -67,7 +67,7 @@ def store(
             monkeypatch.setenv(name, "test")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         address = "s3://bucket/run"
-    opened = WeightStore(Bucket(address))
+    opened = WeightStore(ObjectStoreBackend(address))
     opened.claim("run-1")
     return opened
 
@@ -76,7 +76,7 @@ def test_chains_are_published_and_read(store: WeightStore, tmp_path: Path) -> No
     versions = chain_of(store, 3)
     assert store.newest() == versions[2]
     (tmp_path / "copy").mkdir()
-    copy = Copy(tmp_path / "copy")
+    copy = LocalReplica(tmp_path / "copy")
     copy.advance(store, versions[2])
     assert same(copy.tensors(), weights_at(2))
 

@@ -22,7 +22,7 @@ from peralta_zmq.weights import publisher as publishing
 from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
 from peralta_zmq.weights.publisher import Publisher
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower
+from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensors import MappedTensors
 
 Opener = Callable[..., Publisher]
@@ -161,14 +161,14 @@ def test_hundred_versions_of_a_model_in_training_are_bit_exact(
     vocabulary = int(model.config.vocab_size)
     publisher = open_publisher(keyframe_interval=1000)
     kinds: list[str] = []
-    with closing(Follower(store, tmp_path / "copy", poll_seconds=0.01)) as follower:
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.01)) as follower:
         for step in range(101):
             publisher.publish(step, models.weights_of(model))
             (report,) = published(publisher)
             assert report.version is not None
             kinds.append(report.version.kind)
             staged = follower.ready(timeout=30)
-            assert staged is not None and staged.version.wid == report.version.wid
+            assert staged is not None and staged.version.weights_id == report.version.weights_id
             assert hashes(staged.tensors) == hashes(models.weights_of(model))
             follower.settle()
             tokens = torch.randint(0, vocabulary, (2, 24), generator=random)

@@ -16,13 +16,13 @@ from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 
 from peralta_zmq.weights.directory import DELTA, WEIGHTS, DirectoryStore, Version
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import Follower, Staged
+from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensors import CHUNK, check_finite
 from peralta_zmq.weights.watch import Watch
 
 NEVER = 1e9
 DEADLINE = 20.0
-Opener = Callable[..., Follower]
+Opener = Callable[..., WeightSubscriber]
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def store(tmp_path: Path) -> WeightStore:
 @pytest.fixture
 def follow(store: WeightStore, tmp_path: Path) -> Iterator[Opener]:
     """Open followers of the store that are closed in the end."""
-    opened: list[Follower] = []
+    opened: list[WeightSubscriber] = []
 
-    def open_one(**options: Any) -> Follower:
+    def open_one(**options: Any) -> WeightSubscriber:
         place = DirectoryStore(store.folder)
         chosen = {"poll_seconds": 0.05, **options}
-        opened.append(Follower(place, tmp_path / "copy", **chosen))
+        opened.append(WeightSubscriber(place, tmp_path / "copy", **chosen))
         return opened[-1]
 
     yield open_one
@@ -48,13 +48,13 @@ def follow(store: WeightStore, tmp_path: Path) -> Iterator[Opener]:
         each.close()
 
 
-def taken(follower: Follower) -> Staged:
+def taken(follower: WeightSubscriber) -> PendingWeights:
     staged = follower.ready(timeout=DEADLINE)
     assert staged is not None
     return staged
 
 
-def served(follower: Follower) -> Version:
+def served(follower: WeightSubscriber) -> Version:
     """Take what is ready, and settle it, after a look at every bit."""
     staged = taken(follower)
     assert same(staged.tensors, weights_at(staged.version.step))
@@ -82,12 +82,12 @@ def test_announcement_alone_finds_a_version(store: WeightStore, follow: Opener) 
     assert served(follower) == first
     second = publish(store, 1, base=first)
     assert follower.ready(timeout=0.3) is None  # nobody told
-    follower.hint(second.number, second.wid)
+    follower.hint(second.number, second.weights_id)
     assert served_after(follower, second)
 
 
-def served_after(follower: Follower, version: Version) -> bool:
-    return served(follower).wid == version.wid
+def served_after(follower: WeightSubscriber, version: Version) -> bool:
+    return served(follower).weights_id == version.weights_id
 
 
 def test_announced_id_of_another_version_is_not_taken(store: WeightStore, follow: Opener) -> None:
@@ -97,7 +97,7 @@ def test_announced_id_of_another_version_is_not_taken(store: WeightStore, follow
     second = publish(store, 1, base=first)
     follower.hint(second.number, "0" * 16)
     assert follower.ready(timeout=0.3) is None
-    follower.hint(second.number, second.wid)
+    follower.hint(second.number, second.weights_id)
     assert served_after(follower, second)
 
 
@@ -157,7 +157,7 @@ def test_nor_are_they_by_the_next_process_while_the_store_is_away(
     assert "serving version" not in caplog.text
 
 
-def refuses(follower: Follower, caplog: pytest.LogCaptureFixture) -> None:
+def refuses(follower: WeightSubscriber, caplog: pytest.LogCaptureFixture) -> None:
     """It says why, and offers nothing."""
     until(lambda: follower.ready(timeout=0.1) is not None or "not finite" in caplog.text)
     assert follower.ready(timeout=0.3) is None
@@ -310,7 +310,7 @@ def test_restart_reads_nothing_that_it_has(store: WeightStore, follow: Opener) -
     assert served(before) == versions[1]
     before.close()
     staged = taken(follow())
-    assert (staged.version.wid, staged.bytes_read) == (versions[1].wid, 0)
+    assert (staged.version.weights_id, staged.bytes_read) == (versions[1].weights_id, 0)
 
 
 def test_restart_without_a_store_serves_the_last_good_copy(
@@ -323,7 +323,7 @@ def test_restart_without_a_store_serves_the_last_good_copy(
     store.folder.rename(tmp_path / "away")
     monkeypatch.setattr("peralta_zmq.weights.subscriber.OFFLINE_SECONDS", 0.2)
     follower = follow()
-    assert served(follower).wid == versions[1].wid
+    assert served(follower).weights_id == versions[1].weights_id
     (tmp_path / "away").rename(store.folder)
     assert served_after(follower, publish(store, 2, base=versions[1]))
 

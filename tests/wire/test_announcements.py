@@ -31,14 +31,16 @@ from peralta_zmq.wire import announcements
 # Announcements.
 
 
-def announcing(stack: ExitStack) -> tuple[wire.Announcer, wire.Listener]:
-    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE)))
-    listener = stack.enter_context(closing(wire.Listener(announcer.address)))
+def announcing(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
+    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
+    listener = stack.enter_context(closing(wire.AnnouncementSubscriber(announcer.address)))
     return announcer, listener
 
 
 def heard(
-    announcer: wire.Announcer, listener: wire.Listener, said: wire.Announcement
+    announcer: wire.AnnouncementPublisher,
+    listener: wire.AnnouncementSubscriber,
+    said: wire.Announcement,
 ) -> wire.Announcement | None:
     """What the listener heard last, once it has joined; announcements before that are lost."""
     ends = monotonic() + DEADLINE
@@ -52,13 +54,13 @@ def heard(
 def test_announcement_arrives_whole(stack: ExitStack) -> None:
     said = wire.Announcement(
         run_id=RUN,
-        boot=b"8 bytes.",
+        incarnation=b"8 bytes.",
         step=7,
         version=9,
         recv={"ann/00": 5},
         durable={"ann/00": 5},
         seen={"ann/00": 7},
-        wid="0123456789abcdef",
+        weights_id="0123456789abcdef",
         min_step=3,
         waiting=True,
         done=True,
@@ -82,7 +84,7 @@ def test_listener_that_heard_nothing_says_none(stack: ExitStack) -> None:
 
 
 def test_announcing_to_nobody_never_blocks(stack: ExitStack) -> None:
-    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE)))
+    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     started = monotonic()
     for step in range(1000):
         announcer.announce(wire.Announcement(RUN, step=step))
@@ -112,7 +114,7 @@ def test_announcing_to_a_listener_that_does_not_read_never_blocks(stack: ExitSta
         msgpack.packb({"run_id": RUN, "durable": None}),
         msgpack.packb({"run_id": RUN, "durable": {"ann": "5"}, "seen": {"ann": 5}}),
         msgpack.packb({"run_id": RUN, "seen": {b"ann": 5}}),
-        msgpack.packb({"run_id": RUN, "boot": "text"}),
+        msgpack.packb({"run_id": RUN, "incarnation": "text"}),
         msgpack.packb({"run_id": RUN, "done": 1}),
         msgpack.packb({"run_id": RUN, "waiting": 0}),
         msgpack.packb({"run_id": RUN, "min_step": True}),
@@ -157,7 +159,7 @@ def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
     publisher = zmq.Context.instance().socket(zmq.PUB)
     stack.callback(publisher.close, linger=0)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    listener = stack.enter_context(closing(wire.Listener(f"tcp://127.0.0.1:{port}")))
+    listener = stack.enter_context(closing(wire.AnnouncementSubscriber(f"tcp://127.0.0.1:{port}")))
     good = wire.Announcement(RUN, step=1)
     ends = monotonic() + DEADLINE
     while listener.listen(timeout=0.1) is None and monotonic() < ends:
@@ -169,10 +171,12 @@ def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
 def test_newest_announcement_comes_again_every_second_without_anyone_asking(
     stack: ExitStack,
 ) -> None:
-    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE)))
+    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     announcer.announce(wire.Announcement(RUN, step=1))
     announcer.announce(wire.Announcement(RUN, step=2))
-    listener = stack.enter_context(closing(wire.Listener(announcer.address)))  # too late for both
+    listener = stack.enter_context(
+        closing(wire.AnnouncementSubscriber(announcer.address))
+    )  # too late for both
     times = []
     for _ in until():
         before = listener.heard_at
@@ -216,9 +220,9 @@ def test_listener_pings_a_trainer_that_may_be_gone(stack: ExitStack) -> None:
 
 
 def test_announcer_names_a_port_in_use(stack: ExitStack) -> None:
-    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE)))
+    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     with pytest.raises(WireError, match=r"in use by pid"):
-        wire.Announcer(announcer.address)
+        wire.AnnouncementPublisher(announcer.address)
 
 
 def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
@@ -226,7 +230,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
 ) -> None:
     first = receiver_at()
     sender, outbox = sender_to(first.address, stack), wire.Outbox(GROUP.sender)
-    outbox.lost_on_the_way(wire.Announcement(RUN, boot=b"first"))
+    outbox.lost_on_the_way(wire.Announcement(RUN, incarnation=b"first"))
     for number in range(6):
         frame = wire.encode_group(dataclasses.replace(GROUP, sequence=number))
         outbox.add(number, frame)
@@ -239,7 +243,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
     first.close()  # with four in its queues
 
     second = stack.enter_context(closing(bound_again(first.address)))
-    restarted = wire.Announcement(RUN, boot=b"second", durable={GROUP.sender: 1})
+    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 1})
     for frame in outbox.lost_on_the_way(restarted):
         assert sender.send(frame, timeout=DEADLINE)
     ends = monotonic() + DEADLINE
@@ -254,7 +258,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
             taken.append(got[0].sequence)
         seen = {GROUP.sender: ledger.seen(GROUP.sender)}
         settled = {GROUP.sender: ledger.settled(GROUP.sender)}
-        said = wire.Announcement(RUN, boot=b"second", durable=settled, seen=seen)
+        said = wire.Announcement(RUN, incarnation=b"second", durable=settled, seen=seen)
         for frame in outbox.lost_on_the_way(said):
             sender.send(frame, timeout=DEADLINE)
     assert len(taken) == len({*taken})

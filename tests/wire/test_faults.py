@@ -53,8 +53,8 @@ def test_hang_ups_without_end_that_nobody_looks_at_stop_no_other_socket(
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     address = "tcp://{}:{}".format(*forwarder.getsockname())
-    stack.enter_context(closing(wire.Listener(address)))
-    stack.enter_context(closing(wire.CounterSender(address)))
+    stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+    stack.enter_context(closing(wire.GeneratorStatusSender(address)))
     stack.callback(wire.RolloutSender(address).close, linger_seconds=0)
     for _ in range(9000):
         forwarder.accept()[0].close()
@@ -66,7 +66,7 @@ def test_hang_ups_without_end_that_nobody_looks_at_stop_no_other_socket(
 
 def test_listeners_may_come_and_go() -> None:
     for _ in range(200):  # libzmq frees the names of their monitors later
-        wire.Listener("tcp://127.0.0.1:9").close()
+        wire.AnnouncementSubscriber("tcp://127.0.0.1:9").close()
 
 
 @pytest.mark.parametrize("fault", ["cut", "half_open"])
@@ -125,7 +125,7 @@ def taken(receiver: wire.RolloutReceiver, ledger: Ledger) -> list[int]:
 
 def announcement(newest: int) -> wire.Announcement:
     said = {GROUP.sender: newest}
-    return wire.Announcement(GROUP.run_id, boot=b"1", recv=said, durable=said, seen=said)
+    return wire.Announcement(GROUP.run_id, incarnation=b"1", recv=said, durable=said, seen=said)
 
 
 # Rows 11, 12 and 13: the trainer.

@@ -19,23 +19,27 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import generator_status_sockets, validation
 
-SAID = wire.Counters(
+SAID = wire.GeneratorStatus(
     RUN, "ann", BOOT, made=7, lost=1, resent=3, unjudged=2, step=4,
     tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5, wants_keyframe=True,
     last=True, hello={"python": "3.11", "device": "cpu"},
 )  # fmt: skip
 
 
-def receiving(stack: ExitStack, **options: Any) -> wire.CounterReceiver:
-    return stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN, **options)))
+def receiving(stack: ExitStack, **options: Any) -> wire.GeneratorStatusReceiver:
+    return stack.enter_context(
+        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, **options))
+    )
 
 
 def reported(
-    sender: wire.CounterSender, receiver: wire.CounterReceiver, said: wire.Counters
-) -> wire.Counters:
+    sender: wire.GeneratorStatusSender,
+    receiver: wire.GeneratorStatusReceiver,
+    said: wire.GeneratorStatus,
+) -> wire.GeneratorStatus:
     """The report as it came, once the sender has joined; reports before that are lost."""
 
-    def sent() -> wire.Counters | None:
+    def sent() -> wire.GeneratorStatus | None:
         sender.send(said)
         zmq.select([receiver._socket], [], [], timeout=0.1)
         found = receiver.receive().get(said.sender)
@@ -45,24 +49,26 @@ def reported(
 
 
 def test_report_comes_back_exactly() -> None:
-    assert wire.decode_counters(wire.encode_counters(SAID)) == SAID
+    assert wire.decode_generator_status(wire.encode_generator_status(SAID)) == SAID
 
 
 def test_report_of_a_later_version_is_understood() -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
-    assert wire.decode_counters(frame) == SAID
+    assert wire.decode_generator_status(frame) == SAID
 
 
 def test_report_of_a_version_that_did_not_say_whether_it_is_the_last_is_none() -> None:
     earlier = dataclasses.asdict(SAID)
     del earlier["last"]
-    assert wire.decode_counters(msgpack.packb(earlier)) == dataclasses.replace(SAID, last=False)
+    assert wire.decode_generator_status(msgpack.packb(earlier)) == dataclasses.replace(
+        SAID, last=False
+    )
 
 
 def test_latest_report_of_each_sender_is_kept(stack: ExitStack) -> None:
     receiver = receiving(stack)
-    ann = stack.enter_context(closing(wire.CounterSender(receiver.address)))
-    bob = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    ann = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
+    bob = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     of_bob = dataclasses.replace(SAID, generator_id="bob")
     reported(ann, receiver, SAID)
     reported(bob, receiver, of_bob)
@@ -76,7 +82,7 @@ def test_receiving_waits_for_a_report_as_long_as_it_was_told_to_and_no_longer_th
     stack: ExitStack,
 ) -> None:
     receiver = receiving(stack)
-    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     reported(sender, receiver, SAID)
     begun = time.monotonic()
     assert receiver.receive(timeout=0.2) == {}  # nothing comes
@@ -89,7 +95,7 @@ def test_receiving_waits_for_a_report_as_long_as_it_was_told_to_and_no_longer_th
 
 def test_the_largest_report_comes_and_a_larger_message_is_never_queued(stack: ExitStack) -> None:
     receiver = receiving(stack)
-    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     longest = "\U00010000" * validation.MAX_FACT
     facts = {f"{n}{longest}"[: validation.MAX_FACT]: longest for n in range(validation.MAX_FACTS)}
     reported(sender, receiver, dataclasses.replace(SAID, hello=facts))
@@ -102,7 +108,7 @@ def test_the_largest_report_comes_and_a_larger_message_is_never_queued(stack: Ex
 def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator_status_sockets, "MAX_SENDERS", 3)
     receiver = receiving(stack)
-    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     for number in range(6):
         reported(sender, receiver, dataclasses.replace(SAID, generator_id=f"g{number}"))
     assert [each.generator_id for each in receiver.latest.values()] == ["g3", "g4", "g5"]
@@ -112,7 +118,7 @@ def test_report_is_due_once_a_trainer_listens_every_two_seconds_and_when_it_list
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = receiving(stack)
-    sender = stack.enter_context(closing(wire.CounterSender(receiver.address)))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     eventually(lambda: receiver.receive() or sender.due)
     now = [time.monotonic()]
     monkeypatch.setattr(generator_status_sockets.time, "monotonic", lambda: now[0])
@@ -125,18 +131,18 @@ def test_report_is_due_once_a_trainer_listens_every_two_seconds_and_when_it_list
     sender.send(SAID)
     assert receiver.receive(timeout=DEADLINE) and not sender.due
     receiver.close()
-    again = bound_again(receiver.address, wire.CounterReceiver, run_id=RUN)
+    again = bound_again(receiver.address, wire.GeneratorStatusReceiver, run_id=RUN)
     stack.enter_context(closing(again))
     eventually(lambda: again.receive() or sender.due)  # the clock stands still
 
 
 def test_no_report_is_due_while_nobody_listens(stack: ExitStack) -> None:
-    sender = stack.enter_context(closing(wire.CounterSender("tcp://127.0.0.1:9")))
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender("tcp://127.0.0.1:9")))
     assert not sender.due
 
 
 def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
-    sender = wire.CounterSender("tcp://127.0.0.1:9")
+    sender = wire.GeneratorStatusSender("tcp://127.0.0.1:9")
     stack.callback(sender.close, linger_seconds=0)
     for _ in range(1000):
         sender.send(SAID)
@@ -145,8 +151,8 @@ def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("run_id", 5), ("run_id", "other-1"), ("generator_id", None), ("boot", b"seven.."),
-        ("boot", "text"), ("made", -1), ("made", 1.5), ("made", True), ("step", "4"),
+        ("run_id", 5), ("run_id", "other-1"), ("generator_id", None), ("incarnation", b"seven.."),
+        ("incarnation", "text"), ("made", -1), ("made", 1.5), ("made", True), ("step", "4"),
         ("tokens_per_s", float("nan")), ("tokens_per_s", float("inf")), ("tokens_per_s", 5),
         ("blocked_frac", -0.1), ("reload_s", None), ("last", 1), ("hello", []), ("hello", {"a": 1}),
         ("hello", {b"a": "b"}), ("hello", {"a": {}}), ("hello", {str(n): "" for n in range(33)}),
@@ -173,7 +179,7 @@ STRANGE = st.recursive(
     lambda inner: st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
     max_leaves=5,
 )  # fmt: skip
-NAMES = [each.name for each in dataclasses.fields(wire.Counters)]
+NAMES = [each.name for each in dataclasses.fields(wire.GeneratorStatus)]
 ANNOUNCED = [each.name for each in dataclasses.fields(wire.Announcement)]
 
 
@@ -182,10 +188,10 @@ ANNOUNCED = [each.name for each in dataclasses.fields(wire.Announcement)]
 def test_no_strange_report_raises_anything_but_wire_error(fields: dict[str, Any]) -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), **fields})
     try:
-        counters = wire.decode_counters(frame)
+        counters = wire.decode_generator_status(frame)
     except WireError:
         return
-    assert wire.decode_counters(wire.encode_counters(counters)) == counters
+    assert wire.decode_generator_status(wire.encode_generator_status(counters)) == counters
 
 
 @given(fields=st.dictionaries(st.sampled_from(ANNOUNCED), STRANGE, min_size=1))
@@ -201,6 +207,6 @@ def test_no_strange_announcement_raises_anything_but_wire_error(fields: dict[str
 @given(st.binary(max_size=80))
 @settings(max_examples=200, deadline=None, database=None)
 def test_no_random_bytes_raise_anything_but_wire_error(frame: bytes) -> None:
-    for decode in (wire.decode_counters, wire.decode_announcement):
+    for decode in (wire.decode_generator_status, wire.decode_announcement):
         with pytest.raises(WireError):
             decode(frame)

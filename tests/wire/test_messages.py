@@ -106,15 +106,17 @@ def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> 
     group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
     said = wire.Announcement(RUN, recv={group.sender: 5})
     assert wire.decode_announcement(wire.encode_announcement(said)) == said
-    report = wire.Counters(RUN, longest, GROUP.boot)
-    assert wire.decode_counters(wire.encode_counters(report)).sender == group.sender
+    report = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
+    assert wire.decode_generator_status(wire.encode_generator_status(report)).sender == group.sender
     longer = longest + "x"
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         decoded(changed(gen=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
-        wire.decode_counters(wire.encode_counters(dataclasses.replace(report, generator_id=longer)))
+        wire.decode_generator_status(
+            wire.encode_generator_status(dataclasses.replace(report, generator_id=longer))
+        )
 
 
 def test_message_holds_little_endian_buffers_on_every_machine() -> None:
@@ -173,7 +175,7 @@ def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
     sequence=st.integers(0, 2**64 - 1),
     step=st.integers(0, 2**31 - 1),
     name=st.text(max_size=30),
-    boot=st.binary(min_size=8, max_size=8),
+    incarnation=st.binary(min_size=8, max_size=8),
     turns=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
 )
 @settings(max_examples=100, deadline=None, database=None)
@@ -182,13 +184,13 @@ def test_any_group_comes_back_exactly(
     sequence: int,
     step: int,
     name: str,
-    boot: bytes,
+    incarnation: bytes,
     turns: list[tuple[int, int]],
 ) -> None:
     mask = np.concatenate([np.arange(context + own) >= context for context, own in turns])
     group = group_of(
         rewards, lengths=[len(mask) - 1] * len(rewards), num_prompt=1,
-        sequence=sequence, policy_step=step, generator_id=name, boot=boot, task=name,
+        sequence=sequence, policy_step=step, generator_id=name, incarnation=incarnation, task=name,
     )  # fmt: skip
     rollouts = tuple(
         dataclasses.replace(
@@ -219,7 +221,7 @@ def test_group_at_the_limit_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wire.encode_group(GROUP) == FRAME
 
 
-@pytest.mark.parametrize("field", ["run_id", "wid", "problem_id", "task"])
+@pytest.mark.parametrize("field", ["run_id", "weights_id", "problem_id", "task"])
 @pytest.mark.parametrize("letter", ["x", "\N{EURO SIGN}"])
 def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
     longest = letter * (1024 // len(letter.encode()))
@@ -248,7 +250,7 @@ def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason:
 
 
 @pytest.mark.parametrize(
-    "envelope", [{"boot": b"short"}, {"floor": 10**6}, {"floor": -1}, {"draw": -2},
+    "envelope", [{"incarnation": b"short"}, {"floor": 10**6}, {"floor": -1}, {"draw": -2},
                  {"evaluates": 2**31}],
 )  # fmt: skip
 def test_sender_refuses_an_envelope_that_the_receiver_would(envelope: dict[str, Any]) -> None:
@@ -290,7 +292,7 @@ def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
-    fits = name in ("run", "gen", "wid", "problem", "task") and value == "x"
+    fits = name in ("run", "gen", "weights_id", "problem", "task") and value == "x"
     fits = fits or (name in LATER and value == -1)
     if not fits:
         with pytest.raises(WireError):
@@ -316,8 +318,8 @@ def doubles(*numbers: float) -> bytes:
         ({"v": 3}, "version 3 is not 2"),
         ({"v": 2.0}, "v: float is not int"),
         ({"crc32": b"1234"}, "checksum"),
-        ({"boot": b"seven.."}, "boot"),
-        ({"boot": b"nine byte"}, "boot"),
+        ({"incarnation": b"seven.."}, "incarnation"),
+        ({"incarnation": b"nine byte"}, "incarnation"),
         ({"seq": -1}, "negative"),
         ({"floor": 99}, "floor above the sequence"),
         ({"floor": -1}, "floor above the sequence"),
@@ -583,8 +585,8 @@ def open_maps(key: str, count: int, size: int) -> bytes:
 
 
 OTHERS: dict[str, Callable[[bytes], object]] = {
-    "announcement": wire.decode_announcement, "counters": wire.decode_counters,
-    "greeting": wire.decode_greeting, "request": wire.decode_request,
+    "announcement": wire.decode_announcement, "counters": wire.decode_generator_status,
+    "greeting": wire.decode_worker_info, "request": wire.decode_request,
 }  # fmt: skip
 OPEN_MAPS = {
     "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),

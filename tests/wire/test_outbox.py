@@ -28,14 +28,19 @@ def said(
     seen: int | None = None,
     *,
     recv: int | None = None,
-    boot: bytes = b"1",
+    incarnation: bytes = b"1",
     waiting: bool = False,
 ) -> Announcement:
     """All that came is durable, unless `recv` says that more came, and nothing is missing."""
     recv = durable if recv is None else recv
     seen = recv if seen is None else seen
     return Announcement(
-        "run", boot=boot, waiting=waiting, recv={ME: recv}, durable={ME: durable}, seen={ME: seen}
+        "run",
+        incarnation=incarnation,
+        waiting=waiting,
+        recv={ME: recv},
+        durable={ME: durable},
+        seen={ME: seen},
     )
 
 
@@ -53,14 +58,14 @@ def test_what_has_come_frees_the_window_and_is_kept() -> None:
 
 def test_what_was_never_heard_of_fills_the_window() -> None:
     kept = holding(0, 1, 2)
-    kept.lost_on_the_way(Announcement("run", boot=b"1"))
+    kept.lost_on_the_way(Announcement("run", incarnation=b"1"))
     assert kept.window == 3
 
 
 def test_window_stays_free_when_a_trainer_forgets_whom_it_has_not_heard_lately() -> None:
     kept = holding(0, 1, 2)
     kept.lost_on_the_way(said(0, recv=2))
-    kept.lost_on_the_way(Announcement("run", boot=b"1"))
+    kept.lost_on_the_way(Announcement("run", incarnation=b"1"))
     assert (kept.window, len(kept)) == (0, 2)
 
 
@@ -73,7 +78,7 @@ def test_what_came_but_is_not_durable_is_not_sent_again_for_a_gap_behind_it() ->
 def test_what_came_but_was_not_durable_is_sent_again_to_a_restarted_trainer() -> None:
     kept = holding(0, 1, 2, 3)
     kept.lost_on_the_way(said(0, recv=3))
-    assert kept.lost_on_the_way(said(1, boot=b"2")) == [b"2", b"3"]
+    assert kept.lost_on_the_way(said(1, incarnation=b"2")) == [b"2", b"3"]
     assert kept.window == 2
 
 
@@ -119,13 +124,13 @@ def test_what_may_still_come_is_not_sent_again(clock: list[float], reason: str) 
 
 def test_a_restarted_trainer_gets_all_that_is_not_settled_at_once() -> None:
     kept = holding(0, 1, 2, 3)
-    kept.lost_on_the_way(said(1, boot=b"1"))
-    assert kept.lost_on_the_way(said(0, boot=b"2")) == [b"2", b"3"]
-    assert kept.lost_on_the_way(said(0, boot=b"2")) == []
+    kept.lost_on_the_way(said(1, incarnation=b"1"))
+    assert kept.lost_on_the_way(said(0, incarnation=b"2")) == [b"2", b"3"]
+    assert kept.lost_on_the_way(said(0, incarnation=b"2")) == []
 
 
 def test_the_first_trainer_heard_is_not_a_restarted_one() -> None:
-    assert holding(0, 1).lost_on_the_way(Announcement("run", boot=b"1")) == []
+    assert holding(0, 1).lost_on_the_way(Announcement("run", incarnation=b"1")) == []
 
 
 def test_a_full_outbox_gives_up_its_oldest_and_counts_it() -> None:

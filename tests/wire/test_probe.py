@@ -20,15 +20,15 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import probe
 from peralta_zmq.wire.keys import generator_keys, make_keys
 
-SAID = wire.Greeting("demo", run_id="demo-1", hello={"python": "3.11", "device": "cpu"})
+SAID = wire.WorkerInfo("demo", run_id="demo-1", hello={"python": "3.11", "device": "cpu"})
 
 
-def greeter(stack: ExitStack, **options: object) -> wire.Greeter:
-    return stack.enter_context(closing(wire.Greeter(ANYWHERE, SAID, **options)))  # type: ignore[arg-type]
+def greeter(stack: ExitStack, **options: object) -> wire.ProbeServer:
+    return stack.enter_context(closing(wire.ProbeServer(ANYWHERE, SAID, **options)))  # type: ignore[arg-type]
 
 
-def guest(stack: ExitStack, address: str, **options: object) -> wire.Guest:
-    return stack.enter_context(closing(wire.Guest(address, **options)))  # type: ignore[arg-type]
+def guest(stack: ExitStack, address: str, **options: object) -> wire.ProbeClient:
+    return stack.enter_context(closing(wire.ProbeClient(address, **options)))  # type: ignore[arg-type]
 
 
 def test_hello_is_answered_with_the_time(stack: ExitStack) -> None:
@@ -81,7 +81,7 @@ def test_nobody_answers(stack: ExitStack) -> None:
 def test_only_known_keys_are_answered(stack: ExitStack, tmp_path: Path) -> None:
     for name in ("trainer", "ann"):
         make_keys(tmp_path, name)
-    gate = stack.enter_context(closing(wire.Gate(tmp_path)))
+    gate = stack.enter_context(closing(wire.CurveAuthenticator(tmp_path)))
     address = greeter(stack, gate=gate).address
     known = guest(stack, address, keys=generator_keys(tmp_path, "ann"))
     assert known.ask("hello", timeout=DEADLINE)[0].run == "demo"
@@ -91,11 +91,11 @@ def test_only_known_keys_are_answered(stack: ExitStack, tmp_path: Path) -> None:
 
 def test_greeting_of_a_later_version_is_understood() -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
-    assert wire.decode_greeting(frame) == SAID
+    assert wire.decode_worker_info(frame) == SAID
 
 
 def test_greeting_of_an_earlier_version_is_understood() -> None:
-    assert wire.decode_greeting(msgpack.packb({"run": "demo"})) == wire.Greeting("demo")
+    assert wire.decode_worker_info(msgpack.packb({"run": "demo"})) == wire.WorkerInfo("demo")
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_greeting_of_an_earlier_version_is_understood() -> None:
 def test_unsound_greeting_is_refused(field: str, value: object) -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), field: value})
     with pytest.raises(WireError, match="malformed"):
-        wire.decode_greeting(frame)
+        wire.decode_worker_info(frame)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
-    for decode in (wire.decode_greeting, probe.decode_request):
+    for decode in (wire.decode_worker_info, probe.decode_request):
         with pytest.raises(WireError):
             decode(frame)

@@ -48,12 +48,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gate(folder: Path, stack: ExitStack) -> wire.Gate:
-    return stack.enter_context(closing(wire.Gate(folder)))
+def gate(folder: Path, stack: ExitStack) -> wire.CurveAuthenticator:
+    return stack.enter_context(closing(wire.CurveAuthenticator(folder)))
 
 
 @pytest.fixture
-def receiver(gate: wire.Gate, stack: ExitStack) -> wire.RolloutReceiver:
+def receiver(gate: wire.CurveAuthenticator, stack: ExitStack) -> wire.RolloutReceiver:
     return stack.enter_context(closing(receiver_at(gate=gate)))
 
 
@@ -70,7 +70,7 @@ def misled(folder: Path) -> GeneratorKeys:
 def reason_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> str:
     """What whoever sends is told when it is turned away, in time."""
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    turnstile = stack.enter_context(closing(gates.Turnstile(client, address, keys)))
+    turnstile = stack.enter_context(closing(gates.HandshakeMonitor(client, address, keys)))
     client.setsockopt(zmq.SNDTIMEO, 100)
     client.connect(address)
     started = monotonic()
@@ -115,7 +115,7 @@ def test_stranger_delivers_nothing_and_is_told_why(
 
 @pytest.mark.timeout(90)
 def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
-    folder: Path, gate: wire.Gate, stack: ExitStack, tmp_path: Path
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
     for name in ("trainer", "ann"):
@@ -140,7 +140,7 @@ def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
 
 
 def test_nobody_gets_in_when_the_gate_is_closed(
-    folder: Path, gate: wire.Gate, receiver: wire.RolloutReceiver, stack: ExitStack
+    folder: Path, gate: wire.CurveAuthenticator, receiver: wire.RolloutReceiver, stack: ExitStack
 ) -> None:
     gate.close()
     assert "lets nobody in" in reason_of(receiver.address, stack, generator_keys(folder, "ann"))
@@ -148,14 +148,16 @@ def test_nobody_gets_in_when_the_gate_is_closed(
 
 
 def test_trainer_that_is_down_behind_a_forwarder_is_waited_for(
-    folder: Path, gate: wire.Gate, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     host, port = forwarder.getsockname()
     keys = generator_keys(folder, "ann")
-    listener = stack.enter_context(closing(wire.Listener(f"tcp://{host}:{port}", keys=keys)))
+    listener = stack.enter_context(
+        closing(wire.AnnouncementSubscriber(f"tcp://{host}:{port}", keys=keys))
+    )
     looking = threading.Event()
 
     def hang_up() -> None:
@@ -196,29 +198,33 @@ def test_group_in_anothers_name_is_counted_and_dropped(
 
 
 def test_announcements_reach_known_generators_only(
-    folder: Path, gate: wire.Gate, stack: ExitStack
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
-    announcer = stack.enter_context(closing(wire.Announcer(ANYWHERE, gate=gate)))
+    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE, gate=gate)))
     announcer.announce(wire.Announcement(RUN, step=4))
     ann = generator_keys(folder, "ann")
-    known = stack.enter_context(closing(wire.Listener(announcer.address, keys=ann)))
+    known = stack.enter_context(closing(wire.AnnouncementSubscriber(announcer.address, keys=ann)))
     assert eventually(lambda: known.listen(timeout=0.1)) == wire.Announcement(RUN, step=4)
-    strange = stack.enter_context(closing(wire.Listener(announcer.address, keys=stranger(folder))))
+    strange = stack.enter_context(
+        closing(wire.AnnouncementSubscriber(announcer.address, keys=stranger(folder)))
+    )
     with pytest.raises(WireError, match="does not know the key"):
         for _ in until(IN_TIME):
             assert strange.listen(timeout=0.1) is None
 
 
 def test_counters_come_from_known_generators_in_their_own_name_only(
-    folder: Path, gate: wire.Gate, stack: ExitStack
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
-    receiver = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN, gate=gate)))
-    strange = wire.CounterSender(receiver.address, keys=stranger(folder))
+    receiver = stack.enter_context(
+        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, gate=gate))
+    )
+    strange = wire.GeneratorStatusSender(receiver.address, keys=stranger(folder))
     stack.callback(strange.close, linger_seconds=0)
     bob = stack.enter_context(
-        closing(wire.CounterSender(receiver.address, keys=generator_keys(folder, "bob")))
+        closing(wire.GeneratorStatusSender(receiver.address, keys=generator_keys(folder, "bob")))
     )
-    of_ann, of_bob = wire.Counters(RUN, "ann", BOOT), wire.Counters(RUN, "bob", BOOT)
+    of_ann, of_bob = wire.GeneratorStatus(RUN, "ann", BOOT), wire.GeneratorStatus(RUN, "bob", BOOT)
 
     def reported() -> bool:
         for counters in (of_ann, of_bob):
@@ -267,7 +273,7 @@ def test_sender_that_is_turned_away_says_why_instead_of_waiting(
 
 def test_folder_that_cannot_be_trusted_lets_nobody_in(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-    gate: wire.Gate,
+    gate: wire.CurveAuthenticator,
 ) -> None:  # fmt: skip
     (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
@@ -290,7 +296,7 @@ def test_file_that_is_no_key_yet_keeps_nobody_else_out(
 
 
 def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
-    folder: Path, gate: wire.Gate, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
     monkeypatch.setattr(gates, "RETRY_SECONDS", 0.3)
@@ -299,7 +305,7 @@ def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     ann = generator_keys(folder, "ann")
     away = folder.rename(folder.with_name("away"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    turnstile = stack.enter_context(closing(gates.Turnstile(client, receiver.address, ann)))
+    turnstile = stack.enter_context(closing(gates.HandshakeMonitor(client, receiver.address, ann)))
     client.connect(receiver.address)
     began, tries = monotonic(), gates.PATIENCE_TRIES + 2
 
@@ -314,13 +320,13 @@ def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     assert received(receiver).generator_id == "ann"
 
 
-def test_second_gate_is_refused(folder: Path, gate: wire.Gate) -> None:
+def test_second_gate_is_refused(folder: Path, gate: wire.CurveAuthenticator) -> None:
     with pytest.raises(WireError, match="second gate"):
-        wire.Gate(folder)
+        wire.CurveAuthenticator(folder)
 
 
 def test_known_generator_is_heard_again_after_the_trainers_restart(
-    folder: Path, gate: wire.Gate, stack: ExitStack
+    folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
     first = receiver_at(gate=gate)
     sender = sender_to(first.address, stack, keys=generator_keys(folder, "ann"))
@@ -359,12 +365,12 @@ def test_secret_that_others_may_read_is_refused(folder: Path, mode: int) -> None
         generator_keys(folder, "ann")
     (folder / "trainer.secret").chmod(mode)
     with pytest.raises(WireError, match=r"chmod 600 .*trainer\.secret"):
-        wire.Gate(folder)
+        wire.CurveAuthenticator(folder)
 
 
 def test_folder_that_everyone_may_write_is_refused(folder: Path) -> None:
     folder.chmod(0o777)
-    for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.Gate(folder)):
+    for opened in (lambda: generator_keys(folder, "ann"), lambda: wire.CurveAuthenticator(folder)):
         with pytest.raises(WireError, match=r"keys can be written by others; chmod o-w "):
             opened()
 
@@ -435,7 +441,7 @@ def test_name_of_another_run_makes_no_line_of_the_log(stack: ExitStack) -> None:
             break
     (reason,) = opened.refused
     assert reason == r"group of another run, 'other\ntrainer: all is well'"
-    report = wire.Counters(foreign.run_id, "ann", BOOT)
-    counters = stack.enter_context(closing(wire.CounterReceiver(ANYWHERE, run_id=RUN)))
+    report = wire.GeneratorStatus(foreign.run_id, "ann", BOOT)
+    counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        counters._keep([zmq.Frame(wire.encode_counters(report))])
+        counters._keep([zmq.Frame(wire.encode_generator_status(report))])

@@ -27,7 +27,7 @@ class Span(NamedTuple):
 NOTHING = Span(0, 0)
 
 
-class KeyValues:
+class KVCache:
     """Room for `num_rows` sequences of at most `capacity` tokens."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Part(NamedTuple):
 class Window:
     """The rows from `first` on, as the cache that a transformers model writes to and reads."""
 
-    def __init__(self, cache: KeyValues, first: int, places: Tensor) -> None:
+    def __init__(self, cache: KVCache, first: int, places: Tensor) -> None:
         count = len(places)
         self._cache = cache
         self._span = slice(first, first + count)

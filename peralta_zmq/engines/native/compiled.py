@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peralta_zmq.engines.native import build
-from peralta_zmq.engines.native.cache import KeyValues
+from peralta_zmq.engines.native.cache import KVCache
 
 LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
 SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}")
@@ -56,7 +56,7 @@ class OneToken:
     def __init__(
         self,
         library: ctypes.CDLL,
-        cache: KeyValues,
+        cache: KVCache,
         first: int,  # row of the cache
         *,
         turned: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
@@ -135,7 +135,7 @@ def _is_right(library: ctypes.CDLL, dtype: torch.dtype, shared: int, width: int)
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=chance).to(dtype)
 
-    cache = KeyValues(
+    cache = KVCache(
         num_layers=1, num_rows=1, num_heads=1, capacity=4, head_dim=width, dtype=dtype,
         device=torch.device("cpu"),
     )  # fmt: skip

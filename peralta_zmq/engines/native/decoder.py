@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from peralta_zmq import models
 from peralta_zmq.engines.native import forward
-from peralta_zmq.engines.native.cache import KeyValues, Part, Window
+from peralta_zmq.engines.native.cache import KVCache, Part, Window
 from peralta_zmq.engines.native.compiled import OneToken, library_for
 from peralta_zmq.engines.native.graphs import Graphs, capture_for
 from peralta_zmq.engines.native.linears import Weights
@@ -41,7 +41,7 @@ class Decoder:
         self._window = _window(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self.device, self.dtype = model.device, model.dtype
-        self.cache = KeyValues(
+        self.cache = KVCache(
             **cache_shape(config), num_rows=num_rows, capacity=capacity,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip

@@ -30,7 +30,7 @@ ARGUMENTS = {
 logger = logging.getLogger(__name__)
 
 
-class Packed(Protocol):
+class PackedWeight(Protocol):
     """A weight [out, in] in an order of its own; the tensor that it came from is not kept."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class Packed(Protocol):
         ...
 
 
-class Ordered:
+class PrepackedWeight:
     """In oneDNN's order, for any type it has."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -50,7 +50,7 @@ class Ordered:
         return operators._linear_pointwise(rows, self._weight, bias, "none", [], "")
 
 
-class Panels:
+class PanelWeight:
     """In product.c's order: bfloat16, and an even number of inputs."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
@@ -76,20 +76,20 @@ class Panels:
         return out
 
 
-def pack(weight: Tensor) -> Packed:
+def pack(weight: Tensor) -> PackedWeight:
     """`weight`, [out, in], as this machine multiplies it fastest; of a type that `can_pack`."""
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
         library = library_of_panels()
         if library is not None:
-            return Panels(library, weight)
-    return Ordered(weight)
+            return PanelWeight(library, weight)
+    return PrepackedWeight(weight)
 
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build packs weights of `dtype` and then multiplies like a plain linear."""
     try:
-        return _is_right(Ordered, dtype)
+        return _is_right(PrepackedWeight, dtype)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
 
@@ -108,13 +108,13 @@ def library_of_panels() -> ctypes.CDLL | None:
     if not suits_panels(build.processor()):
         return None
     library = build.load("product.c", ARGUMENTS)
-    if library is None or _is_right(functools.partial(Panels, library), torch.bfloat16):
+    if library is None or _is_right(functools.partial(PanelWeight, library), torch.bfloat16):
         return library
     logger.warning("product.c is not used, which is slower: what cc made of it gives otherwise")
     return None
 
 
-def _is_right(way: Callable[[Tensor], Packed], dtype: torch.dtype) -> bool:
+def _is_right(way: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
     weight = torch.linspace(-1, 1, 80 * 48).reshape(80, 48).to(dtype)
     rows = torch.linspace(-1, 1, 7 * 48).reshape(7, 48).to(dtype)
     bias = torch.ones(80, dtype=dtype)

@@ -20,7 +20,7 @@ MAX_GENERATORS = 12  # drawn in one chart
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Series:
     """One column of a chart. A band is drawn without a line, between two neighbours."""
 
     key: str
@@ -36,43 +36,43 @@ class Chart:
 
     id: str
     title: str
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Series, ...] = ()
     unit: str = ""
     each_generator: str = ""
 
 
 CHARTS = (
     Chart("reward", "Reward", (
-        Line("reward/low", "- std", "band"), Line("reward/high", "+ std", "band"),
-        Line("reward", "reward"), Line(EVAL, "held-out", "dots"),
+        Series("reward/low", "- std", "band"), Series("reward/high", "+ std", "band"),
+        Series("reward", "reward"), Series(EVAL, "held-out", "dots"),
     )),
     Chart("signal", "Groups without signal, completions cut off", (
-        Line("frac_reward_zero_std", "no signal", percent=True),
-        Line("completions/clipped_ratio", "cut off", percent=True),
+        Series("frac_reward_zero_std", "no signal", percent=True),
+        Series("completions/clipped_ratio", "cut off", percent=True),
     )),
     Chart("loss", "Loss and gradient norm", (
-        Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True),
+        Series("loss", "loss"), Series("grad_norm", "gradient norm", right=True),
     )),
     Chart("entropy", "Entropy and mismatch KL", (
-        Line("entropy", "entropy"), Line("mismatch_kl", "mismatch KL", right=True),
+        Series("entropy", "entropy"), Series("mismatch_kl", "mismatch KL", right=True),
     )),
     Chart("staleness", "Staleness and drops", (
-        Line("staleness/mean", "mean"), Line("staleness/max", "max"),
-        Line("dropped", "dropped groups, sum", right=True),
+        Series("staleness/mean", "mean"), Series("staleness/max", "max"),
+        Series("dropped", "dropped groups, sum", right=True),
     ), unit="steps"),
     Chart("speed", "Tokens per second of each generator", each_generator="tokens_per_s"),
     Chart("time", "Where a step's time goes", (
-        Line("time/forward_backward", "compute", "stack"),
-        Line("time/waiting", "wait", "stack"),
-        Line("time/journal", "journal", "stack"),
-        Line("time/publish", "publish", "stack"), Line("time/rest", "rest", "stack"),
+        Series("time/forward_backward", "compute", "stack"),
+        Series("time/waiting", "wait", "stack"),
+        Series("time/journal", "journal", "stack"),
+        Series("time/publish", "publish", "stack"), Series("time/rest", "rest", "stack"),
     ), unit="seconds"),
-    Chart("queue", "Groups waiting for the trainer", (Line("queue/depth", "queue"),)),
+    Chart("queue", "Groups waiting for the trainer", (Series("queue/depth", "queue"),)),
     Chart("weights", "Publish and reload", (
-        Line("weights/seconds", "publish"), Line("reload/max", "slowest reload"),
-        Line("weights/megabytes", "version, MB", right=True),
+        Series("weights/seconds", "publish"), Series("reload/max", "slowest reload"),
+        Series("weights/megabytes", "version, MB", right=True),
     ), unit="seconds"),
-    Chart("length", "Completion length", (Line("completions/mean_length", "mean"),),
+    Chart("length", "Completion length", (Series("completions/mean_length", "mean"),),
           unit="tokens"),
 )  # fmt: skip
 
@@ -111,15 +111,15 @@ def _drawn(chart: Chart, table: Table, evaluations: Mapping[float, float], after
     }
 
 
-def _of_generators(chart: Chart, table: Table) -> list[Line]:
+def _of_generators(chart: Chart, table: Table) -> list[Series]:
     end = f"/{chart.each_generator}"
     if not chart.each_generator:
         return []
     keys = sorted(key for key in table.columns if key.startswith("gen/") and key.endswith(end))
-    return [Line(key, key[4 : -len(end)]) for key in keys[:MAX_GENERATORS]]
+    return [Series(key, key[4 : -len(end)]) for key in keys[:MAX_GENERATORS]]
 
 
-def _line(line: Line) -> Drawn:
+def _line(line: Series) -> Drawn:
     return {
         "key": line.key,
         "label": line.label,

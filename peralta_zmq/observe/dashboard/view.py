@@ -120,7 +120,7 @@ def generators(run: RunFiles, condition: str) -> list[Json]:
 
 def _boot(row: Mapping[str, object]) -> tuple[str, str]:
     """Which start of which generator joined or left."""
-    return str(row.get("generator")), str(row.get("boot", 0))
+    return str(row.get("generator")), str(row.get("incarnation", 0))
 
 
 def _generator(
@@ -262,7 +262,7 @@ def _evaluated(run: RunFiles) -> tuple[str, str]:
 
 
 def _event(row: Row) -> Json:
-    rest = {key: value for key, value in row.items() if key not in ("time", "event", "boot")}
+    rest = {key: value for key, value in row.items() if key not in ("time", "event", "incarnation")}
     told = "  ".join(f"{key}={_plain(value)}" for key, value in _flat(rest).items())
     return {
         "time": _finite(number(row, "time")),

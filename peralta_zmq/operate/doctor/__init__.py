@@ -23,7 +23,7 @@ from contextlib import ExitStack
 
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate.doctor.check import Book, Check, failed
+from peralta_zmq.operate.doctor.check import Check, Report, failed
 
 PROGRAM = "bin/doctor"
 USAGE = """\
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         keygen.main(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0
     options, rest = _options(arguments)
-    book = Book()
+    book = Report()
     try:
         config = load_config(PROGRAM, rest)
     except ConfigError as error:

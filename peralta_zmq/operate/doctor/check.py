@@ -36,7 +36,7 @@ class Check:
 Look: TypeAlias = Callable[[], "Check | None"]  # None: there is nothing to be said here
 
 
-class Book:
+class Report:
     """Takes findings, and prints each when it comes."""
 
     def __init__(self) -> None:

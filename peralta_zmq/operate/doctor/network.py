@@ -82,7 +82,7 @@ def check_reach(config: Config, *, patience: float = 0.0) -> Check:
 class Answer:
     """A greeting, when we asked and when it was here: unix seconds by our clock."""
 
-    greeting: wire.Greeting
+    greeting: wire.WorkerInfo
     asked: float
     came: float
 
@@ -92,7 +92,7 @@ class Answer:
         return self.came - self.asked
 
 
-def say_hello(guest: wire.Guest) -> Answer:
+def say_hello(guest: wire.ProbeClient) -> Answer:
     """The quickest of a few answers. Raises WireError when there is none."""
     answers: list[Answer] = []
     for _ in range(NUM_HELLOS):
@@ -113,7 +113,7 @@ def check_hello(answer: Answer, run: str) -> Check:
                  f"{1e3 * answer.seconds:.1f} ms ({facts})")  # fmt: skip
 
 
-def check_burst(guest: wire.Guest) -> Check:
+def check_burst(guest: wire.ProbeClient) -> Check:
     """How much gets through."""
     speed = guest.burst(seconds=BURST_SECONDS, timeout=60.0)
     return Check("burst", True, f"{speed / 1e6:.2f} MB/s to the trainer")
@@ -154,11 +154,11 @@ def check_keys(config: Config, role: str, name: str) -> Check:
     return Check("keys", True, f"{folder} lets in {', '.join(known)}")
 
 
-def open_guest(config: Config, name: str) -> wire.Guest:
+def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
     """What asks the trainer's machine. Raises WireError for a key file."""
     folder = config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
-    return wire.Guest(wire.next_port(address_of(config), NUM_PORTS - 1), keys=keys)
+    return wire.ProbeClient(wire.next_port(address_of(config), NUM_PORTS - 1), keys=keys)
 
 
 def answer_others(
@@ -171,14 +171,14 @@ def answer_others(
     from peralta_zmq.weights.probe_file import Probe
 
     keys, wires = config.keys_folder, config.wire
-    gate = stack.enter_context(closing(wire.Gate(keys))) if keys else None
+    gate = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
     show = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         show = stack.enter_context(closing(Probe(folder))).show
-    greeting = wire.Greeting(config.run.name, role="doctor", hello=hello)
+    greeting = wire.WorkerInfo(config.run.name, role="doctor", hello=hello)
     address = wire.next_port(f"tcp://{wires.bind}:{wires.port}", NUM_PORTS - 1)
-    greeter = wire.Greeter(address, greeting, show=show, gate=gate)
+    greeter = wire.ProbeServer(address, greeting, show=show, gate=gate)
     stack.enter_context(closing(greeter))
     return Check("answers", True, f"other doctors are answered on {greeter.address}")
 

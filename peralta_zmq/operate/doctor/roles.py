@@ -13,7 +13,7 @@ from peralta_zmq import wire
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import machine, network, weights, workload
-from peralta_zmq.operate.doctor.check import Book, Check, Look
+from peralta_zmq.operate.doctor.check import Check, Look, Report
 
 FOLDER_SECONDS = 120.0  # that a look into a mounted folder may take
 
@@ -23,7 +23,7 @@ def role_of(config: Config) -> str:
     return "trainer" if network.is_here(config.wire.host) else "generator"
 
 
-def visit_trainer(config: Config, book: Book, stack: ExitStack, *, answers: bool) -> bool:
+def visit_trainer(config: Config, book: Report, stack: ExitStack, *, answers: bool) -> bool:
     """All that the trainer's machine must have.
 
     When it `answers`, other doctors can reach this one until the stack is left; returns whether
@@ -53,7 +53,7 @@ def visit_trainer(config: Config, book: Book, stack: ExitStack, *, answers: bool
     return answers
 
 
-def visit_generator(config: Config, book: Book, stack: ExitStack, *, patience: float) -> None:
+def visit_generator(config: Config, book: Report, stack: ExitStack, *, patience: float) -> None:
     """All that a generator's machine must have, and its way to the trainer's."""
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     _look_at_machine(config, book)
@@ -63,12 +63,12 @@ def visit_generator(config: Config, book: Book, stack: ExitStack, *, patience: f
     keyed = book.look("keys", lambda: network.check_keys(config, "generator", name))
     guest = None
     if book.look("reach", lambda: network.check_reach(config, patience=patience)) and keyed:
-        guest = stack.enter_context(closing(network.open_guest(config, name)))
+        guest = stack.enter_context(closing(network.open_probe_client(config, name)))
     greeting = _greet(config, book, guest) if guest else None
     _look_at_weights(config, book, guest, greeting)
 
 
-def _look_at_machine(config: Config, book: Book) -> None:
+def _look_at_machine(config: Config, book: Report) -> None:
     book.look("versions", lambda: machine.check_versions(*machine.this_python()))
     book.look("device", lambda: machine.check_device(config))
     battery = machine.has_battery()
@@ -84,7 +84,7 @@ def _check_run(config: Config) -> Check | None:
     return Check("run", True, f"goes on in {folder}") if goes_on else None
 
 
-def _greet(config: Config, book: Book, guest: wire.Guest) -> wire.Greeting | None:
+def _greet(config: Config, book: Report, guest: wire.ProbeClient) -> wire.WorkerInfo | None:
     """The answer to our hello, when there is one of our run."""
     said: list[network.Answer] = []
 
@@ -101,7 +101,7 @@ def _greet(config: Config, book: Book, guest: wire.Guest) -> wire.Greeting | Non
 
 
 def _look_at_weights(
-    config: Config, book: Book, guest: wire.Guest | None, greeting: wire.Greeting | None
+    config: Config, book: Report, guest: wire.ProbeClient | None, greeting: wire.WorkerInfo | None
 ) -> None:
     folder, size = _folder_of(config), workload.model_bytes(config)
     if folder is None:
@@ -128,7 +128,7 @@ def _look_at_weights(
 
 
 def _look_at_address(
-    config: Config, book: Book, size: int | None, *, greeting: wire.Greeting | None
+    config: Config, book: Report, size: int | None, *, greeting: wire.WorkerInfo | None
 ) -> None:
     """Weights that lie behind a URL."""
     address, token = config.weights_address, config.weights.token_file
@@ -140,11 +140,11 @@ def _look_at_address(
         _look_into(book, "speed", lambda: weights.check_speed(address, size, token_file=token))
 
 
-def _is_there(book: Book, folder: Path, role: str) -> bool:
+def _is_there(book: Report, folder: Path, role: str) -> bool:
     return _look_into(book, "weights", lambda: weights.check_there(folder, role=role))
 
 
-def _look_into(book: Book, name: str, look: Look) -> bool:
+def _look_into(book: Report, name: str, look: Look) -> bool:
     return book.look(name, look, seconds=FOLDER_SECONDS)
 
 

@@ -19,7 +19,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.operate.doctor.check import Check
 
 if TYPE_CHECKING:
-    from peralta_zmq.weights.backends import Place
+    from peralta_zmq.weights.backends import StorageBackend
 
 MIN_MODELS = 3  # that a weights folder must have room for
 MIN_COPIES = 2  # and the folder of a generator's own copy
@@ -77,10 +77,10 @@ def check_owner(folder: Path, run: Path, *, trains: bool) -> Check:
 
     `trains` says that the one of this run does already. Raises OSError.
     """
-    from peralta_zmq.weights.local_backend import Folder
+    from peralta_zmq.weights.local_backend import LocalBackend
 
-    place = Folder(folder)
-    owner, ours = _owner(place), _owner(Folder(run))
+    place = LocalBackend(folder)
+    owner, ours = _owner(place), _owner(LocalBackend(run))
     if owner and owner != ours:
         return Check("owner", False, f"{folder} belongs to run {owner}, not to {ours or run}",
                      "choose another with weights.dir, or delete it")  # fmt: skip
@@ -215,14 +215,14 @@ def existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
-def _place(address: str, token_file: str | None) -> Place:
+def _place(address: str, token_file: str | None) -> StorageBackend:
     from peralta_zmq.password import read_token
-    from peralta_zmq.weights.backends import open_place
+    from peralta_zmq.weights.backends import open_backend
 
-    return open_place(address, token=read_token(token_file))
+    return open_backend(address, token=read_token(token_file))
 
 
-def _versions(place: Place) -> list[str]:
+def _versions(place: StorageBackend) -> list[str]:
     from peralta_zmq.weights.version import NAME
 
     with suppress(FileNotFoundError):
@@ -230,7 +230,7 @@ def _versions(place: Place) -> list[str]:
     return []
 
 
-def _owner(place: Place) -> str:
+def _owner(place: StorageBackend) -> str:
     """The run whose weights these are; '' before there is one. Raises OSError."""
     from peralta_zmq.weights.version import IDENTITY
 
@@ -240,7 +240,7 @@ def _owner(place: Place) -> str:
         return ""
 
 
-def _read_own(place: Place, folder: Path) -> tuple[int, float]:
+def _read_own(place: StorageBackend, folder: Path) -> tuple[int, float]:
     name = f"doctor-read-{atomic_files.BOOT}"
     try:
         atomic_files.replace_file(folder / name, os.urandom(MIB) * (SAMPLE // MIB))
@@ -259,13 +259,15 @@ def _now_in(folder: Path) -> float:
         file.unlink(missing_ok=True)
 
 
-def _files_of(place: Place, name: str) -> dict[str, int]:
+def _files_of(place: StorageBackend, name: str) -> dict[str, int]:
     """Name and bytes of each file of a version. Raises OSError or a MALFORMED."""
-    said = cast("dict[str, Any]", json.loads(b"".join(place.read(f"{name}/{atomic_files.MANIFEST}"))))
+    said = cast(
+        "dict[str, Any]", json.loads(b"".join(place.read(f"{name}/{atomic_files.MANIFEST}")))
+    )
     return {str(each["name"]): int(each["bytes"]) for each in said["files"]}
 
 
-def _read(place: Place, path: str, folder: Path | None) -> tuple[int, float]:
+def _read(place: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
     """Bytes read and seconds taken, past the kernel's cache where that can be asked for."""
     with ExitStack() as stack:
         if folder is not None and hasattr(os, "posix_fadvise"):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from peralta_zmq.engines.native import build, compiled, decoder, forward, products
-from peralta_zmq.engines.native.cache import KeyValues, Window
+from peralta_zmq.engines.native.cache import KVCache, Window
 
 ROWS, HEADS, COMMON, CAPACITY = 5, 2, 70, 160
 SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]
@@ -36,7 +36,7 @@ class Drawn:
 
     def __init__(self, dtype: torch.dtype, shared: int, width: int, *, normed: bool) -> None:
         self._chance, self._dtype = torch.Generator().manual_seed(0), dtype
-        self.cache = KeyValues(
+        self.cache = KVCache(
             num_layers=2, num_rows=ROWS + 1, num_heads=HEADS, capacity=CAPACITY, head_dim=width,
             dtype=dtype, device=CPU,
         )  # fmt: skip
@@ -76,7 +76,6 @@ class Drawn:
             {"": mask[:, None, None]}, decoder._attention,
         )  # fmt: skip
 
-
     def in_float64(self) -> Drawn:
         """The same values in double precision: the reference that both ways are compared with."""
         exact = copy.copy(self)
@@ -102,6 +101,7 @@ def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.
     (here 2.8e-6 from torch and 1.5e-6 from us in the worst case). One rounding step of the largest
     value is the least error that counts, for cases that torch computes exactly.
     """
+
     def error(result: torch.Tensor) -> float:
         return float((result.double() - exact).abs().max())
 
@@ -158,11 +158,11 @@ def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> 
     assert drawn.compiled(library(dtype)).norm(drawn.norm(256), out).isnan().any(-1).sum() == 2
 
 
-def panels(weight: torch.Tensor) -> products.Panels:
+def panels(weight: torch.Tensor) -> products.PanelWeight:
     if not (HAS_COMPILER and products.suits_panels(build.processor())):
         pytest.skip("no C compiler, or no processor for it here")
     packed = products.pack(weight)
-    assert isinstance(packed, products.Panels)
+    assert isinstance(packed, products.PanelWeight)
     return packed
 
 
@@ -222,8 +222,8 @@ def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
 def test_what_panels_have_no_case_for_is_multiplied_by_onednn() -> None:
     if not products.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
-    assert isinstance(products.pack(torch.ones(4, 3).bfloat16()), products.Ordered)
-    assert isinstance(products.pack(torch.ones(4, 4)), products.Ordered)
+    assert isinstance(products.pack(torch.ones(4, 3).bfloat16()), products.PrepackedWeight)
+    assert isinstance(products.pack(torch.ones(4, 4)), products.PrepackedWeight)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_without_a_compiler_onednn_multiplies(
     nothing_built: Path, for_panels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.Ordered)
+        assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.PrepackedWeight)
     assert "product.c is not compiled, which is slower: no C compiler here" in caplog.text
 
 
@@ -274,7 +274,7 @@ def test_panels_that_multiply_wrongly_are_not_used(
 
     wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
     monkeypatch.setattr(build, "load", lambda *_: wrong)
-    assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.Ordered)
+    assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.PrepackedWeight)
     assert "product.c is not used, which is slower: what cc made of it" in caplog.text
 
 

@@ -19,7 +19,7 @@ from fakes import TINY, resident_bytes, tiny_model
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, open_engine, products
-from peralta_zmq.engines.native.cache import KeyValues
+from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
@@ -184,7 +184,7 @@ def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
     if products.library_of_panels() is not None:
-        assert products_of(model) == {products.Panels}
+        assert products_of(model) == {products.PanelWeight}
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
@@ -202,7 +202,7 @@ def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, token
     def missing(*_: Any) -> None:
         raise AttributeError
 
-    monkeypatch.setattr(products, "Ordered", missing)
+    monkeypatch.setattr(products, "PrepackedWeight", missing)
     products.can_pack.cache_clear()
     model = sharp_model()
     try:
@@ -569,13 +569,13 @@ def test_rows_that_grow_keep_what_they_hold(tokenizer: Any) -> None:
 
 
 def test_a_live_engine_holds_no_keys_and_values_between_two_calls(tokenizer: Any) -> None:
-    before = alive(KeyValues)
+    before = alive(KVCache)
     engine = engine_of(sharp_model(), tokenizer, live=True)
     under_way = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
     next(under_way)
-    assert alive(KeyValues) == before + 1
+    assert alive(KVCache) == before + 1
     under_way.close()
-    assert alive(KeyValues) == before
+    assert alive(KVCache) == before
 
 
 def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> None:

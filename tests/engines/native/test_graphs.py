@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 READS_BACK = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Keeps operations with the memory that they saw, as a CUDA graph does; a replay looks at
     nothing else again."""
 
@@ -51,7 +51,7 @@ class Counted:
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         self.captures += 1
-        with Recorder() as recorder:
+        with StepRecorder() as recorder:
             result = work()
         assert recorder.calls
 

@@ -345,7 +345,7 @@ def test_before_the_first_step_those_who_joined_are_counted(
 def test_before_the_first_step_those_who_left_are_not_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=0)
     append(folder / "events.jsonl", *(
-        {"time": time.time(), "event": event, "generator": "ann", "boot": "1"}
+        {"time": time.time(), "event": event, "generator": "ann", "incarnation": "1"}
         for event in ("join", "leave")
     ))  # fmt: skip
     told = "All who joined have left. Start one: bin/generator @ CONFIG"
@@ -390,7 +390,7 @@ def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
     append(folder / "metrics.jsonl", without_bob)
     assert generators_of(followed(folder)) == ({"ann": "up", "bob": "gone"}, "1", "of 2 seen")
     append(folder / "events.jsonl",
-           {"time": time.time(), "event": "leave", "generator": "ann", "boot": "ann"})  # fmt: skip
+           {"time": time.time(), "event": "leave", "generator": "ann", "incarnation": "ann"})  # fmt: skip
     assert generators_of(followed(folder)) == (
         {"ann": "gone", "bob": "gone"}, "0", "of 2 seen"
     )  # fmt: skip
@@ -399,7 +399,7 @@ def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("event", [None, "stop", "complete"])
 def test_when_nobody_hears_generators_none_is_called_up(tmp_path: Path, event: str | None) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
-    leave = {"time": time.time(), "event": "leave", "generator": "bob", "boot": "bob"}
+    leave = {"time": time.time(), "event": "leave", "generator": "bob", "incarnation": "bob"}
     append(folder / "events.jsonl", leave)
     if event:
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})

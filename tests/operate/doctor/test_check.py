@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate.doctor.check import CRASHED, HANGS, Book, Check, attempt
+from peralta_zmq.operate.doctor.check import CRASHED, HANGS, Check, Report, attempt
 
 
 def crashes() -> Check:
@@ -30,7 +30,7 @@ def test_crash_is_a_finding_that_names_the_line() -> None:
 
 
 def test_crash_does_not_stop_what_comes_after(capsys: pytest.CaptureFixture[str]) -> None:
-    book = Book()
+    book = Report()
     assert not book.look("one", crashes)
     assert not book.look("two", refuses)
     assert book.look("three", lambda: None)
@@ -47,7 +47,7 @@ def test_crash_does_not_stop_what_comes_after(capsys: pytest.CaptureFixture[str]
 
 
 def test_all_well(capsys: pytest.CaptureFixture[str]) -> None:
-    book = Book()
+    book = Report()
     book.write(Check("one", True, "fine"))
     assert book.close(as_json=False) == 0
     assert capsys.readouterr().out == "ok    one       fine\nall is well\n"
@@ -55,7 +55,7 @@ def test_all_well(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_look_that_hangs_is_left_behind() -> None:
     never = threading.Event()
-    book = Book()
+    book = Report()
     assert not book.look("weights", lambda: Check(str(never.wait()), True, ""), seconds=0.05)
     assert book.checks == [Check("weights", False, "no answer within 0.05 s", HANGS)]
     never.set()

@@ -20,7 +20,7 @@ from peralta_zmq.trainer import run_folder
 from peralta_zmq.wire.keys import make_keys
 from tools.tcp_link import free_ports
 
-SAID = wire.Greeting("demo", time=1000.0)
+SAID = wire.WorkerInfo("demo", time=1000.0)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_this_machine_is_here_and_another_is_not() -> None:
 @pytest.mark.usefixtures("answering")
 def test_trainer_is_reached_and_says_hello(config: Config, stack: ExitStack) -> None:
     assert network.check_reach(config).ok
-    guest = stack.enter_context(closing(network.open_guest(config, "ann")))
+    guest = stack.enter_context(closing(network.open_probe_client(config, "ann")))
     answer = network.say_hello(guest)
     found = network.check_hello(answer, "demo")
     assert found.ok and found.detail.startswith("the doctor of run demo answers in ")
@@ -120,7 +120,7 @@ def test_something_else_on_the_port_says_no_hello(
 ) -> None:
     monkeypatch.setattr(network, "HELLO_SECONDS", 0.3)
     stack.enter_context(socket.create_server(("127.0.0.1", port + 3)))
-    guest = stack.enter_context(closing(network.open_guest(config, "ann")))
+    guest = stack.enter_context(closing(network.open_probe_client(config, "ann")))
     with pytest.raises(WireError) as error:
         network.say_hello(guest)
     found = failed("hello", error.value)
@@ -188,13 +188,13 @@ def test_keys_that_do_not_fit_are_told_by_the_handshake(
             make_keys(tmp_path / folder, name)
     here = keyed(settings, tmp_path / "here")
     assert network.answer_others(here, stack, folder=None, hello={}).ok
-    fits = stack.enter_context(closing(network.open_guest(here, "ann")))
+    fits = stack.enter_context(closing(network.open_probe_client(here, "ann")))
     assert network.check_hello(network.say_hello(fits), "demo").ok
     (tmp_path / "there" / "trainer.public").write_bytes(
         (tmp_path / "here" / "trainer.public").read_bytes()
     )
     does_not = stack.enter_context(
-        closing(network.open_guest(keyed(settings, tmp_path / "there"), "ann"))
+        closing(network.open_probe_client(keyed(settings, tmp_path / "there"), "ann"))
     )
     for _ in range(2):  # while the door is being shut, and once it is
         with pytest.raises(WireError, match=r"not know the key of ann; put ann\.public into"):
@@ -204,7 +204,7 @@ def test_keys_that_do_not_fit_are_told_by_the_handshake(
 def test_file_is_shown_in_the_weights_folder(
     config: Config, stack: ExitStack, answering: Path
 ) -> None:
-    guest = stack.enter_context(closing(network.open_guest(config, "ann")))
+    guest = stack.enter_context(closing(network.open_probe_client(config, "ann")))
     for _ in range(2):  # one at a time
         greeting, _seconds = guest.ask("show", timeout=5)
         assert [each.name for each in answering.iterdir()] == [greeting.shown]

@@ -13,7 +13,7 @@ from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.operate import doctor
 from peralta_zmq.operate.doctor import roles, workload
-from peralta_zmq.operate.doctor.check import Book
+from peralta_zmq.operate.doctor.check import Report
 from tools.tcp_link import free_ports
 
 
@@ -40,7 +40,7 @@ def test_trainers_machine(settings: list[str], capsys: pytest.CaptureFixture[str
 def test_generators_machine_beside_a_trainers_doctor(
     settings: list[str], capsys: pytest.CaptureFixture[str], stack: ExitStack
 ) -> None:
-    assert roles.visit_trainer(load_config("doctor", settings), Book(), stack, answers=True)
+    assert roles.visit_trainer(load_config("doctor", settings), Report(), stack, answers=True)
     capsys.readouterr()
     code = doctor.main([*settings, "--json", "--role", "generator"])
     found = findings(capsys.readouterr().out)
@@ -74,7 +74,7 @@ def test_trainer_of_another_runs_folder_or_weights_is_told(
 def test_weights_that_the_trainer_will_serve_are_a_note_while_its_doctor_answers(
     settings: list[str], capsys: pytest.CaptureFixture[str], stack: ExitStack
 ) -> None:
-    assert roles.visit_trainer(load_config("doctor", settings), Book(), stack, answers=True)
+    assert roles.visit_trainer(load_config("doctor", settings), Report(), stack, answers=True)
     port = free_ports()
     address = f"http://127.0.0.1:{port}"
     words = [*settings, "--json", "--role", "generator", "--weights.dir", address]

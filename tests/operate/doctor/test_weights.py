@@ -15,7 +15,7 @@ from weight_sets import weights_at
 
 from peralta_zmq.config import load_config
 from peralta_zmq.operate.doctor import weights, workload
-from peralta_zmq.weights.local_backend import Folder
+from peralta_zmq.weights.local_backend import LocalBackend
 from peralta_zmq.weights.probe_file import Probe
 from peralta_zmq.weights.store import WeightStore
 
@@ -117,7 +117,7 @@ def test_trainer_that_cannot_write_its_folder_is_told(tmp_path: Path) -> None:
 
 
 def test_reading_the_newest_version_tells_what_a_reload_takes(tmp_path: Path) -> None:
-    store = WeightStore(Folder(tmp_path))
+    store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
     store.publish(3, weights_at(3), companions={})
     store.release()
@@ -163,7 +163,7 @@ def test_another_trainer_that_publishes_here_is_told_and_its_lease_left(tmp_path
 def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
     folder, run = tmp_path / "weights", tmp_path / "run"
     run.mkdir()
-    store = WeightStore(Folder(folder))
+    store = WeightStore(LocalBackend(folder))
     store.claim("demo-1")
     store.release()
     found = weights.check_owner(folder, run, trains=False)
@@ -178,12 +178,12 @@ def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
 
 
 def test_weights_behind_an_address(tmp_path: Path) -> None:
-    from peralta_zmq.weights.http_server import Server
+    from peralta_zmq.weights.http_server import WeightServer
 
-    store = WeightStore(Folder(tmp_path))
+    store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
     store.release()
-    with closing(Server(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
+    with closing(WeightServer(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
         address = f"http://127.0.0.1:{server.port}"
         assert weights.check_address(address, None, run_id="demo-1").ok
         found = weights.check_address(address, None, run_id="demo-2")
