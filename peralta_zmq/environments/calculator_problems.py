@@ -1,7 +1,7 @@
 """The calculator's sentences: shapes, seeded rows, and the expander behind math_10k.csv.
 
 Knows words and expressions; knows nothing of rewards or models.
-`python -m peralta_zmq.environments.calculator_problems` rewrites the three CSV files beside this module.
+`python -m peralta_zmq.environments.calculator_problems` rewrites the three CSV files in data/.
 """
 
 from __future__ import annotations

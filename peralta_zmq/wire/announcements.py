@@ -51,7 +51,8 @@ class Announcement:
 
 
 SAID = {
-    "run_id": str, "incarnation": bytes, "step": int, "begun": int, "version": int, "weights_id": str,
+    "run_id": str, "incarnation": bytes, "step": int, "begun": int, "version": int,
+    "weights_id": str,
     "min_step": int,
     "recv": dict, "durable": dict, "seen": dict, "taken": dict, "waiting": bool, "done": bool,
     "in_step": int, "next_draw": int, "train_set": bytes, "resting": bytes, "evaluate": int,

@@ -52,7 +52,8 @@ INT, UNSIGNED, FLOAT = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
 NO_STEP = pack("<i", -1)
 NAMES = ("run", "gen", "weights_id", "problem", "task")
 FIELDS = validation.Fields({
-    "run": str, "gen": str, "incarnation": bytes, "seq": int, "problem": str, "task": str, "step": int,
+    "run": str, "gen": str, "incarnation": bytes, "seq": int, "problem": str,
+    "task": str, "step": int,
     "weights_id": str, "floor": int, "draw": int, "evaluates": int, "turns": bytes, "spans": bytes,
     "prompt": bytes, "tokens": bytes, "logprobs": bytes, "versions": bytes, "rewards": bytes,
     "parts": str, "values": bytes, "finish": bytes, "v": int, "crc32": bytes,

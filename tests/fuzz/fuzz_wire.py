@@ -35,7 +35,8 @@ def decode_all(content: bytes) -> None:
         for each in group.rollouts:  # they are cut only now
             assert 0 <= each.token_ids.min() <= each.token_ids.max() < VOCAB_SIZE
     for decode in (
-        wire.decode_announcement, wire.decode_generator_status, wire.decode_worker_info, wire.decode_request,
+        wire.decode_announcement, wire.decode_generator_status,
+        wire.decode_worker_info, wire.decode_request,
     ):  # fmt: skip
         try:
             decode(content)

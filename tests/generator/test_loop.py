@@ -634,7 +634,8 @@ def test_the_same_weights_published_again_are_of_the_same_line(
 
 @pytest.mark.parametrize(("step", "over"), [(79, False), (80, True)])
 def test_a_trainer_that_is_silent_after_the_last_step_has_ended_the_run(
-    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore, monkeypatch: pytest.MonkeyPatch,
+    follower: WeightSubscriber, line: TrainerConnection, store: WeightStore,
+    monkeypatch: pytest.MonkeyPatch,
     step: int, over: bool,
 ) -> None:  # fmt: skip
     version = until_step(Spy(), follower, published(store, step, 1.0), step)

@@ -123,7 +123,8 @@ def test_old_weights_serve_while_the_nas_is_away_and_then_new_ones(
     assert caught_up <= CATCH_UP_SECONDS
     assert publisher["first"].get("number") or publisher["first"]["error"] == "StoreError"
     assert _one(told, "later")["loaded"] == {
-        "number": publisher["done"]["number"], "weights_id": publisher["done"]["weights_id"], "exact": True,
+        "number": publisher["done"]["number"],
+        "weights_id": publisher["done"]["weights_id"], "exact": True,
         "seconds": _one(told, "later")["loaded"]["seconds"],
     }  # fmt: skip
 

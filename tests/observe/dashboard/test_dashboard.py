@@ -390,7 +390,8 @@ def test_a_generator_that_left_or_is_not_heard_is_gone(tmp_path: Path) -> None:
     append(folder / "metrics.jsonl", without_bob)
     assert generators_of(followed(folder)) == ({"ann": "up", "bob": "gone"}, "1", "of 2 seen")
     append(folder / "events.jsonl",
-           {"time": time.time(), "event": "leave", "generator": "ann", "incarnation": "ann"})  # fmt: skip
+           {"time": time.time(), "event": "leave", "generator": "ann",
+           "incarnation": "ann"})  # fmt: skip
     assert generators_of(followed(folder)) == (
         {"ann": "gone", "bob": "gone"}, "0", "of 2 seen"
     )  # fmt: skip
