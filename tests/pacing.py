@@ -87,7 +87,7 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
 
 def _measured(field: Field, name: str, seconds: float) -> Paced:
     history = read_history(field.run, [])
-    in_steps = [each for each in history.journal if each.fate in ("trained", "set_aside")]
+    in_steps = [each for each in history.journal if each.fate in ("trained", "no_signal")]
     made_by = Counter(each.key[0].partition("/")[0] for each in in_steps)
     accounting = history.summary["accounting"]
     assert isinstance(accounting, dict)

@@ -18,7 +18,7 @@ from peralta_zmq.observe.metrics import Row, number
 from tools.run_history import History, Key, Record, read_history
 
 # Fates that the journal knows.
-IN_STEPS = ("trained", "set_aside")
+IN_STEPS = ("trained", "no_signal")
 SETTLED = (
     *IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
 )  # fmt: skip
@@ -260,7 +260,7 @@ def _distrusted(history: History) -> dict[str, int]:
     """Senders that were set aside, and the first step after which."""
     steps: dict[str, int] = {}
     for row in _named(history, "mismatch"):
-        if row.get("set_aside"):
+        if row.get("dropped"):
             sender, step = (
                 f"{row.get('generator')}/{row.get('incarnation')}",
                 int(number(row, "step")),

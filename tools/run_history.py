@@ -40,7 +40,7 @@ class Record(NamedTuple):
     """What the journal says of a group: its fate in the step that it came for."""
 
     key: Key
-    fate: str  # trained, set_aside, or the reason why it was dropped
+    fate: str  # trained, no_signal, or the reason why it was dropped
     step: int
     policy_step: int = -1  # that it claims to be sampled with; -1 = it was dropped
 
@@ -165,7 +165,7 @@ def _record_of(kind: int, content: bytes, *, step: int) -> Record:
         note = json.loads(content)
         return Record((note["sender"], note["sequence"]), note["outcome"], step)
     group = wire.decode_group(content, vocab_size=ANY_TOKEN)
-    fate = "trained" if group.has_signal else "set_aside"
+    fate = "trained" if group.has_signal else "no_signal"
     return Record((group.sender, group.sequence), fate, step, group.policy_step)
 
 

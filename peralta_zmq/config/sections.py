@@ -164,7 +164,7 @@ class TrainSection(Section):
     """groups sampled by weights older than this many steps are dropped"""
     max_mismatch_kl: PositiveFloat = 0.1
     """a generator whose logprobs are farther than this from the trainer's is reported"""
-    on_mismatch: Literal["report", "set_aside"] = "report"
+    on_mismatch: Literal["report", "drop"] = "report"
     """what becomes of the groups of such a generator: trained all the same, or set aside"""
     num_workers: PositiveInt = 1
     """processes that share the cores of the trainer's machine"""

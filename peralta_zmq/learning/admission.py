@@ -13,14 +13,14 @@ from typing import Any, Literal, TypeAlias
 from peralta_zmq.rollout import RolloutGroup
 
 AdmissionDecision: TypeAlias = Literal[
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+    "trained", "no_signal", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
     "duplicate",
 ]  # fmt: skip
 OUTCOMES = (
-    "trained", "set_aside", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
+    "trained", "no_signal", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
     "lost",
 )  # fmt: skip
-ADMITTED = ("trained", "set_aside")  # both belong to the batch; the latter has no signal
+ADMITTED = ("trained", "no_signal")  # both belong to the batch; the latter has no signal
 MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
 MAX_ABOVE_ALL = 1 << 17  # and of all senders together; 100 bytes each
 MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
@@ -165,4 +165,4 @@ class Admission:
             return "stale"
         if self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0):
             return "filtered"
-        return "trained" if group.has_signal else "set_aside"
+        return "trained" if group.has_signal else "no_signal"

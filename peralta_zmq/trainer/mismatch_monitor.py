@@ -18,7 +18,7 @@ class LogprobMismatchMonitor:
 
     def __init__(self, config: Config, books: RunLog, admission: Admission) -> None:
         self._bound = config.train.max_mismatch_kl
-        self._sets_aside = config.train.on_mismatch == "set_aside"
+        self._sets_aside = config.train.on_mismatch == "drop"
         self._books, self._admission = books, admission
         self._trust = MismatchStatistics(bound=self._bound)
 
@@ -33,7 +33,7 @@ class LogprobMismatchMonitor:
             mean = self._trust.suspects[sender]
             self._books.event(
                 "mismatch", generator=name, incarnation=incarnation, step=step, mismatch_kl=mean,
-                set_aside=self._sets_aside,
+                dropped=self._sets_aside,
             )  # fmt: skip
             self._books.note(
                 f"generator {name} disagrees with the trainer about logprobs: mismatch_kl "
@@ -46,4 +46,4 @@ class LogprobMismatchMonitor:
     def _advice(self, name: str) -> str:
         if self._sets_aside:
             return f"Its groups are set aside until {name} is started with another model.dtype"
-        return "Start it with another model.dtype or device, or set train.on_mismatch = set_aside"
+        return "Start it with another model.dtype or device, or set train.on_mismatch = drop"

@@ -139,8 +139,8 @@ def test_group_with_one_token_of_weights_left_behind_is_not_trained() -> None:
 
 def test_group_without_signal_belongs_to_the_batch_and_is_counted_apart() -> None:
     admission = Admission(8)
-    assert admission.admit(group_of([1, 1]), step=1) == "set_aside"
-    assert admission.ledger.outcomes == {"set_aside": 1}
+    assert admission.admit(group_of([1, 1]), step=1) == "no_signal"
+    assert admission.ledger.outcomes == {"no_signal": 1}
 
 
 def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> None:
@@ -197,7 +197,7 @@ def test_gaps_of_all_together_are_bounded_and_who_is_longest_unheard_gives_up(
     [
         ([0, 0, 0], "filtered"),
         ([1, 1, 1], "filtered"),
-        ([0.5, 0.5], "set_aside"),
+        ([0.5, 0.5], "no_signal"),
         ([2, 0], "filtered"),  # its mean is 1
         ([0, 1], "trained"),
     ],

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
 VERDICT = Verdict("balanced: nobody waits", "", "ok")
-ACCOUNTING = {"made": 9, "trained": 6, "set_aside": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
+ACCOUNTING = {"made": 9, "trained": 6, "no_signal": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
 LAST = {"ann/aa": 9}
 CLOSING: Any = {"accounting": ACCOUNTING, "last_reports": LAST, "verdict": VERDICT}
 

@@ -62,7 +62,7 @@ class Run:
     steps: list[int] = field(default_factory=lambda: [1, 2, 3])
     log: list[str] = field(default_factory=lambda: list(LOG))
     accounting: dict[str, int] = field(default_factory=lambda: {
-        "made": 7, "trained": 6, "set_aside": 0, "stale": 1, "abandoned": 0, "invalid": 0,
+        "made": 7, "trained": 6, "no_signal": 0, "stale": 1, "abandoned": 0, "invalid": 0,
         "lost": 0, "in_flight": 0, "duplicates": 1,
     })  # fmt: skip
     last_reports: dict[str, int] = field(default_factory=dict[str, int])
@@ -324,16 +324,16 @@ def test_p3_a_group_is_evaluated_if_it_was_made_for_that_and_only_then(tmp_path:
         ({}, True),
         ({"step": 3}, False),  # it was not distrusted yet
         ({"incarnation": BOOTS["aa"].hex()}, False),
-        ({"set_aside": False}, False),
+        ({"dropped": False}, False),
     ],
 )
-def test_p3_a_group_is_mismatched_if_its_sender_was_set_aside_before(
+def test_p3_a_group_is_mismatched_if_its_sender_was_dropped_before(
     tmp_path: Path, event: Row, sound: bool
 ) -> None:
     run = Run()
     run.journal[3][1] = ("bb", 2, "mismatched")
     run.accounting |= {"trained": 5, "mismatched": 1}
-    named = {"generator": "ann", "incarnation": BOOTS["bb"].hex(), "step": 2, "set_aside": True}
+    named = {"generator": "ann", "incarnation": BOOTS["bb"].hex(), "step": 2, "dropped": True}
     run.events.append({"event": "mismatch", **named, **event})
     assert (run.check(tmp_path) == {}) == sound
 
@@ -413,7 +413,7 @@ def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
     [
         ({"trained": 5}, "trained is 5 in the summary, 6 in the records"),
         ({"stale": 0}, "stale is 0 in the summary, 1 in the records"),
-        ({"set_aside": 1}, "set_aside is 1 in the summary, 0 in the records"),
+        ({"no_signal": 1}, "no_signal is 1 in the summary, 0 in the records"),
         ({"made": 8}, "lost or in flight is 0 in the summary, 1 in the records"),
         ({"made": 10, "in_flight": 3}, "made is 10 in the summary, 7 to 9 in the records"),
         ({"made": 6, "in_flight": -1}, "made is 6 in the summary, 7 to 9 in the records"),
@@ -448,10 +448,10 @@ def test_p6_of_a_sender_whose_last_report_came_every_group_is_counted(
     assert run.check(tmp_path).get("P6", ()) == broken
 
 
-def test_p6_a_group_without_signal_is_set_aside(tmp_path: Path) -> None:
+def test_p6_a_group_without_signal_counts_as_no_signal(tmp_path: Path) -> None:
     run = Run()
     run.journal[3].remove(("bb", 3, 1))
-    run.accounting |= {"trained": 5, "set_aside": 1}
+    run.accounting |= {"trained": 5, "no_signal": 1}
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "step_000003.msgpack").write_bytes(
         record_of("bb", 3, 1, rewards=(1.0, 1.0))

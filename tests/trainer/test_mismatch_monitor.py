@@ -80,7 +80,7 @@ def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
 ) -> None:
     trainer = trained(stack, tmp_path)
     (event,) = events(tmp_path)
-    assert (event["generator"], event["step"], event["set_aside"]) == ("bob", 2, False)
+    assert (event["generator"], event["step"], event["dropped"]) == ("bob", 2, False)
     assert event["mismatch_kl"] == pytest.approx(0.718, abs=0.01)
     for row in read_rows(tmp_path / "demo" / "metrics.jsonl"):
         assert row["gen/bob/mismatch_kl"] == pytest.approx(0.718, abs=0.01)
@@ -88,15 +88,15 @@ def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
     assert (
         "generator bob disagrees with the trainer about logprobs: mismatch_kl 0.718 over its last "
         "4 steps, bound 0.1 (train.max_mismatch_kl). Start it with another model.dtype or device, "
-        "or set train.on_mismatch = set_aside\n"
+        "or set train.on_mismatch = drop\n"
     ) in capsys.readouterr().out
     assert trainer._intake.accounting()["mismatched"] == 0
 
 
-def test_groups_of_a_skewed_generator_are_set_aside_when_asked_and_all_add_up(
+def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = trained(stack, tmp_path, "--train.on-mismatch", "set_aside")
+    trainer = trained(stack, tmp_path, "--train.on-mismatch", "drop")
     printed = capsys.readouterr().out
     assert "Its groups are set aside until bob is started with another model.dtype" in printed
     accounts = trainer._intake.accounting()
@@ -119,10 +119,10 @@ def test_restarted_trainer_replays_what_it_had_admitted_and_judges_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
-        before = trained(stack, tmp_path, "--train.on-mismatch", "set_aside")
+        before = trained(stack, tmp_path, "--train.on-mismatch", "drop")
         outcomes = dict(before._intake.admission.ledger.outcomes)
     port = free_ports()
-    arguments = [*SETTINGS, "--train.on-mismatch=set_aside", "--train.max-steps=6",
+    arguments = [*SETTINGS, "--train.on-mismatch=drop", "--train.max-steps=6",
                  "--run.dir", str(tmp_path), "--wire.port", str(port)]  # fmt: skip
     with ExitStack() as stack:
         again = Trainer(load_config("bin/trainer", arguments), stack)
