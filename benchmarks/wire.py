@@ -32,7 +32,7 @@ from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire import messages, validation
 from peralta_zmq.wire.keys import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 VOCAB_SIZE = 64
 RUN = "bench-00112233"

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import settings
 
-from tools import tcp_link
+from tools import link_proxy
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
@@ -19,8 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us with &
 settings.load_profile("ci")  # the same examples every time, and no clock; tests/fuzz draws others
 # Ports are free for a moment before who asked binds them: no two workers draw from the same ones.
 worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-share = len(tcp_link.PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-tcp_link.PORTS = tcp_link.PORTS[worker * share : (worker + 1) * share - tcp_link.NUM_PORTS]
+share = len(link_proxy.PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+link_proxy.PORTS = link_proxy.PORTS[worker * share : (worker + 1) * share - link_proxy.NUM_PORTS]
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from typing import Any
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.operate.local import WITNESSED
 from tools.chaos import SEED, seed_of
-from tools.promises import check
+from tools.link_proxy import free_ports
+from tools.promise_checker import check
 from tools.run_history import read_history
-from tools.tcp_link import free_ports
 
 REPO = Path(__file__).parents[1]
 SMALL = (

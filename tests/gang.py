@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from forks import FORKS
 
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 DEADLINE = 50.0  # seconds
 

@@ -15,7 +15,7 @@ from field import Field, until
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.trainer import journal
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 # No answer is worth 0 here, so that a 0 would be somebody's failure.
 NEVER_ZERO = """

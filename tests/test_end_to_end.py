@@ -31,7 +31,7 @@ from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import read_records
 from peralta_zmq.trainer.loop import Trainer
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parent.parent
 signals = test_resume.signals  # a trainer works in this process too

@@ -31,7 +31,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.publishing import WeightPublishing
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
 STEPS = 8

@@ -18,7 +18,7 @@ from statistics import fmean
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
 from peralta_zmq.operate.process_group import ProcessGroup
-from tools.promises import Check, check, own_ends
+from tools.promise_checker import Check, check, own_ends
 from tools.run_history import History, read_history
 
 SEED = "PERALTA_CHAOS_SEED"  # in the environment: the same kills again

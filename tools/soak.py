@@ -24,10 +24,10 @@ from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.local import WITNESSED, local_workers, recorder
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import keys
-from tools.promises import check, own_ends
+from tools.link_proxy import Link, free_ports
+from tools.promise_checker import check, own_ends
 from tools.run_history import read_history
 from tools.soak_report import figures_of, section, struck_enough, write_section
-from tools.tcp_link import Link, free_ports
 
 NUM_GENERATORS = 3
 CHUNK = 600  # optimizer steps after which the trainer ends, and is started for as many more

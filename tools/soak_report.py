@@ -17,7 +17,7 @@ from statistics import median
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import number
-from tools.promises import Check, fates_of
+from tools.promise_checker import Check, fates_of
 from tools.run_history import History
 
 HALF_AN_HOUR, ENOUGH = 30.0, 200  # minutes, and the SIGKILLs that so long a soak has at least

@@ -17,8 +17,8 @@ import pytest
 from fakes import resident_bytes
 from field import Field, Program, ended_within, until
 
+from tools.link_proxy import Link
 from tools.run_history import LOADED
-from tools.tcp_link import Link
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 chaos = pytest.mark.chaos

@@ -11,7 +11,7 @@ import pytest
 from field import REPO
 
 from peralta_zmq.observe.metrics import read_rows
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

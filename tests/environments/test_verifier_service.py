@@ -28,7 +28,7 @@ from peralta_zmq.environments.verifier_client import Remote
 from peralta_zmq.environments.verifier_service import MAX_REQUEST, Verifier
 from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
 from peralta_zmq.rollout import Message, Problem
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parents[2]
 TOKEN = "0123456789abcdef"

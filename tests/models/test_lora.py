@@ -34,7 +34,7 @@ from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 signals = test_resume.signals  # a trainer works in this process too
 EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")

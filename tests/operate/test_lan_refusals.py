@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hosts import SMALL, hosts_file, lan, make_machine, needs_rsync, needs_sshd, processes_in, sshd
 
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200), needs_rsync]
 TOOLS = ("sh", "dirname", "df", "awk", "tail", "ls", "make", "mkdir", "touch", "rm", "cat")

@@ -21,7 +21,7 @@ import pytest
 from hosts import REPO, SMALL, Sshd, hosts_file, lan, make_machine, needs_sshd, processes_in, sshd
 
 from peralta_zmq.observe.metrics import read_rows
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(400), needs_sshd]
 TRAINER_ADDRESS = "127.0.0.2"  # any but 127.0.0.1, which would be everybody's own

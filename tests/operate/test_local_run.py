@@ -25,7 +25,7 @@ def num_restarts():
     return sum(row["event"] == "restart" for row in rows)
 with Events(folder / "events.jsonl") as events, JsonLines(folder / "metrics.jsonl") as metrics:
     events.record("resume" if step else "start", step=step)
-    events.record("publish", number=1, wid="aa")
+    events.record("publish", number=1, weights_id="aa")
     while step < 20:
         while step == 19 and num_restarts() < 5:  # the run is longer than its accidents
             time.sleep(0.01)

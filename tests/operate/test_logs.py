@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 MOST = 500
 KEEPER = f"""
 import sys
-from peralta_zmq.operate import keeper, logs
+from peralta_zmq.operate import logs, supervisor
 bound = logs.bound
 logs.bound = lambda log: bound(log, most={MOST})
-sys.exit(keeper.run(keeper.Job("pc-0", (sys.executable, "-u", "-c", sys.argv[1]), {{}})))
+sys.exit(supervisor.run(supervisor.Job("pc-0", (sys.executable, "-u", "-c", sys.argv[1]), {{}})))
 """
 TALKS = """
 import os, time

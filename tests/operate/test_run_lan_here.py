@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hosts import REPO, SMALL, make_machine, processes_in
 
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200)]
 LEFT_OUT = shutil.ignore_patterns(".*_cache", ".hypothesis", ".git", ".venv*", ".lan", "runs",

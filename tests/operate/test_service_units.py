@@ -20,11 +20,11 @@ LABEL = "peralta-project-pc-0"
 LINGERING = """
 import sys
 from pathlib import Path
-from peralta_zmq.operate import keeper, units
-units.LINGERERS = Path.cwd()  # where a file with our name says that we linger
-assert units.systemd_keeps_us()
+from peralta_zmq.operate import service_units, supervisor
+service_units.LINGERERS = Path.cwd()  # where a file with our name says that we linger
+assert service_units.systemd_keeps_us()
 words = (sys.executable, "-c", "import signal; signal.pause()")
-sys.exit(keeper.start([keeper.Job("pc-0", words, {})]))
+sys.exit(supervisor.start([supervisor.Job("pc-0", words, {})]))
 """
 
 

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 NAME = "pc-0"
 IMPATIENT = f"""
 import sys
-from peralta_zmq.operate import crew, keeper
-crew.FIRST_DELAY = 0.01
-sys.exit(keeper.run(keeper.Job("{NAME}", (sys.executable, "-c", sys.argv[1]), {{}})))
+from peralta_zmq.operate import process_group, supervisor
+process_group.FIRST_DELAY = 0.01
+sys.exit(supervisor.run(supervisor.Job("{NAME}", (sys.executable, "-c", sys.argv[1]), {{}})))
 """
 CRASHES = "[print('line', n) for n in range(30)]; print('bug', flush=True); raise SystemExit(9)"
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
-from tools.promises import Check
+from tools.promise_checker import Check
 from tools.run_history import History, Load, Logs, Record
 from tools.soak_report import BEGIN, END, figures_of, section, struck_enough, write_section
 

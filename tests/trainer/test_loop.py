@@ -44,7 +44,7 @@ from peralta_zmq.trainer.collector import Note
 from peralta_zmq.trainer.journal import DROPPED, GROUP
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.stop_signal import StopSignal
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.loop import Trainer
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 SKEW = 1.0  # nats; k3 of it is e - 2 = .718
 STEPS = 4

@@ -32,7 +32,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.ranks import RankPlacement, place_of
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 STEPS, GROUPS_PER_STEP = 5, 4
 SETTINGS = (

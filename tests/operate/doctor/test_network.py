@@ -18,7 +18,7 @@ from peralta_zmq.operate.doctor import network
 from peralta_zmq.operate.doctor.check import failed
 from peralta_zmq.trainer import run_folder
 from peralta_zmq.wire.keys import make_keys
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 SAID = wire.WorkerInfo("demo", time=1000.0)
 

@@ -14,7 +14,7 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.operate import doctor
 from peralta_zmq.operate.doctor import roles, workload
 from peralta_zmq.operate.doctor.check import Report
-from tools.tcp_link import free_ports
+from tools.link_proxy import free_ports
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The six promises of docs/reliability.md, checked against the history of a run.
 
-`python -m tools.promises RUN_FOLDER [GENERATOR_LOG ...]` prints a table; its exit
+`python -m tools.promise_checker RUN_FOLDER [GENERATOR_LOG ...]` prints a table; its exit
 code is 1 when a promise is broken. Knows a history; knows nothing of processes or files.
 """
 

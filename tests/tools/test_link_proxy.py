@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.tcp_link import Link, listening_ports
+from tools.link_proxy import Link, listening_ports
 
 SILENT, PATIENCE = 0.3, 15.0  # seconds in which nothing must come, and in which something must
 

@@ -22,7 +22,7 @@ from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.config.environments import CurriculumSection
 from peralta_zmq.config.sections import RunSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
-from tools import promises
+from tools import promise_checker
 from tools.run_history import read_history, read_journal
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,7 +88,7 @@ class Run:
         )
         (folder / "logs").mkdir()
         (folder / "logs" / "generator-0.log").write_text("\n".join(self.log) + "\n")
-        checks = promises.check(read_history(folder))
+        checks = promise_checker.check(read_history(folder))
         assert [each.promise for each in checks] == ["P1", "P2", "P3", "P4", "P5", "P6"]
         return {each.promise: each.broken for each in checks if each.broken}
 
@@ -391,7 +391,7 @@ def test_p5_a_step_that_is_missing(tmp_path: Path) -> None:
 def test_p5_a_run_that_has_not_ended(tmp_path: Path) -> None:
     Run().check(tmp_path)
     (tmp_path / "summary.json").unlink()
-    broken = {each.promise: each.broken for each in promises.check(read_history(tmp_path))}
+    broken = {each.promise: each.broken for each in promise_checker.check(read_history(tmp_path))}
     assert broken["P5"] == ("there is no summary: the run has not ended",)
     assert broken["P6"] == ("the summary has none",)
 
@@ -464,11 +464,11 @@ def test_the_table_names_the_broken_promise_and_the_exit_code_says_it(
 ) -> None:
     run = Run()
     run.check(tmp_path)
-    assert promises.main([str(tmp_path)]) == 0
+    assert promise_checker.main([str(tmp_path)]) == 0
     assert "FAIL" not in capsys.readouterr().out
     log = tmp_path / "elsewhere.log"
     log.write_text("\n".join([*run.log, "refused version=2 reason=shape"]))
-    assert promises.main([str(tmp_path), str(log)]) == 1
+    assert promise_checker.main([str(tmp_path), str(log)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1 and failed[0].startswith("FAIL  P1 torn 1: ")
     assert failed[0].endswith("version=2 refused")
@@ -483,7 +483,7 @@ def test_the_table_counts_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     run.check(tmp_path / "again")
     sound, broken = (
-        [each.line[6:].split(":")[0] for each in promises.check(read_history(folder))]
+        [each.line[6:].split(":")[0] for each in promise_checker.check(read_history(folder))]
         for folder in (tmp_path, tmp_path / "again")
     )
     assert sound[:3] == ["P1 torn 0", "P2 twice 0", "P3 lost 0"]
@@ -502,14 +502,14 @@ def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
          "struck": False},  # for want of memory, say
     ]  # fmt: skip
     assert run.check(tmp_path) == {}
-    assert promises.own_ends(read_history(tmp_path)).line == (
+    assert promise_checker.own_ends(read_history(tmp_path)).line == (
         "FAIL  ended by themselves 2, after a kill 1: "
         "generator-0 (exit code 1); generator-1 (killed by SIGKILL)"
     )
     run.events = run.events[:-2]
     (tmp_path / "again").mkdir()
     run.check(tmp_path / "again")
-    line = promises.own_ends(read_history(tmp_path / "again")).line
+    line = promise_checker.own_ends(read_history(tmp_path / "again")).line
     assert line == "ok    ended by themselves 0, after a kill 1"
 
 
