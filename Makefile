@@ -44,8 +44,8 @@ test-browser: setup  ## The page in Debian's chromium-headless-shell
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
 
-picture: setup  ## Take docs/page.png anew, of a run under way
-	@PERALTA_PICTURE=docs/page.png $(BIN)/python -m pytest tests/browser/test_whole_run.py \
+picture: setup  ## Take docs/dashboard.png anew, of a run under way
+	@PERALTA_PICTURE=docs/dashboard.png $(BIN)/python -m pytest tests/browser/test_whole_run.py \
 	  -m browser -rs --timeout 240
 
 test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k nfs4' for a part)

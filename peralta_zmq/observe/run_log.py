@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.export import write_report
-from peralta_zmq.observe.evidence import BEGINS, WINDOW
 from peralta_zmq.observe.metrics import (  # fmt: skip
     EVENTS,
     METRICS,
@@ -29,6 +28,7 @@ from peralta_zmq.observe.metrics import (  # fmt: skip
     read_rows,
 )
 from peralta_zmq.observe.progress import Progress
+from peralta_zmq.observe.run_state import BEGINS, WINDOW
 from peralta_zmq.observe.terminal import Terminal
 from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict

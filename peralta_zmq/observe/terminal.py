@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from peralta_zmq.observe.evidence import WINDOW, seconds_left
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import Progress, duration
+from peralta_zmq.observe.run_state import WINDOW, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
 NUM_SHOWN = 12

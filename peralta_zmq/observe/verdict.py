@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.evidence import (  # fmt: skip
+from peralta_zmq.observe.progress import duration
+from peralta_zmq.observe.run_state import (  # fmt: skip
     ENOUGH,
     WINDOW,
     GeneratorStats,
@@ -24,7 +25,6 @@ from peralta_zmq.observe.evidence import (  # fmt: skip
     observed,
     session_of,
 )
-from peralta_zmq.observe.progress import duration
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 

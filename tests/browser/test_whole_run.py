@@ -1,6 +1,6 @@
 """What `make run` starts, with the page open: training, a death, and how the page tells of both.
 
-PERALTA_PICTURE=docs/page.png keeps the picture that the test takes (make picture).
+PERALTA_PICTURE=docs/dashboard.png keeps the picture that the test takes (make picture).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_training_and_a_death_are_seen_on_the_page(
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "gone")
     until(seen, lambda: seen.text("verdict").startswith("ann is gone"))
     assert seen.text("condition") == "training"
-    Path(os.environ.get("PERALTA_PICTURE", tmp_path / "page.png")).write_bytes(picture)
+    Path(os.environ.get("PERALTA_PICTURE", tmp_path / "dashboard.png")).write_bytes(picture)
 
 
 def number(seen: Any, testid: str) -> float:

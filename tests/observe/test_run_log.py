@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.metrics import EVENTS, Events, Row, read_rows
 from peralta_zmq.observe.run_log import EVALUATIONS, RunLog
 from peralta_zmq.observe.verdict import verdict

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from peralta_zmq.observe.evidence import seconds_left
 from peralta_zmq.observe.metrics import Row
+from peralta_zmq.observe.run_state import seconds_left
 from peralta_zmq.observe.verdict import Verdict, verdict
 
 pytestmark = pytest.mark.timeout(20)

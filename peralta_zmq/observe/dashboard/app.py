@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.guard import Guard
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.metrics import finite
 
 KINDS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
+from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
 from peralta_zmq.observe.metrics import finite
 
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')

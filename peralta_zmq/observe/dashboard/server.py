@@ -105,7 +105,7 @@ class Dashboard:
         import uvicorn
 
         from peralta_zmq.observe.dashboard.app import make_app
-        from peralta_zmq.observe.dashboard.run import open_runs
+        from peralta_zmq.observe.dashboard.run_files import open_runs
 
         runs = open_runs(self._folders, live=self._live)
         config = uvicorn.Config(

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from peralta_zmq.observe.dashboard.charts import drawn
-from peralta_zmq.observe.dashboard.run import RunFiles
+from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
-from peralta_zmq.observe.evidence import EVALUATES, Session, seconds_left, session_of
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.progress import duration
+from peralta_zmq.observe.run_state import EVALUATES, Session, seconds_left, session_of
 from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]

@@ -25,10 +25,11 @@ import pytest
 from runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.dashboard import door, view
+from peralta_zmq.observe.dashboard import __main__ as door
+from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.export import report
 from peralta_zmq.observe.dashboard.follow import Tail
-from peralta_zmq.observe.dashboard.run import RunFiles, open_runs
+from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.dashboard.table import MAX_COLUMNS, Table, picked
@@ -463,7 +464,7 @@ def asked(
 
 
 def test_every_answer_carries_the_policy(page: Dashboard) -> None:
-    for path in ("/", "/page.js", "/api/runs/0", "/nothing", "/metrics"):
+    for path in ("/", "/dashboard.js", "/api/runs/0", "/nothing", "/metrics"):
         _, headers, _ = asked(page, path)
         assert headers["content-security-policy"].startswith("default-src 'self';")
         assert "unsafe" not in headers["content-security-policy"]
@@ -472,7 +473,8 @@ def test_every_answer_carries_the_policy(page: Dashboard) -> None:
 
 @pytest.mark.parametrize("path", [
     "/../../metrics.jsonl", "/static/../page.py", "/%2e%2e/%2e%2e/etc/passwd", "/..%2fpage.py",
-    "/api/runs/../../config.toml", "/api/runs/1", "/api/runs/-1", "//etc/passwd", "/page.js/..",
+    "/api/runs/../../config.toml", "/api/runs/1", "/api/runs/-1", "//etc/passwd",
+    "/dashboard.js/..",
     "/uPlot.LICENSE", "/api/runs/99999999999999999999999",
 ])  # fmt: skip
 def test_no_path_leads_out_of_the_page(page: Dashboard, path: str) -> None:
@@ -690,7 +692,7 @@ def test_uplot_is_what_its_makers_published(name: str, digest: str) -> None:
     assert b"MIT" in (STATIC / "uPlot.LICENSE").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["page.js", "charts.js", "samples.js"])
+@pytest.mark.parametrize("name", ["dashboard.js", "charts.js", "samples.js"])
 def test_no_word_can_become_markup(name: str) -> None:
     script = (STATIC / name).read_text("utf-8")
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",

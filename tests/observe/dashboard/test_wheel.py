@@ -41,7 +41,14 @@ def test_the_wheel_contains_the_page(tmp_path: Path) -> None:
     try:
         assert served.stdout
         address = served.stdout.readline().split()[1]
-        for path in ("", "page.js", "page.css", "uPlot.iife.min.js", "icon.svg", "api/runs/0"):
+        for path in (
+            "",
+            "dashboard.js",
+            "dashboard.css",
+            "uPlot.iife.min.js",
+            "icon.svg",
+            "api/runs/0",
+        ):
             with urllib.request.urlopen(f"{address}/{path}", timeout=20) as answer:
                 assert len(answer.read()) > 100
     finally:
