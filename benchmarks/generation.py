@@ -30,7 +30,8 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops, reader
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, compiled, forward, linears, products
+from peralta_zmq.engines.native import NativeEngine, forward, linears
+from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.weights.tensors import MappedTensors, check_finite
@@ -137,7 +138,7 @@ class Setting:
         """The medians of decode steps with 4 rows for each prompt."""
         at: list[tuple[float, ...]] = []
         linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
-        between = (compiled.OneToken, "attend"), (forward.ByTorch, "attend")
+        between = (decode_layer.OneToken, "attend"), (forward.ByTorch, "attend")
         with timed(*linear) as products, timed(*between) as attention:
             self._decode(
                 num_prompts,
@@ -147,7 +148,7 @@ class Setting:
         return Step(*np.median(taken, axis=0).tolist())
 
     def step_by_torch(self, num_prompts: int) -> Step:
-        """The same without between.c."""
+        """The same without decode_layer.c."""
         decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
         assert decoder is not None
         attend, decoder._compiled = decoder._compiled, None  # pyright: ignore[reportPrivateUsage]
@@ -178,17 +179,17 @@ class Setting:
         matrices = {
             f"{name}.weight" for name, module in self.hf.named_modules()
             if isinstance(module, torch.nn.Linear)
-            and self.device == CPU and products.can_pack(self.dtype)
+            and self.device == CPU and gemm.can_pack(self.dtype)
         }  # fmt: skip
 
         def work() -> None:
             for name, tensor in models.weights_of(self.hf).items():
                 if name in matrices:
-                    products.pack(staged[name])
+                    gemm.pack(staged[name])
                 else:
                     tensor.copy_(staged[name])
             if matrices:
-                products.pack(staged["model.embed_tokens.weight"])
+                gemm.pack(staged["model.embed_tokens.weight"])
 
         return seconds(work)
 
@@ -354,15 +355,15 @@ def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
 
 def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
     """All weights multiplied in the order that is taken here, by turns with oneDNN's."""
-    if setting.device != CPU or not products.can_pack(setting.dtype):
+    if setting.device != CPU or not gemm.can_pack(setting.dtype):
         return
     linear = [each for each in setting.hf.modules() if isinstance(each, torch.nn.Linear)]
     with torch.inference_mode():
-        packed = [products.pack(each.weight) for each in linear]
-        ordered = [products.PrepackedWeight(each.weight) for each in linear]
+        packed = [gemm.pack(each.weight) for each in linear]
+        ordered = [gemm.PrepackedWeight(each.weight) for each in linear]
 
     @torch.inference_mode()
-    def rate(weights: Sequence[products.PackedWeight], rows: int) -> float:
+    def rate(weights: Sequence[gemm.PackedWeight], rows: int) -> float:
         taken = [torch.ones(rows, each.in_features, dtype=setting.dtype) for each in linear]
         pairs = list(zip(weights, taken, strict=True))
         return rows / seconds(lambda: [each.multiply(own, None) for each, own in pairs])

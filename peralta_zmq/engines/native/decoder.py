@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from peralta_zmq import models
 from peralta_zmq.engines.native import forward
 from peralta_zmq.engines.native.cache import KVCache, Part, Window
-from peralta_zmq.engines.native.compiled import OneToken, library_for
 from peralta_zmq.engines.native.graphs import Graphs, capture_for
+from peralta_zmq.engines.native.kernels.decode_layer import OneToken, library_for
 from peralta_zmq.engines.native.linears import Weights
 
 ONE_MASK = ("gemma",)  # this takes one mask; the others one per kind of layer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import prompts
+from peralta_zmq.engines.native import prefix_cache
 from peralta_zmq.engines.native.decoder import Decoder, serves
 from peralta_zmq.engines.native.loop import Loop
 from peralta_zmq.engines.native.memory import check_room
@@ -68,7 +68,7 @@ class NativeEngine:
         self._end_ids = end_ids(model, tokenizer)
         self._cancelled = False
         self._loop: Loop | None = None
-        check_room(model, slots=slots, extra_rows=prompts.ROWS + 1, capacity=self._capacity)
+        check_room(model, slots=slots, extra_rows=prefix_cache.ROWS + 1, capacity=self._capacity)
         self._decoder = None if live else self._new_decoder()
 
     def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
@@ -120,7 +120,7 @@ class NativeEngine:
     def _new_decoder(self) -> Decoder:
         return Decoder(
             self._model,
-            num_rows=self._slots + prompts.ROWS,
+            num_rows=self._slots + prefix_cache.ROWS,
             capacity=self._capacity,
             live=self._live,
         )

@@ -1,6 +1,6 @@
 """Weights packed for the machine, and replaced in place. Knows modules and tensors.
 
-What multiplies them is chosen in products.py.
+What multiplies them is chosen in gemm.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peralta_zmq import models
-from peralta_zmq.engines.native.products import can_pack, pack
+from peralta_zmq.engines.native.kernels.gemm import can_pack, pack
 
 SAME_ROWS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in all families served
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.engines.native.cache import NOTHING
 from peralta_zmq.engines.native.decoder import Decoder
-from peralta_zmq.engines.native.prompts import ROWS, Prompts
+from peralta_zmq.engines.native.prefix_cache import ROWS, Prompts
 from peralta_zmq.engines.native.rows import Rows
 from peralta_zmq.engines.native.sampler import draw
 from peralta_zmq.engines.requests import completion_of, said, where_stopped

@@ -18,8 +18,9 @@ from fakes import TINY, resident_bytes, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, open_engine, products
+from peralta_zmq.engines.native import NativeEngine, open_engine
 from peralta_zmq.engines.native.cache import KVCache
+from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.linears import PackedLinear
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
@@ -183,8 +184,8 @@ def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
     settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
-    if products.library_of_panels() is not None:
-        assert products_of(model) == {products.PanelWeight}
+    if gemm.library_of_panels() is not None:
+        assert products_of(model) == {gemm.PanelWeight}
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
@@ -202,13 +203,13 @@ def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, token
     def missing(*_: Any) -> None:
         raise AttributeError
 
-    monkeypatch.setattr(products, "PrepackedWeight", missing)
-    products.can_pack.cache_clear()
+    monkeypatch.setattr(gemm, "PrepackedWeight", missing)
+    gemm.can_pack.cache_clear()
     model = sharp_model()
     try:
         engine = engine_of(model, tokenizer)
     finally:
-        products.can_pack.cache_clear()
+        gemm.can_pack.cache_clear()
     assert products_of(model) == set()
     assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
 

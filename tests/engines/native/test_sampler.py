@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from peralta_zmq.engines.native.kernels.gemm import can_pack
 from peralta_zmq.engines.native.linears import PackedLinear, Product
-from peralta_zmq.engines.native.products import can_pack
 from peralta_zmq.engines.native.sampler import draw
 from peralta_zmq.rollout import Sampling
 

@@ -2,7 +2,7 @@
    token a row: RMS norm, SwiGLU, and attention with the norms of its heads, rotary embedding, the
    taking in of key and value, and a softmax that is taken block by block (arXiv 1805.02867).
 
-   Knows plain memory. compiled.py builds it, with NUMBER_IS_BF16 for bfloat16 and else for float,
+   Knows plain memory. decode_layer.py builds it, with NUMBER_IS_BF16 for bfloat16 and else for float,
    for heads of MAX_WIDTH numbers at most, a multiple of LANES. */
 
 #include <math.h>

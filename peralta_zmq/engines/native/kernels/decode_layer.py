@@ -1,8 +1,7 @@
-"""What lies between a layer's products in C, for one new token a row, where Linux has a compiler.
+"""Python binding of decode_layer.c: everything between the matmuls of a layer during decode.
 
-torch needs some forty operations a layer for it, each over all rows once more, and one product for
-each row's own keys. between.c is compiled once for a machine and tried before it is used; without
-a compiler torch's operators do the same. Knows plain memory; knows nothing of requests.
+For one new token per row, torch needs about forty operations per layer and one product per row for
+the row's own keys; the C code needs four calls. Without a C compiler torch's operators are used.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peralta_zmq.engines.native import build
 from peralta_zmq.engines.native.cache import KVCache
+from peralta_zmq.engines.native.kernels import compiler
 
 LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
 SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}")
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Attention(ctypes.Structure):
-    """As in between.c."""
+    """As in decode_layer.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -116,15 +115,19 @@ class OneToken:
 def library_for(
     dtype: torch.dtype, device: torch.device, *, shared: int, width: int
 ) -> ctypes.CDLL | None:
-    """between.c for heads of `width` numbers of which `shared` read the same keys; None where it
-    has no case for them, cannot be built, or does not give what torch gives."""
+    """The library for heads of `width` values, of which `shared` use the same keys.
+
+    None if it does not support them, cannot be compiled, or does not reproduce torch's results.
+    """
     served = not width % LANES and width <= MAX_WIDTH and shared <= MAX_SHARED
     if device.type != "cpu" or dtype not in DEFINES or not served:
         return None
-    library = build.load("between.c", ARGUMENTS, DEFINES[dtype])
+    library = compiler.load("decode_layer.c", ARGUMENTS, DEFINES[dtype])
     if library is None or _is_right(library, dtype, shared, width):
         return library
-    logger.warning("between.c is not used, which is slower: what cc made of it gives otherwise")
+    logger.warning(
+        "decode_layer.c is not used, which is slower: results differ from those of torch"
+    )
     return None
 
 

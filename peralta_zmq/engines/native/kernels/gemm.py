@@ -1,9 +1,9 @@
 """A weight in the order in which this machine multiplies it fastest. Knows tensors.
 
 oneDNN multiplies a weight that lies in its own order faster than a plain one. Where the processor
-multiplies pairs of bfloat16 numbers, product.c is faster than that for few rows and for many, as
+multiplies pairs of bfloat16 numbers, gemm.c is faster than that for few rows and for many, as
 products_vs_onednn of `bin/bench generation` measures it here. Both are tried before they are used:
-oneDNN's operators are private to torch, and product.c is what a compiler made of it.
+oneDNN's operators are private to torch, and gemm.c is what a compiler made of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peralta_zmq.engines.native import build
+from peralta_zmq.engines.native.kernels import compiler
 
 ROWS = 32  # oneDNN chooses its order for about so many rows at once
-WIDE = 64  # outputs of a panel, as in product.c
+WIDE = 64  # outputs of a panel, as in gemm.c
 _AT, _LONG = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = {
     "pack": (_AT, _AT, _LONG, _LONG, ctypes.c_int),
@@ -51,7 +51,7 @@ class PrepackedWeight:
 
 
 class PanelWeight:
-    """In product.c's order: bfloat16, and an even number of inputs."""
+    """In gemm.c's order: bfloat16, and an even number of inputs."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library, (self._out, self._in) = library, weight.shape
@@ -95,7 +95,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def suits_panels(processor: str) -> bool:
-    """Whether product.c is for what `build.processor` says. Where there are tiles (AMX), which
+    """Whether gemm.c is for what `compiler.processor` says. Where there are tiles (AMX), which
     oneDNN multiplies by, we have not measured it."""
     able = processor.split()
     return "avx512_bf16" in able and "amx_bf16" not in able
@@ -103,14 +103,14 @@ def suits_panels(processor: str) -> bool:
 
 @functools.cache
 def library_of_panels() -> ctypes.CDLL | None:
-    """product.c; None where the processor is not for it, or it cannot be built, or does not give
+    """gemm.c; None where the processor is not for it, or it cannot be built, or does not give
     what torch gives."""
-    if not suits_panels(build.processor()):
+    if not suits_panels(compiler.processor()):
         return None
-    library = build.load("product.c", ARGUMENTS)
+    library = compiler.load("gemm.c", ARGUMENTS)
     if library is None or _is_right(functools.partial(PanelWeight, library), torch.bfloat16):
         return library
-    logger.warning("product.c is not used, which is slower: what cc made of it gives otherwise")
+    logger.warning("gemm.c is not used, which is slower: results differ from those of torch")
     return None
 
 

@@ -6,7 +6,7 @@
    registers over all inputs; the panel lies in the cache for the next of them, while the next panel
    is fetched. Each sum is taken in one order, however many rows there are.
 
-   Knows plain memory. products.py builds it. */
+   Knows plain memory. gemm.py builds it. */
 
 #include <immintrin.h>
 #include <stdint.h>

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from peralta_zmq.engines.native import build, compiled, decoder, forward, products
+from peralta_zmq.engines.native import decoder, forward
 from peralta_zmq.engines.native.cache import KVCache, Window
+from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
 
 ROWS, HEADS, COMMON, CAPACITY = 5, 2, 70, 160
 SPANS = [[0, 70], [3, 70], [3, 9], [0, 0], [69, 70]]
@@ -60,8 +61,8 @@ class Drawn:
     def norm(self, width: int) -> Any:
         return SimpleNamespace(weight=self(width), variance_epsilon=1e-6)
 
-    def compiled(self, library: Any) -> compiled.OneToken:
-        return compiled.OneToken(
+    def compiled(self, library: Any) -> decode_layer.OneToken:
+        return decode_layer.OneToken(
             library, self.cache, 1, turned=self.turned, spans=(self.start, self.end), own=self.own
         )
 
@@ -112,7 +113,7 @@ def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.
 def library(dtype: torch.dtype, shared: int = 2, width: int = 64) -> Any:
     if not HAS_COMPILER:
         pytest.skip("no C compiler for Linux here")
-    found = compiled.library_for(dtype, CPU, shared=shared, width=width)
+    found = decode_layer.library_for(dtype, CPU, shared=shared, width=width)
     assert found is not None
     return found
 
@@ -158,11 +159,11 @@ def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> 
     assert drawn.compiled(library(dtype)).norm(drawn.norm(256), out).isnan().any(-1).sum() == 2
 
 
-def panels(weight: torch.Tensor) -> products.PanelWeight:
-    if not (HAS_COMPILER and products.suits_panels(build.processor())):
+def panels(weight: torch.Tensor) -> gemm.PanelWeight:
+    if not (HAS_COMPILER and gemm.suits_panels(compiler.processor())):
         pytest.skip("no C compiler, or no processor for it here")
-    packed = products.pack(weight)
-    assert isinstance(packed, products.PanelWeight)
+    packed = gemm.pack(weight)
+    assert isinstance(packed, gemm.PanelWeight)
     return packed
 
 
@@ -214,16 +215,16 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor) -> None:
 
 
 def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
-    assert products.suits_panels("flags : avx512f avx512_bf16 sse")
-    assert not products.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
-    assert not products.suits_panels("flags : avx512f") and not products.suits_panels("")
+    assert gemm.suits_panels("flags : avx512f avx512_bf16 sse")
+    assert not gemm.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
+    assert not gemm.suits_panels("flags : avx512f") and not gemm.suits_panels("")
 
 
 def test_what_panels_have_no_case_for_is_multiplied_by_onednn() -> None:
-    if not products.can_pack(torch.bfloat16):
+    if not gemm.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
-    assert isinstance(products.pack(torch.ones(4, 3).bfloat16()), products.PrepackedWeight)
-    assert isinstance(products.pack(torch.ones(4, 4)), products.PrepackedWeight)
+    assert isinstance(gemm.pack(torch.ones(4, 3).bfloat16()), gemm.PrepackedWeight)
+    assert isinstance(gemm.pack(torch.ones(4, 4)), gemm.PrepackedWeight)
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
         pytest.skip("elsewhere nothing is compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    cached = (compiled.library_for, products.library_of_panels)
+    cached = (decode_layer.library_for, gemm.library_of_panels)
     for each in cached:
         each.cache_clear()
     yield tmp_path
@@ -245,24 +246,24 @@ def test_without_a_compiler_torch_does_it(
     nothing_built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert compiled.library_for(torch.float32, CPU, shared=2, width=64) is None
-    assert "between.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
+        assert decode_layer.library_for(torch.float32, CPU, shared=2, width=64) is None
+    assert "decode_layer.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
 
 
 @pytest.fixture
 def for_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that product.c is for, whatever this one is."""
-    if not products.can_pack(torch.bfloat16):
+    """A processor that gemm.c is for, whatever this one is."""
+    if not gemm.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
-    monkeypatch.setattr(build, "processor", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(compiler, "processor", lambda: "flags : avx512_bf16")
 
 
 def test_without_a_compiler_onednn_multiplies(
     nothing_built: Path, for_panels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.PrepackedWeight)
-    assert "product.c is not compiled, which is slower: no C compiler here" in caplog.text
+        assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.PrepackedWeight)
+    assert "gemm.c is not compiled, which is slower: no C compiler here" in caplog.text
 
 
 def test_panels_that_multiply_wrongly_are_not_used(
@@ -273,9 +274,9 @@ def test_panels_that_multiply_wrongly_are_not_used(
         ctypes.memset(out, 0, 2 * num * sizes[1])
 
     wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
-    monkeypatch.setattr(build, "load", lambda *_: wrong)
-    assert isinstance(products.pack(torch.ones(4, 4).bfloat16()), products.PrepackedWeight)
-    assert "product.c is not used, which is slower: what cc made of it" in caplog.text
+    monkeypatch.setattr(compiler, "load", lambda *_: wrong)
+    assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.PrepackedWeight)
+    assert "gemm.c is not used, which is slower: results differ" in caplog.text
 
 
 def test_a_processor_that_says_nothing_of_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_a_processor_that_says_nothing_of_itself_is_none(monkeypatch: pytest.Mon
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", hidden)
-    assert build.processor() == ""
+    assert compiler.processor() == ""
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def built_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], 
         pytest.skip("no C compiler for Linux here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (source := tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
-    return lambda: build._built(source, ())
+    return lambda: compiler._built(source, ())
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 1], ids=["empty", "cut", "zeroed"])
@@ -312,7 +313,7 @@ def test_a_machine_with_another_c_library_has_a_library_of_its_own(
     built_here: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = built_here()
-    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    monkeypatch.setattr(compiler.platform, "libc_ver", lambda: ("glibc", "2.17"))
     assert built_here() != here and here.exists()
 
 
@@ -323,11 +324,11 @@ def test_a_compiler_that_fails_is_named_with_its_reason(
     compiler.write_text("#!/bin/sh\necho stdint.h: No such file >&2\nexit 1\n")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
-        assert compiled.library_for(torch.float32, CPU, shared=2, width=64) is None
+        assert decode_layer.library_for(torch.float32, CPU, shared=2, width=64) is None
     assert f"{compiler} fails (stdint.h: No such file)" in caplog.text
     assert not list(nothing_built.rglob("*.so"))
 
 
 @pytest.mark.parametrize(("shared", "width"), [(2, 24), (2, 272), (9, 64)])
 def test_other_shapes_are_left_to_torch(shared: int, width: int) -> None:
-    assert compiled.library_for(torch.float32, CPU, shared=shared, width=width) is None
+    assert decode_layer.library_for(torch.float32, CPU, shared=shared, width=width) is None
