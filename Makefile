@@ -20,7 +20,7 @@ run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts a
 
 run-chaos: setup  ## The same while workers are killed, with a report (SEED=7: the same kills)
 	@rm -rf runs/chaos
-	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python bin/lan chaos @ $(CONFIG) --run.name chaos $(ARGS)
+	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python -m tools.chaos @ $(CONFIG) --run.name chaos $(ARGS)
 
 run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml; without one, on this machine
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from peralta_zmq.observe.metrics import Row, read_rows
-from peralta_zmq.operate.local import WITNESSED
 from tools.chaos import SEED, seed_of
 from tools.link_proxy import free_ports
 from tools.promise_checker import check
-from tools.run_history import read_history
+from tools.run_history import RECORDING_OPTIONS, read_history
 
 REPO = Path(__file__).parents[1]
 SMALL = (
@@ -27,7 +26,7 @@ SMALL = (
     *("--engine.slots", "8", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "5", "--weights.poll-seconds", "1"),
     *("--train.num-workers", "2", "--generator.num-workers", "2"),
-    *("--train.max-off-policy-steps", "4", *WITNESSED),
+    *("--train.max-off-policy-steps", "4", *RECORDING_OPTIONS),
 )
 
 

@@ -195,7 +195,7 @@ def own_ends(history: History) -> Check:
     """No promise: a program that was restarted, and had not been killed by us, has a fault."""
     restarts = list(_named(history, "restart"))
     broken = [f"{row.get('worker')} ({row.get('reason')})"
-              for row in restarts if not row.get("struck")]  # fmt: skip
+              for row in restarts if not row.get("killed")]  # fmt: skip
     text = f"by themselves {len(broken)}, after a kill {len(restarts) - len(broken)}"
     return Check("ended", text, tuple(broken))
 

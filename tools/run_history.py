@@ -21,6 +21,8 @@ from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
 from peralta_zmq.observe.report import SUMMARY
 
+# Options of a run that the promise checker can check: it reads debug logs and the whole journal.
+RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
 ANY_TOKEN = 1 << 31  # what the tokens mean is the trainer's business
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records

@@ -3,7 +3,7 @@
 `python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three
 generators, each behind a link of its own, while workers are killed, frozen, cut off, sent away and
 called back, and the weights folder vanishes. Then it lets the run end in peace and has the checker
-judge it. Knows the crew, links and folders; knows nothing of models.
+judge it. Knows the group, links and folders; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from peralta_zmq.observe.metrics import METRICS, last_step
-from peralta_zmq.operate.local import WITNESSED, local_workers, recorder
+from peralta_zmq.operate.local import event_recorder, local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import keys
 from tools.link_proxy import Link, free_ports
 from tools.promise_checker import check, own_ends
-from tools.run_history import read_history
+from tools.run_history import RECORDING_OPTIONS, read_history
 from tools.soak_report import figures_of, section, struck_enough, write_section
 
 NUM_GENERATORS = 3
@@ -76,54 +76,56 @@ class ChaosMonkey:
         """From now on it is that old."""
         self._trainer_started = time.monotonic()
 
-    def look(self, crew: ProcessGroup) -> None:
+    def on_tick(self, group: ProcessGroup) -> None:
         """End what is due; then do the next fault, if it is time for one."""
         now = time.monotonic()
         due = [each for each in self._undo if each[0] <= now or self.over]
-        ended = [each for each in due if each[2](crew) is not False]
+        ended = [each for each in due if each[2](group) is not False]
         self._undo = [each for each in self._undo if each not in ended]
         if now >= self._next and not self.over:
             self._next = now + self._chance.uniform(*PAUSE)
             (fault,) = self._chance.choices(list(self._faults), list(self._faults.values()))
-            fault(crew)
+            fault(group)
 
-    def _kill_generator(self, crew: ProcessGroup) -> None:
-        crew.strike(self._chance.choice(GENERATORS))
+    def _kill_generator(self, group: ProcessGroup) -> None:
+        group[self._chance.choice(GENERATORS)].kill()
 
-    def _kill_trainer(self, crew: ProcessGroup) -> None:
-        if self._trainer_age < TRAINER_LIFE or not crew.strike("trainer"):
-            self._kill_generator(crew)
+    def _kill_trainer(self, group: ProcessGroup) -> None:
+        if self._trainer_age < TRAINER_LIFE or not group["trainer"].kill():
+            self._kill_generator(group)
         else:
             self.trainer_starts()
 
-    def _freeze(self, crew: ProcessGroup) -> None:
+    def _freeze(self, group: ProcessGroup) -> None:
         worker = self._chance.choice(["trainer", *GENERATORS])
-        if crew.signal(worker, signal.SIGSTOP):
-            self._last("freeze", worker, lambda crew: crew.signal(worker, signal.SIGCONT) or None)
+        if group[worker].send_signal(signal.SIGSTOP):
+            self._last(
+                "freeze", worker, lambda group: group[worker].send_signal(signal.SIGCONT) or None
+            )
 
-    def _cut(self, crew: ProcessGroup) -> None:
+    def _cut(self, group: ProcessGroup) -> None:
         index = self._chance.randrange(NUM_GENERATORS)
         self._links[index].cut()
-        self._last("cut link", GENERATORS[index], lambda crew: self._links[index].mend())
+        self._last("cut link", GENERATORS[index], lambda group: self._links[index].mend())
 
-    def _reset(self, crew: ProcessGroup) -> None:
+    def _reset(self, group: ProcessGroup) -> None:
         index = self._chance.randrange(NUM_GENERATORS)
         self._links[index].reset()
         self._record("fault", kind="reset link", worker=GENERATORS[index])
 
-    def _hide_weights(self, crew: ProcessGroup) -> None:
+    def _hide_weights(self, group: ProcessGroup) -> None:
         if not self._hidden.exists() and any(self._weights.glob("step_*")):  # only a run's own
             self._weights.rename(self._hidden)
-            self._last("hide weights", "trainer", lambda crew: self._show_weights())
+            self._last("hide weights", "trainer", lambda group: self._show_weights())
 
     def _show_weights(self) -> None:
         if self._hidden.exists():
             self._hidden.rename(self._weights)
 
-    def _send_away(self, crew: ProcessGroup) -> None:
+    def _send_away(self, group: ProcessGroup) -> None:
         if not any(kind == "send away" for _, kind, _ in self._undo):
-            crew.dismiss(GENERATORS[-1])
-            self._last("send away", GENERATORS[-1], lambda crew: crew.recall(GENERATORS[-1]))
+            group[GENERATORS[-1]].stop()
+            self._last("send away", GENERATORS[-1], lambda group: group[GENERATORS[-1]].resume())
 
     @property
     def _trainer_age(self) -> float:
@@ -141,7 +143,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
     (folder / "logs").mkdir(parents=True)
     for name in (keys.TRAINER, *NAMES):
         keys.make_keys(folder / KEYS, name)
-    record, weights, port = recorder(folder), folder / "nas" / "weights", free_ports()
+    record, weights, port = event_recorder(folder), folder / "nas" / "weights", free_ports()
     over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
     with ExitStack() as stack:
         links = [stack.enter_context(Link(port)) for _ in range(NUM_GENERATORS)]
@@ -151,7 +153,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
             target = (last_step(folder / METRICS) or 0) + (LAST if over else chunk)
             monkey.trainer_starts()
             workers = soak_workers(folder, links, port=port, max_steps=target)
-            if code := supervise(workers, record=record, look=monkey.look):
+            if code := supervise(workers, record=record, on_tick=monkey.on_tick):
                 return code
     history = read_history(folder, max_steps=target)
     figures = figures_of(history)
@@ -166,7 +168,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
 def soak_workers(folder: Path, links: Sequence[Link], *, port: int, max_steps: int) -> list[Worker]:
     """The trainer, and generators that reach it each through its own link."""
     arguments = [
-        *SETTINGS, *WITNESSED, "--run.dir", str(folder.parent), "--run.name", folder.name,
+        *SETTINGS, *RECORDING_OPTIONS, "--run.dir", str(folder.parent), "--run.name", folder.name,
         "--weights.dir", str(folder / "nas" / "weights"), "--wire.port", str(port),
         "--train.max-steps", str(max_steps), "--security.keys", str(folder / KEYS),
     ]  # fmt: skip

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from peralta_zmq.operate.host_setup import Step
 
 PROGRAM = "bin/lan"
-LOCAL = ("local", "chaos")
+LOCAL = ("local",)
 EVERYWHERE = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_ANSWERS = "answering the doctors"
@@ -40,7 +40,7 @@ Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and step
 
 
 def door() -> int:
-    """All of bin/lan: local and chaos take settings, the others hosts; an exit code."""
+    """All of bin/lan: local takes settings, the other commands take hosts; an exit code."""
     if sys.argv[1:2] and sys.argv[1] in EVERYWHERE:
         return run_plain_program(main, PROGRAM)
     if sys.argv[1:2] and sys.argv[1] in LOCAL:

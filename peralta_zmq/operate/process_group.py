@@ -1,45 +1,44 @@
-"""Local workers kept alive: started, restarted when they die, stopped together, never orphaned.
+"""Run worker processes: start, restart with back-off, stop together, never orphan.
 
-The first worker leads: when it is done, all is done. Knows processes, signals and exit codes;
-knows nothing of models or messages.
+The first worker is the leader: when it ends, the others are stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from peralta_zmq.operate.signals import Caught, caught_signals, leash
-
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-CALM_SECONDS = 60.0  # a life this long resets the delay; crashes are counted over as long
-MAX_CRASHES = 5
+MAX_CRASHES, CALM_SECONDS = 5, 60.0  # crashes within CALM_SECONDS; a longer run resets the delay
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+POLL_SECONDS = 0.2  # between two calls of `on_tick` when nothing happens
 NUM_LOG_LINES = 20
-LOOK_SECONDS = 0.2  # between two looks at the run, if nothing happens
-BAD_CONFIG = 2
+BAD_CONFIG = 2  # exit code of a program that rejects its settings
 SHOW_CURSOR = "\033[?25h"
-
-# A guard beside each worker, in its process group: standard input is a pipe that only the
-# supervisor holds open, so that its end, even by SIGKILL, is the end of the whole group.
-GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
-Record: TypeAlias = Callable[..., None]  # (event, **fields), as Events.record
+# Runs in the process group of each worker. Its standard input is a pipe of which only the
+# supervisor holds the writing end: when the supervisor ends, even by SIGKILL, the read returns
+# and the whole process group is killed.
+GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
+
+Record: TypeAlias = Callable[..., None]  # (event, **fields), like Events.record
+WaitForSignals: TypeAlias = Callable[[float], list[int]]  # (seconds) -> received signals
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A command to keep alive; its output goes to `log`, or to ours when there is none."""
+    """A command to keep running; its output goes to `log`, or to our own streams without one."""
 
     name: str
     command: tuple[str, ...]
@@ -50,227 +49,253 @@ def supervise(
     workers: Sequence[Worker],
     *,
     record: Record,
-    look: Callable[[ProcessGroup], None] | None = None,
+    on_tick: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
-    """Run until the first worker is done; returns an exit code. `look` is called 5 times a second.
+    """Run until the first worker ends; returns an exit code. `on_tick` is called 5 times a second.
 
-    A worker that fails is restarted; exit code 2, or 5 crashes in 60 s, stops them all. The first
-    SIGINT or SIGTERM is passed to the first worker only, the second one kills all.
+    A worker that fails is restarted; exit code 2, or 5 crashes in 60 s, stops all workers. The
+    first SIGINT or SIGTERM is passed to the first worker only, the second one kills all.
     """
-    with caught_signals() as caught, leash() as tied, ProcessGroup(workers, tied, record) as crew:
-        while (code := crew.settle()) is None:
-            for number in caught(crew.patience()):
-                if (code := crew.interrupt(number)) is not None:
+    with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
+        while (code := group.poll()) is None:
+            for number in wait_for_signals(group.seconds_to_next_start()):
+                if (code := group.interrupt(number)) is not None:
                     return code
-            if look:
-                look(crew)
-        crew.end(caught)
-        return code
-
-
-@dataclass(slots=True)
-class ManagedProcess:
-    """A worker and its present life."""
-
-    worker: Worker
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0  # monotonic seconds, as `due` and `crashes`
-    due: float | None = 0.0  # when to start it; None while it runs and once it is done
-    delay: float = FIRST_DELAY
-    reason: str = ""  # why it died last
-    struck: bool = False  # killed by us, not by a fault of its own
-    dismissed: bool = False  # stays down until it is recalled
-    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
-
-    def start(self, leash: int) -> None:
-        """Start a process in a session of its own, with its guard."""
-        with contextlib.ExitStack() as stack:
-            log = self.worker.log
-            output = stack.enter_context(log.open("ab")) if log else None
-            self.process = subprocess.Popen(
-                ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
-                stdin=leash,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
-        self.started, self.due, self.struck = time.monotonic(), None, False
-
-    def signal(self, number: int) -> None:
-        """Pass a signal to the process, not to its children."""
-        if self.process:
-            self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL to the whole group; a process is reaped by `collect`."""
-        if self.process:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def collect(self) -> int | None:
-        """The exit code, negative for a signal, once the process has ended; then cleans up."""
-        code = self.process.poll() if self.process else None
-        if code is not None:
-            self.kill()  # what it left behind, its guard for one
-            self.process = None
+            if on_tick:
+                on_tick(group)
+        group.stop_all(wait_for_signals)
         return code
 
 
 class ProcessGroup:
-    """The running workers; leaving the `with` block kills whatever is left of them."""
+    """Processes of all workers, by name; leaving the `with` block kills those that still run."""
 
-    def __init__(self, workers: Sequence[Worker], leash: int, record: Record) -> None:
-        self.members = [ManagedProcess(worker) for worker in workers]
-        self._leader = self.members[0]
-        self._leash = leash
+    def __init__(self, workers: Sequence[Worker], record: Record) -> None:
+        self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
+        self._leader = self._processes[workers[0].name]
         self._record = record
+        self._guard_pipe = os.pipe()
         self._interrupted = False
-        self._held: list[str] = []  # said while the leader draws its table
+        self._notices: list[str] = []  # held back while the leader draws on the terminal
 
     def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self.members:
-            member.kill()
-            if member.process:
-                member.process.wait()
-                member.process = None
-        self._release()
+        for process in self._processes.values():
+            process.kill_and_wait()
+        for descriptor in self._guard_pipe:
+            os.close(descriptor)
+        self._print_notices()
 
-    def settle(self) -> int | None:
-        """Take in who has ended, start who is due; an exit code when all is over."""
-        for member in self.members:
-            code = member.collect()
-            verdict = None if code is None else self._judge(member, code)
-            if verdict is not None:
-                return verdict
-        for member in self.members:
-            if member.due is not None and member.due <= time.monotonic():
-                self._start(member)
+    def __getitem__(self, name: str) -> ManagedProcess:
+        return self._processes[name]
+
+    def poll(self) -> int | None:
+        """Handle ended processes and start those that are due; an exit code once all is over."""
+        for process in self._processes.values():
+            if (code := process.poll()) is not None:
+                group_code = self._handle_exit(process, code)
+                if group_code is not None:
+                    return group_code
+        for process in self._processes.values():
+            if process.start_at is not None and process.start_at <= time.monotonic():
+                self._start(process)
         return None
 
-    def patience(self) -> float:
-        """Seconds until something is due."""
-        dues = [member.due for member in self.members if member.due is not None]
-        return max(0.0, min([LOOK_SECONDS, *(due - time.monotonic() for due in dues)]))
+    def seconds_to_next_start(self) -> float:
+        """Seconds until a process has to be started, at most POLL_SECONDS."""
+        starts = [each.start_at for each in self._processes.values() if each.start_at is not None]
+        return max(0.0, min([POLL_SECONDS, *(moment - time.monotonic() for moment in starts)]))
 
     def interrupt(self, number: int) -> int | None:
-        """Pass the first SIGINT or SIGTERM to the leader; an exit code if there is no waiting."""
+        """Pass the first SIGINT or SIGTERM to the leader; the second one returns an exit code."""
         if number not in (signal.SIGINT, signal.SIGTERM):
             return None
-        if self._interrupted or self._leader.process is None:
+        if self._interrupted or not self._leader.send_signal(number):
             return 128 + number
         self._interrupted = True
-        self._leader.signal(number)
         return None
 
-    def end(self, caught: Caught) -> None:
-        """Ask the workers that still run to stop, and wait a little for it."""
-        for member in self.members:
-            member.signal(signal.SIGTERM)
+    def stop_all(self, wait_for_signals: WaitForSignals) -> None:
+        """Send SIGTERM to all processes and wait up to GRACE_SECONDS, or until a signal comes."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and any(member.process for member in self.members):
-            if {signal.SIGINT, signal.SIGTERM} & set(caught(LOOK_SECONDS)):
+        while time.monotonic() < deadline and any(each.runs for each in self._processes.values()):
+            if {signal.SIGINT, signal.SIGTERM} & set(wait_for_signals(POLL_SECONDS)):
                 return
-            for member in self.members:
-                member.collect()
+            for process in self._processes.values():
+                process.poll()
 
-    def strike(self, name: str) -> bool:
-        """SIGKILL a worker, as a crash would; False when it does not run just now.
+    def _start(self, process: ManagedProcess) -> None:
+        if process.reason:
+            name, reason, delay = process.worker.name, process.reason, process.delay
+            self._print(f"restarted {name} ({reason}) after {delay:g} s")
+            self._record(
+                "restart", worker=name, reason=reason, delay=delay, killed=process.was_killed
+            )
+        process.start(self._guard_pipe[0])
 
-        It is restarted, and its end is no reason to give up on it.
-        """
-        member = self._member(name)
-        if member.process is None or member.struck or member.process.poll() is not None:
-            return False
-        member.struck = True
-        member.signal(signal.SIGKILL)
-        self._record("killed", worker=name)
-        return True
-
-    def signal(self, name: str, number: int) -> bool:
-        """Pass a signal to a worker; False when it does not run just now."""
-        member = self._member(name)
-        member.signal(number)
-        return member.process is not None
-
-    def dismiss(self, name: str) -> None:
-        """Ask a worker to leave; it stays down until `recall`."""
-        member = self._member(name)
-        member.dismissed, member.due = True, None
-        member.signal(signal.SIGTERM)
-
-    def recall(self, name: str) -> bool:
-        """Start a worker that was dismissed; False while it is still leaving."""
-        member = self._member(name)
-        if not member.dismissed:
-            return True
-        if member.process is not None:
-            return False
-        member.dismissed, member.due, member.reason = False, time.monotonic(), ""
-        return True
-
-    def _member(self, name: str) -> ManagedProcess:
-        return next(member for member in self.members if member.worker.name == name)
-
-    def _start(self, member: ManagedProcess) -> None:
-        if member.reason:
-            name, delay = member.worker.name, member.delay
-            reason, struck = member.reason, member.struck
-            self._say(f"restarted {name} ({reason}) after {delay:g} s")
-            self._record("restart", worker=name, reason=reason, delay=delay, struck=struck)
-        member.start(self._leash)
-
-    def _judge(self, member: ManagedProcess, code: int) -> int | None:
-        """What the end of a worker means: an exit code for all, or None to go on."""
-        if member is self._leader:
-            self._release()
+    def _handle_exit(self, process: ManagedProcess, code: int) -> int | None:
+        """The exit code of the group that follows from one process's; None to continue."""
+        worker = process.worker
+        if process is self._leader:
+            self._print_notices()
             if code == 0 or self._interrupted:
                 return code if code >= 0 else 128 - code
         if code == BAD_CONFIG:
-            if member.worker.log:  # else its line is on the screen already
-                self._say(f"{member.worker.name} refused its settings{_tail(member.worker)}")
+            if worker.log:  # otherwise its error message is on the screen already
+                self._print(f"{worker.name} refused its settings{_log_tail(worker)}")
             return BAD_CONFIG
-        if code == 0 or self._interrupted or member.dismissed:
+        if code == 0 or self._interrupted or process.is_stopped:
             return None
-        return self._mourn(member, _reason(code))
-
-    def _mourn(self, member: ManagedProcess, reason: str) -> int | None:
-        """Plan the restart of a crashed worker, or give up on it."""
-        now, name = time.monotonic(), member.worker.name
-        again = bool(member.crashes) and now - member.started < CALM_SECONDS and not member.struck
-        member.delay = min(LONGEST_DELAY, 2 * member.delay) if again else FIRST_DELAY
-        member.reason, member.due = reason, now + member.delay
-        if member.struck:
+        reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
+        if process.schedule_restart(reason):
             return None
-        member.crashes.append(now)
-        if len(member.crashes) == MAX_CRASHES and now - member.crashes[0] <= CALM_SECONDS:
-            often = f"{name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}"
-            self._say(f"{often}; giving up{_tail(member.worker)}")
-            return 1
-        return None
+        self._print(
+            f"{worker.name} crashed {MAX_CRASHES} times in {CALM_SECONDS:.0f} s, last: {reason}; "
+            f"giving up{_log_tail(worker)}"
+        )
+        return 1
 
-    def _say(self, text: str) -> None:
-        self._held.append(text)
-        if self._leader.process is None or not sys.stdout.isatty():
-            self._release()
+    def _print(self, text: str) -> None:
+        self._notices.append(text)
+        if not self._leader.runs or not sys.stdout.isatty():
+            self._print_notices()
 
-    def _release(self) -> None:
-        if sys.stdout.isatty():  # a leader killed while it drew has left the cursor hidden
+    def _print_notices(self) -> None:
+        if sys.stdout.isatty():  # a leader killed while drawing leaves the cursor hidden
             sys.stdout.write(SHOW_CURSOR)
-        for text in self._held:
-            sys.stdout.write(f"{text}\n")
-        self._held.clear()
+        sys.stdout.write("".join(f"{text}\n" for text in self._notices))
+        self._notices.clear()
         sys.stdout.flush()
 
 
-def _reason(code: int) -> str:
-    return f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
+@dataclass(slots=True)
+class ManagedProcess:
+    """The process of one worker, and its restarts."""
+
+    worker: Worker
+    record: Record
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0  # monotonic seconds, like `start_at` and `crashes`
+    start_at: float | None = 0.0  # None while it runs and after it is done
+    delay: float = FIRST_DELAY
+    reason: str = ""  # of the last crash
+    was_killed: bool = False  # by `kill`: not a crash of its own
+    is_stopped: bool = False  # by `stop`, until `resume`
+    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
+
+    @property
+    def runs(self) -> bool:
+        """True until `poll` has returned the exit code."""
+        return self.process is not None
+
+    def start(self, guard_pipe: int) -> None:
+        """Start the process in its own session, with the guard."""
+        with contextlib.ExitStack() as stack:
+            log = self.worker.log
+            output = stack.enter_context(log.open("ab")) if log else None
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
+                stdin=guard_pipe,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self.started, self.start_at, self.was_killed = time.monotonic(), None, False
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, once the process has ended; then cleans up."""
+        code = self.process.poll() if self.process else None
+        if code is not None:
+            self.kill_and_wait()  # its children and the guard
+        return code
+
+    def kill_and_wait(self) -> None:
+        """Send SIGKILL to the whole process group and reap the process."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def schedule_restart(self, reason: str) -> bool:
+        """Set the time of the next start after a crash; False after too many crashes."""
+        now = time.monotonic()
+        is_repeated = bool(self.crashes) and now - self.started < CALM_SECONDS
+        delay = min(LONGEST_DELAY, 2 * self.delay)
+        self.delay = delay if is_repeated and not self.was_killed else FIRST_DELAY
+        self.reason, self.start_at = reason, now + self.delay
+        if self.was_killed:
+            return True
+        self.crashes.append(now)
+        return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > CALM_SECONDS
+
+    def send_signal(self, number: int) -> bool:
+        """Send a signal to the process, not to its children; False if it does not run."""
+        if self.process:
+            self.process.send_signal(number)
+        return self.runs
+
+    def kill(self) -> bool:
+        """SIGKILL the process to simulate a crash; False if it does not run.
+
+        It is restarted, and the kill does not count as a crash.
+        """
+        if self.process is None or self.was_killed or self.process.poll() is not None:
+            return False
+        self.was_killed = True
+        self.send_signal(signal.SIGKILL)
+        self.record("killed", worker=self.worker.name)
+        return True
+
+    def stop(self) -> None:
+        """Send SIGTERM; the process stays stopped until `resume`."""
+        self.is_stopped, self.start_at = True, None
+        self.send_signal(signal.SIGTERM)
+
+    def resume(self) -> bool:
+        """Start the process again after `stop`; False while it is still ending."""
+        if not self.is_stopped:
+            return True
+        if self.runs:
+            return False
+        self.is_stopped, self.start_at, self.reason = False, time.monotonic(), ""
+        return True
 
 
-def _tail(worker: Worker) -> str:
+@contextlib.contextmanager
+def catch_signals() -> Generator[WaitForSignals, None, None]:
+    """Yield a function that waits up to the given seconds and returns the received signals."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    previous_wakeup = signal.set_wakeup_fd(writing)  # each signal writes its number as one byte
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    previous = {number: signal.signal(number, _ignore) for number in numbers}
+
+    def wait_for_signals(seconds: float) -> list[int]:
+        ready, _, _ = select.select([reading], [], [], seconds)
+        return list(os.read(reading, 4096)) if ready else []
+
+    try:
+        yield wait_for_signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_wakeup)
+        os.close(reading)
+        os.close(writing)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Handler that does nothing; unlike SIG_IGN it keeps the wake-up byte."""
+
+
+def _log_tail(worker: Worker) -> str:
     if worker.log is None:
         return "; its output is above"
     lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -140,7 +140,7 @@ def run(job: Job) -> int:
 
     log = _file(job.name, "log")
     worker = Worker(job.name, job.command)
-    code = supervise([worker], record=record, look=lambda _: logs.bound(log))
+    code = supervise([worker], record=record, on_tick=lambda _: logs.bound(log))
     _write_life(job.name, replace(life, restarts=restarts, code=code))
     return code
 
@@ -257,9 +257,9 @@ def _lock(name: str) -> None:
 def _recorder(job: Job) -> Record | None:
     if job.run is None:
         return None
-    from peralta_zmq.operate.local import recorder  # slow to import: it reads the config
+    from peralta_zmq.operate.local import event_recorder  # slow to import: it reads the config
 
-    return recorder(Path(job.run))
+    return event_recorder(Path(job.run))
 
 
 def _detach(name: str) -> None:

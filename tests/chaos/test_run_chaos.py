@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 def test_every_worker_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "bin" / "lan"), "chaos", "--run.dir", str(tmp_path),
+    command = [sys.executable, "-m", "tools.chaos", "--run.dir", str(tmp_path),
                "--wire.port", str(free_ports())]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     run = tmp_path / "demo"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(1, 81))

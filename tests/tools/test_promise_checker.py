@@ -496,10 +496,10 @@ def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
 ) -> None:
     run = Run()
     run.events += [
-        {"event": "restart", "worker": "trainer", "reason": "killed by SIGKILL", "struck": True},
-        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "struck": False},
+        {"event": "restart", "worker": "trainer", "reason": "killed by SIGKILL", "killed": True},
+        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "killed": False},
         {"event": "restart", "worker": "generator-1", "reason": "killed by SIGKILL",
-         "struck": False},  # for want of memory, say
+         "killed": False},  # for want of memory, say
     ]  # fmt: skip
     assert run.check(tmp_path) == {}
     assert promise_checker.own_ends(read_history(tmp_path)).line == (
