@@ -224,7 +224,7 @@ def one_step(intake: BatchCollector, step: int) -> list[RolloutGroup]:
     """The groups of a step in which nothing is learned."""
     groups, _ = intake.collect(step, lambda idle: None)
     intake.commit()
-    intake.announce(step, begun=step)
+    intake.announce(step, started_step=step)
     return groups
 
 

@@ -49,10 +49,10 @@ class Scripted:
         sender = sender_of(self.name, self.incarnation)
         return self.pace.allows(
             step=step,
-            begun=heard.begun,
-            under_way=self.sequence - heard.taken.get(sender, -1) - 1,
-            generators=len(heard.recv),
-            hungry=heard.waiting and heard.recv.get(sender, -1) + 1 == self.sequence,
+            begun=heard.started_step,
+            under_way=self.sequence - heard.consumed.get(sender, -1) - 1,
+            generators=len(heard.received),
+            hungry=heard.waiting and heard.received.get(sender, -1) + 1 == self.sequence,
         )
 
     def push(self, group: RolloutGroup) -> bool:
@@ -133,7 +133,7 @@ def newest(listener: wire.AnnouncementSubscriber) -> Iterator[RolloutGroup]:
     """A group of the newest announced step, again and again."""
     step, group = -1, group_of(SIBLINGS, NUM_PROMPT, NUM_GENERATED)
     while True:
-        heard = listener.listen()
+        heard = listener.receive()
         if (heard.step if heard else 0) != step:
             step = heard.step if heard else 0
             rollouts = tuple(

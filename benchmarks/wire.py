@@ -223,7 +223,7 @@ def _ours(
     address = "tcp://127.0.0.1:*"
     gate, keys = lock or (None, "")
     with closing(
-        wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, gate=gate)
+        wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, authenticator=gate)
     ) as receiver:
         frame = wire.encode_group(group)
         crowd = ["ours", receiver.address, str(senders), frame.hex(), str(keys)]

@@ -42,7 +42,7 @@ class Problem:
     answer: str
     input_token_ids: tuple[int, ...] = ()
     """The prompt as it is, in the place of the messages, when there are any."""
-    draw: int = -1  # the number of the draw that gave it; -1 = it was not drawn
+    sample_index: int = -1  # position in the sampling order; -1 = not sampled
 
     @property
     def question(self) -> str:
@@ -151,9 +151,9 @@ class RolloutGroup:
     policy_step: int  # the oldest weights used in the group
     weights_id: str  # of these weights: the first 16 hexadecimal digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    floor: int = 0  # the sender will send nothing below this sequence any more
-    draw: int = -1  # the number of the draw that gave the problem; -1 = unknown
-    evaluates: int = -1  # the step whose evaluation asked for it; -1 = it is to be trained
+    min_sequence: int = 0  # the sender will send nothing below this sequence any more
+    sample_index: int = -1  # of the problem; -1 = unknown
+    evaluation_step: int = -1  # the step whose evaluation asked for it; -1 = it is to be trained
 
     @property
     def sender(self) -> str:

@@ -70,7 +70,7 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
         group_of(
             [float(drawn.random() < 0.5) for _ in range(4)],
             lengths=[drawn.randint(2, 9) for _ in range(4)],
-            seed=number, sequence=number, draw=3 * number,
+            seed=number, sequence=number, sample_index=3 * number,
             problem_id=ids[drawn.randrange(12)], run_id=trainer._run_id,
         )
         for number in range(STEPS * 6)
@@ -128,8 +128,8 @@ class Session:
             "tensors": {name: each.clone() for name, each in learner.state().items()},
             "rate": learner.learning_rate(learner.step),
             "pools": self.trainer._intake.pools.saved(),
-            "resting": self.trainer._speaker.said.resting,
-            "next_draw": self.trainer._intake.saved()["next_draw"],
+            "excluded": self.trainer._speaker.said.excluded,
+            "next_sample_index": self.trainer._intake.saved()["next_sample_index"],
             "outcomes": dict(self.trainer._intake.admission.ledger.outcomes),
         }
 
@@ -174,23 +174,23 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
 ) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, setting)
-        assert first.trainer._speaker.said.evaluate == -1  # it is no resume
+        assert first.trainer._speaker.said.evaluation_step == -1  # it is no resume
         for _ in range(3):
             first.advance()
     with ExitStack() as stack:
         second = Session(stack, tmp_path, setting)
         said = second.trainer._speaker.said
-        assert said.evaluate == evaluated
+        assert said.evaluation_step == evaluated
         assert len(second.trainer._evaluations._held_out.problems) == 2
         if evaluated < 0:
             return
         for number, problem in enumerate(second.trainer._evaluations._held_out.problems):
             answer = group_of([1.0], seed=number, problem_id=problem.id, policy_step=3,
-                              evaluates=3, run_id=second.trainer._run_id)  # fmt: skip
+                              evaluation_step=3, run_id=second.trainer._run_id)  # fmt: skip
             second.trainer._evaluations.take(answer)
         assert second.trainer._books.has_evaluation(3)
     with ExitStack() as stack:  # once is enough
-        assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluate == -1
+        assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluation_step == -1
 
 
 def lose_step_3(folder: Path) -> str:

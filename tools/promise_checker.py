@@ -70,13 +70,13 @@ def torn_loads(history: History) -> Check:
     # A trainer killed between the rename and its event has published without saying so: all
     # readers must agree, and the next start must have found itself at that step.
     broken = [
-        f"version={load.number} wid={load.weights_id} was not published"
+        f"version={load.number} weights_id={load.weights_id} was not published"
         for load in dict.fromkeys(loads)
         if (load.number, load.weights_id) not in published
         and (load.number in numbers or len(hashes[load.number]) > 1 or load.step not in resumed)
     ]
     served = sorted(set(history.logs.made_with.values()) - {load.weights_id for load in loads})
-    broken += [f"wid={weights_id} was served and never loaded" for weights_id in served]
+    broken += [f"weights_id={weights_id} was served and never loaded" for weights_id in served]
     broken += [f"{each} refused" for each in history.logs.refused]
     text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
     return Check("P1", text, tuple(broken))

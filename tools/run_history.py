@@ -28,10 +28,11 @@ HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
 MADE = re.compile(
-    r"made group=(\S+)/(\d+) step=(\d+) wid=(\w+)(?: newest=(\d+))?(?: evaluates=(\d+))?"
+    r"made group=(\S+)/(\d+) step=(\d+) weights_id=(\w+)(?: newest=(\d+))?"
+    r"(?: evaluation_step=(\d+))?"
 )
 LOST = re.compile(r"lost group=(\S+)/(\d+) ")
-LOADED = re.compile(r"loaded version=(\d+) step=(\d+) wid=(\w+)")
+LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
 COMPLETE = "run complete"
 

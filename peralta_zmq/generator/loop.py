@@ -60,7 +60,7 @@ def run(config: Config) -> None:
         def ask_for_keyframe(run_id: str) -> None:
             if counters.due:
                 report = wire.GeneratorStatus(
-                    run_id, name, incarnation, wants_keyframe=True, hello=hello
+                    run_id, name, incarnation, wants_keyframe=True, worker_info=hello
                 )
                 counters.send(report)
 
@@ -186,7 +186,7 @@ class Generator:
         heard, config = self._line.listener.latest, self._config
         if heard is None or not self._has_to_evaluate(engine):
             return
-        self._evaluated = step = heard.evaluate
+        self._evaluated = step = heard.evaluation_step
         try:
             held_out = open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
@@ -201,7 +201,7 @@ class Generator:
         with closing(held_out):
             for problem, completions in answers:
                 self._under_way -= 1
-                self._score_and_send(problem, completions, held_out, evaluates=step)
+                self._score_and_send(problem, completions, held_out, evaluation_step=step)
                 if self._done:
                     break
 
@@ -221,7 +221,9 @@ class Generator:
 
         def is_over() -> bool:
             latest, asked = self._line.listener.latest, (self._version.run_id, step)
-            return self._done or (latest is not None and (latest.run_id, latest.evaluate) != asked)
+            return self._done or (
+                latest is not None and (latest.run_id, latest.evaluation_step) != asked
+            )
 
         for place in todo:
             while not self._catch_up(self._hear()) and not is_over():
@@ -241,20 +243,22 @@ class Generator:
         if self._todo is None:
             generator, heard = self._config.generator, self._line.listener.latest
             known = heard is not None and heard.run_id == self._version.run_id
-            start = heard.next_draw if heard and known else step * self._config.groups_per_step
+            start = (
+                heard.next_sample_index if heard and known else step * self._config.groups_per_step
+            )
             self._todo = walk(
                 draws, index=generator.index, count=generator.count, start=start,
                 resting=self._rests,
             )  # fmt: skip
         draw, position = next(self._todo)
-        return replace(problems[position], draw=draw)
+        return replace(problems[position], sample_index=draw)
 
     def _rests(self, position: int) -> bool:
         heard = self._line.listener.latest
         return (
             heard is not None
-            and heard.train_set == self._train_set
-            and is_excluded(heard.resting, position)
+            and heard.train_set_digest == self._train_set
+            and is_excluded(heard.excluded, position)
         )
 
     def _sampling(self, step: int) -> Sampling:
@@ -288,18 +292,18 @@ class Generator:
         self._refresh(engine)
         heard = self._hear()
         has_room = self._catch_up(heard)
-        if heard and heard.in_step and self._config.train.token_batch_size:
-            self._pace.groups_per_step = math.ceil(heard.in_step * self._factor)
+        if heard and heard.groups_in_step and self._config.train.token_batch_size:
+            self._pace.groups_per_step = math.ceil(heard.groups_in_step * self._factor)
         busy = self._done or self._draining or self._has_to_evaluate(engine)
         ready = has_room and not busy
         return ready and self._pace.allows(
             step=engine.step,
-            begun=heard.begun if heard else engine.step,
+            begun=heard.started_step if heard else engine.step,
             under_way=self._sequence + self._under_way - self._taken(heard),
-            generators=len(heard.recv) if heard else 1,
+            generators=len(heard.received) if heard else 1,
             hungry=heard is not None
             and heard.waiting
-            and not self._outbox.window + self._under_way,
+            and not self._outbox.in_flight + self._under_way,
         )
 
     def _catch_up(self, heard: wire.Announcement | None) -> bool:
@@ -307,7 +311,7 @@ class Generator:
         be kept, without an older one being given up.
         """
         self._done = self._done or self._is_over(heard)
-        for frame in self._outbox.lost_on_the_way(heard):
+        for frame in self._outbox.frames_to_resend(heard):
             self._done = self._done or not self._send(frame)
         return self._done or self._outbox.has_room(self._under_way)
 
@@ -323,28 +327,28 @@ class Generator:
         return (
             heard is not None
             and heard.run_id == self._version.run_id
-            and self._evaluated < heard.evaluate <= engine.step
+            and self._evaluated < heard.evaluation_step <= engine.step
         )
 
     def _taken(self, heard: wire.Announcement | None) -> int:
         """How many of our groups are in steps that have begun, or dropped; as we heard it last,
         where a trainer that has not heard of us for long does not say.
         """
-        if heard and self._outbox.sender in heard.taken:
-            self._known_taken = heard.taken[self._outbox.sender] + 1
+        if heard and self._outbox.sender in heard.consumed:
+            self._known_taken = heard.consumed[self._outbox.sender] + 1
         return self._known_taken
 
     def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
         """The newest announcement of the run whose weights we serve; reports in return."""
         self._report_when_due()
-        heard = self._line.listener.listen(timeout=timeout)
+        heard = self._line.listener.receive(timeout=timeout)
         self._say_silence()
         if heard is not None:
             self._follower.hint(heard.version, heard.weights_id)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _say_silence(self) -> None:
-        now, heard_at = time.monotonic(), self._line.listener.heard_at
+        now, heard_at = time.monotonic(), self._line.listener.received_at
         if now - max(heard_at, self._silence_said) > SILENT_SECONDS:
             self._silence_said = now
             self._is_left = self._version.step >= self._config.train.max_steps
@@ -408,7 +412,7 @@ class Generator:
                 reload_s=self._reload_seconds,
                 wants_keyframe=self._follower.wants_keyframe,
                 last=last,
-                hello=self._hello,
+                worker_info=self._hello,
             )
         )
 
@@ -422,14 +426,14 @@ class Generator:
         completions: Sequence[Completion],
         environments: Environments,
         *,
-        evaluates: int = -1,
+        evaluation_step: int = -1,
     ) -> None:
         """One group on its way; one that cannot be scored is given up, counted and never worth 0.
 
         Raises TaskError when many in a row cannot be scored.
         """
         try:
-            group = self._group_of(problem, completions, environments, evaluates)
+            group = self._group_of(problem, completions, environments, evaluation_step)
         except RewardError as error:
             self._failures += 1
             if self._failures == MAX_FAILURES:
@@ -445,7 +449,7 @@ class Generator:
         problem: Problem,
         completions: Sequence[Completion],
         environments: Environments,
-        evaluates: int,
+        evaluation_step: int,
     ) -> RolloutGroup:
         rollouts = tuple(
             rollout_of(each, environments.reward(problem, each.text)) for each in completions
@@ -463,22 +467,22 @@ class Generator:
             policy_step=oldest,
             weights_id=weights_id,
             rollouts=rollouts,
-            floor=self._outbox.floor,
-            draw=problem.draw,
-            evaluates=evaluates,
+            min_sequence=self._outbox.min_sequence,
+            sample_index=problem.sample_index,
+            evaluation_step=evaluation_step,
         )
 
     def _send_new(self, group: RolloutGroup) -> bool:
         logger.debug(
-            "made group=%s/%d step=%d wid=%s%s%s",
+            "made group=%s/%d step=%d weights_id=%s%s%s",
             group.sender, group.sequence, group.policy_step, group.weights_id,
             f" newest={group.newest_step}" if group.newest_step > group.policy_step else "",
-            f" evaluates={group.evaluates}" if group.evaluates >= 0 else "",
+            f" evaluation_step={group.evaluation_step}" if group.evaluation_step >= 0 else "",
         )  # fmt: skip
         failpoint("generator.made")
         try:
             frame = wire.encode_group(group)
-        except WireError as error:  # the next group's floor tells the trainer
+        except WireError as error:  # the next group's min_sequence tells the trainer
             logger.warning("lost group=%s/%d reason=%s", group.sender, group.sequence, error)
             self._outbox.skip(group.sequence)
             return True

@@ -49,7 +49,7 @@ def refresh(engine: registry.Engine, follower: WeightSubscriber, current: Versio
 def _log_loaded(staged: PendingWeights, *, apply_seconds: float) -> None:
     version = staged.version
     logger.info(
-        "loaded version=%d step=%d wid=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        "loaded version=%d step=%d weights_id=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
         version.number, version.step, version.weights_id, staged.bytes_read, staged.visible_seconds,
         apply_seconds,
     )  # fmt: skip
@@ -88,12 +88,12 @@ def open_engine(
                 f"no weights in {config.weights_address} after {patience:g} s "
                 f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
             )
-        heard = listener.listen()
+        heard = listener.receive()
         if heard is not None and follower.wants_keyframe:
             ask_for_keyframe(heard.run_id)
         if time.monotonic() - said > WAITING_SECONDS:
             said = time.monotonic()
-            seconds, answers = said - started, wire.answers(address)
+            seconds, answers = said - started, wire.accepts_connection(address)
             logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
     started = time.monotonic()
     made = make_engine(config, staged)

@@ -50,10 +50,10 @@ class Ledger:
                 self._above[sender] = set(above)
         self._num_above = sum(map(len, self._above.values()))
 
-    def settle(self, sender: str, sequence: int, outcome: str, *, floor: int = 0) -> bool:
+    def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
         """Whether the group is new; it is settled from now on with this outcome.
 
-        What is missing below `floor` will never come: it is settled as lost.
+        What is missing below `min_sequence` will never come: it is settled as lost.
         """
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
@@ -61,7 +61,7 @@ class Ledger:
         above = above | {sequence}
         self.outcomes[outcome] += 1
         jump = min(above) if len(above) > MAX_ABOVE else 0
-        below = max(settled + 1, floor, jump)  # everything under it is settled
+        below = max(settled + 1, min_sequence, jump)  # everything under it is settled
         known = {number for number in above if number < below}
         if lost := below - settled - 1 - len(known):
             self.outcomes["lost"] += lost
@@ -147,7 +147,9 @@ class Admission:
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """What becomes of the group in optimizer step `step`; it is counted."""
         verdict = self._judge(group, step)
-        if self.ledger.settle(group.sender, group.sequence, verdict, floor=group.floor):
+        if self.ledger.settle(
+            group.sender, group.sequence, verdict, min_sequence=group.min_sequence
+        ):
             return verdict
         self.duplicates += 1
         return "duplicate"
@@ -157,7 +159,7 @@ class Admission:
             return "invalid"  # what it held was refused
         if group.newest_step >= step or group.weights_id in self.abandoned:
             return "abandoned"
-        if group.evaluates >= 0:
+        if group.evaluation_step >= 0:
             return "evaluated"
         if group.sender in self.distrusted:
             return "mismatched"

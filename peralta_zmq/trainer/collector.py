@@ -49,10 +49,10 @@ class Note:
     sender: str
     sequence: int
     outcome: str
-    floor: int = 0
+    min_sequence: int = 0
     problem: str = ""
     reward: float = 0.0  # mean of its rollouts
-    draw: int = -1
+    sample_index: int = -1
 
 
 class BatchCollector:
@@ -93,7 +93,7 @@ class BatchCollector:
         self._durable: dict[str, int] = {}  # sender -> what of it is on disk
         self._in_step = 0  # groups that the newest step took
         self._next_news = 0.0  # monotonic seconds, when it is worth while to say again what came
-        self._next_draw = 0  # after the highest draw of a group that came
+        self._next_sample_index = 0  # after the highest sample_index of a group that came
 
     @property
     def has_batch(self) -> bool:
@@ -134,7 +134,7 @@ class BatchCollector:
                 started = said = time.monotonic()
         self.journal.begin_commit()
         groups = self.take()
-        self.announce(step - 1, begun=step)
+        self.announce(step - 1, started_step=step)
         return groups, depth
 
     def take(self) -> list[RolloutGroup]:
@@ -151,7 +151,7 @@ class BatchCollector:
             self.journal.append(step, frame)
             self.pending.append(group)
             self._size += build.size_of(self._config, group)
-            self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+            self._learn_of(group.problem_id, group.mean_reward, group.sample_index, verdict)
         elif verdict != "duplicate":
             self._drop(group, verdict, step=step)
         self._commit_what_waited()
@@ -167,18 +167,20 @@ class BatchCollector:
                 "drop", sender=group.sender, sequence=group.sequence, outcome=verdict, step=step,
                 staleness=staleness(group, step=step),
             )  # fmt: skip
-        self._learn_of(group.problem_id, group.mean_reward, group.draw, verdict)
+        self._learn_of(group.problem_id, group.mean_reward, group.sample_index, verdict)
         self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
         note = Note(
-            group.sender, group.sequence, verdict, floor=group.floor, problem=group.problem_id,
-            reward=group.mean_reward, draw=group.draw,
+            group.sender, group.sequence, verdict, min_sequence=group.min_sequence,
+            problem=group.problem_id, reward=group.mean_reward, sample_index=group.sample_index,
         )  # fmt: skip
         self.journal.append(step, json.dumps(asdict(note)).encode(), DROPPED)
 
-    def _learn_of(self, problem_id: str, mean_reward: float, draw: int, outcome: str) -> None:
+    def _learn_of(
+        self, problem_id: str, mean_reward: float, sample_index: int, outcome: str
+    ) -> None:
         """What a group says of its problem, also when it is heard again from the journal."""
-        if draw <= self._next_draw + MAX_AHEAD:
-            self._next_draw = max(self._next_draw, draw + 1)
+        if sample_index <= self._next_sample_index + MAX_AHEAD:
+            self._next_sample_index = max(self._next_sample_index, sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
             returned = self.pools.judge(problem_id, mean_reward)
             if returned:
@@ -233,14 +235,14 @@ class BatchCollector:
             known = self._read(kind, content, step=step)
             if isinstance(known, Note):
                 fresh = self.admission.ledger.settle(
-                    known.sender, known.sequence, known.outcome, floor=known.floor
+                    known.sender, known.sequence, known.outcome, min_sequence=known.min_sequence
                 )
-                self._learn_of(known.problem, known.reward, known.draw, known.outcome)
+                self._learn_of(known.problem, known.reward, known.sample_index, known.outcome)
             else:
                 groups.append(known)
                 verdict = self.admission.admit(known, step=step)
                 fresh = verdict in ADMITTED
-                self._learn_of(known.problem_id, known.mean_reward, known.draw, verdict)
+                self._learn_of(known.problem_id, known.mean_reward, known.sample_index, verdict)
             if not fresh:
                 raise JournalError(
                     f"the checkpoint and the journal of step {step} in {self._config.run_folder} "
@@ -276,7 +278,7 @@ class BatchCollector:
             "ledger": ledger.saved(),
             "duplicates": self.admission.duplicates,
             "pools": self.pools.saved(),
-            "next_draw": self._next_draw,
+            "next_sample_index": self._next_sample_index,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -284,7 +286,7 @@ class BatchCollector:
         self.admission.ledger = Ledger(saved["ledger"])
         self.admission.duplicates = saved["duplicates"]
         self.pools.restore(saved.get("pools", {}))
-        self._next_draw = saved.get("next_draw", 0)
+        self._next_sample_index = saved.get("next_sample_index", 0)
         self._taken = self._settled()
 
     # What is said of it.
@@ -319,22 +321,24 @@ class BatchCollector:
             },
         }  # fmt: skip
 
-    def announce(self, step: int, *, begun: int, waiting: bool = False, done: bool = False) -> None:
+    def announce(
+        self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
+    ) -> None:
         """Say that so many steps are taken and begun, and what came and is safe."""
         ledger, live = self.admission.ledger, self._roster.live()
         self._speaker.say(
             step=step,
-            begun=begun,
+            started_step=started_step,
             min_step=max(0, step - self.admission.max_off_policy_steps),
-            recv={sender: ledger.settled(sender) for sender in live},
+            received={sender: ledger.settled(sender) for sender in live},
             durable={sender: self._durable.get(sender, -1) for sender in live},
-            seen={sender: ledger.seen(sender) for sender in live},
-            taken={sender: self._taken.get(sender, -1) for sender in live},
+            highest_received={sender: ledger.seen(sender) for sender in live},
+            consumed={sender: self._taken.get(sender, -1) for sender in live},
             waiting=waiting,
             done=done,
-            in_step=self._in_step,
-            next_draw=self._next_draw,
-            resting=self.pools.resting,
+            groups_in_step=self._in_step,
+            next_sample_index=self._next_sample_index,
+            excluded=self.pools.resting,
         )
 
         self._next_news = time.monotonic() + min(
@@ -344,7 +348,7 @@ class BatchCollector:
     def _say_news(self, step: int) -> None:
         """Announce what came for this step, unless that was done just now."""
         if time.monotonic() >= self._next_news:
-            self.announce(step - 1, begun=step - 1, waiting=not self.has_batch)
+            self.announce(step - 1, started_step=step - 1, waiting=not self.has_batch)
 
     def _settled(self) -> dict[str, int]:
         ledger = self.admission.ledger

@@ -78,7 +78,7 @@ class EvaluationCoordinator:
     def take(self, group: RolloutGroup) -> None:
         """What a generator says to one held-out problem; the last one ends the evaluation."""
         under_way = self._under_way
-        if under_way is None or group.evaluates != under_way.step:
+        if under_way is None or group.evaluation_step != under_way.step:
             return
         if not under_way.expects(group.problem_id, len(group.rollouts)):
             return
@@ -108,7 +108,9 @@ class EvaluationCoordinator:
 
     def _say(self) -> None:
         now = self._under_way
-        self._speaker.say(evaluate=now.step if now else -1, answered=now.answered if now else b"")
+        self._speaker.say(
+            evaluation_step=now.step if now else -1, answered=now.answered if now else b""
+        )
 
     def _record(
         self, step: int, answers: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]

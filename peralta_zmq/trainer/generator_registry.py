@@ -50,7 +50,7 @@ class GeneratorRegistry:
         before, self.reports = self.reports, dict(self._counters.latest)
         for sender, report in came.items():
             earlier = before.get(sender)
-            self.meet(sender, step=step, hello=report.hello)
+            self.meet(sender, step=step, hello=report.worker_info)
             # Once for each time of want: one that cannot read the keyframe either waits on.
             asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
             self.wants_keyframe = self.wants_keyframe or asks

@@ -188,7 +188,7 @@ class Trainer:
         self._broadcast.wait(publishing.LAST_VERSION_SECONDS if last else publishing.STOP_SECONDS)
         if complete:
             self._evaluations.leave()
-            self._intake.announce(step, begun=step, done=True)
+            self._intake.announce(step, started_step=step, done=True)
             self._roster.hear_last(step=step)  # what is heard outlives us, whatever comes
         if not (complete and self._evaluations.evaluate(step)):
             self._books.end("stop", step=step)
@@ -233,20 +233,30 @@ class Trainer:
         address, keys = f"tcp://{wires.bind}:{wires.port}", self._config.keys_folder
         gate = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
         receiver = wire.RolloutReceiver(
-            address, run_id=self._run_id, vocab_size=self._vocab_size, hwm=wires.hwm, gate=gate
+            address,
+            run_id=self._run_id,
+            vocab_size=self._vocab_size,
+            hwm=wires.hwm,
+            authenticator=gate,
         )
         stack.enter_context(closing(receiver))
-        announcer = wire.AnnouncementPublisher(wire.next_port(address), gate=gate)
+        announcer = wire.AnnouncementPublisher(wire.next_port(address), authenticator=gate)
         stack.enter_context(closing(announcer))
         counters = wire.GeneratorStatusReceiver(
-            wire.next_port(address, 2), run_id=self._run_id, gate=gate
+            wire.next_port(address, 2), run_id=self._run_id, authenticator=gate
         )
         stack.enter_context(closing(counters))
-        greeting = wire.WorkerInfo(self._config.run.name, run_id=self._run_id, hello=self._hello)
+        greeting = wire.ProbeReply(
+            self._config.run.name, run_id=self._run_id, worker_info=self._hello
+        )
         show = publishing.open_probe(self._config, stack)
-        greeter = wire.ProbeServer(wire.next_port(address, 3), greeting, show=show, gate=gate)
+        greeter = wire.ProbeServer(
+            wire.next_port(address, 3), greeting, create_file=show, authenticator=gate
+        )
         stack.enter_context(closing(greeter))
-        first = wire.Announcement(self._run_id, incarnation=os.urandom(8), train_set=train_set)
+        first = wire.Announcement(
+            self._run_id, incarnation=os.urandom(8), train_set_digest=train_set
+        )
         self._speaker = StatusPublisher(announcer, first)
         return receiver, counters
 

@@ -20,4 +20,4 @@ class StatusPublisher:
         """Announce these fields, and the others as they were."""
         with self._speaking:
             self.said = replace(self.said, **changed)
-            self._announcer.announce(self.said)
+            self._announcer.publish(self.said)

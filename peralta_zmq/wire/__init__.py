@@ -27,15 +27,15 @@ from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.messages import decode_group, encode_group
 from peralta_zmq.wire.outbox import Outbox
 from peralta_zmq.wire.probe import (
-    WorkerInfo,
-    decode_request,
-    decode_worker_info,
-    encode_request,
-    encode_worker_info,
+    ProbeReply,
+    decode_probe_reply,
+    decode_probe_request,
+    encode_probe_reply,
+    encode_probe_request,
 )
 from peralta_zmq.wire.probe_sockets import ProbeClient, ProbeServer
 from peralta_zmq.wire.rollout_sockets import RolloutReceiver, RolloutSender
-from peralta_zmq.wire.sockets import answers, next_port, taken
+from peralta_zmq.wire.sockets import accepts_connection, next_port, port_in_use_message
 
 __all__ = [
     "Announcement",
@@ -48,22 +48,22 @@ __all__ = [
     "GeneratorStatusSender",
     "Outbox",
     "ProbeClient",
+    "ProbeReply",
     "ProbeServer",
     "RolloutReceiver",
     "RolloutSender",
-    "WorkerInfo",
-    "answers",
+    "accepts_connection",
     "decode_announcement",
     "decode_generator_status",
     "decode_group",
-    "decode_request",
-    "decode_worker_info",
+    "decode_probe_reply",
+    "decode_probe_request",
     "encode_announcement",
     "encode_generator_status",
     "encode_group",
-    "encode_request",
-    "encode_worker_info",
+    "encode_probe_reply",
+    "encode_probe_request",
     "generator_keys",
     "next_port",
-    "taken",
+    "port_in_use_message",
 ]

@@ -31,19 +31,19 @@ class AnnouncementPublisher:
     computes: a thread owns the socket. Use with `closing`.
     """
 
-    def __init__(self, address: str, *, gate: CurveAuthenticator | None = None) -> None:
+    def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
         self._newest: bytes | None = None  # guarded by _changed, as all below
         self._is_new = self._closed = False
         self._linger_seconds = 0.0
         self._socket = open_socket(zmq.PUB, hwm=HINTS_HWM)  # the thread's, once it runs
-        if gate is not None:
-            gate.guard(self._socket)
+        if authenticator is not None:
+            authenticator.protect(self._socket)
         self.address = bind(self._socket, address)
         self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
         self._thread.start()
 
-    def announce(self, announcement: Announcement) -> None:
+    def publish(self, announcement: Announcement) -> None:
         """Tell whoever listens, now and until there is something newer; never blocks."""
         frame = encode_announcement(announcement)
         with self._changed:
@@ -73,7 +73,7 @@ class AnnouncementSubscriber:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
-        self.heard_at = float("-inf")  # monotonic seconds
+        self.received_at = float("-inf")  # monotonic seconds
         self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANNOUNCEMENT)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -82,7 +82,7 @@ class AnnouncementSubscriber:
         self._turnstile = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
-    def listen(self, *, timeout: float = 0.0) -> Announcement | None:
+    def receive(self, *, timeout: float = 0.0) -> Announcement | None:
         """The newest announcement so far, after waiting up to `timeout` seconds for one.
 
         Raises WireError when the trainer turned us away.
@@ -92,7 +92,7 @@ class AnnouncementSubscriber:
             timeout = 0.0
             try:
                 self.latest = decode_announcement(self._socket.recv())
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
             except WireError as error:
                 logger.warning("announcement refused: %s", error)
         return self.latest

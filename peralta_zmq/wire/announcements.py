@@ -25,40 +25,41 @@ class Announcement:
     run_id: str
     incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
     step: int = 0  # optimizer steps taken
-    begun: int = 0  # and begun
+    started_step: int = 0  # optimizer steps started
     version: int = -1  # newest published version, -1 before the first
     weights_id: str = ""  # of the newest version
     min_step: int = 0  # groups of older weights are not accepted any more
-    recv: dict[str, int] = field(default_factory=dict[str, int])
+    received: dict[str, int] = field(default_factory=dict[str, int])
     """By sender heard from lately: all its groups up to this sequence have come."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
     """By sender: all its groups up to this sequence are on the trainer's disk, or not needed."""
-    seen: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: the highest sequence that came. Above `recv`, something between is lost."""
-    taken: dict[str, int] = field(default_factory=dict[str, int])
+    highest_received: dict[str, int] = field(default_factory=dict[str, int])
+    """By sender: the highest sequence that came. Above `received`, something between is lost."""
+    consumed: dict[str, int] = field(default_factory=dict[str, int])
     """By sender, less 1: how many of its groups are in steps that have begun, or dropped."""
     waiting: bool = False  # for groups; else in a step, an evaluation, a start
     done: bool = False  # the run is complete
-    in_step: int = 0  # groups that the newest step took; 0 = none was taken yet
-    next_draw: int = 0  # all groups that came are of draws below this
-    train_set: bytes = b""  # 8 bytes that tell one set of problems to train on from another
-    resting: bytes = b""
+    groups_in_step: int = 0  # groups that the newest step took; 0 = none was taken yet
+    next_sample_index: int = 0  # all groups that came are of draws below this
+    train_set_digest: bytes = b""  # 8 bytes that tell one set of problems to train on from another
+    excluded: bytes = b""
     """A bit for each position of the train set that is not to be drawn now (bit p % 8 of byte
     p // 8); empty = all are drawn."""
-    evaluate: int = -1  # the step whose weights the generators shall evaluate; -1 = none
+    evaluation_step: int = -1  # the step whose weights the generators shall evaluate; -1 = none
     answered: bytes = b""
     """A bit for each held-out example that needs no further answer in this evaluation."""
 
 
 SAID = {
-    "run_id": str, "incarnation": bytes, "step": int, "begun": int, "version": int,
+    "run_id": str, "incarnation": bytes, "step": int, "started_step": int, "version": int,
     "weights_id": str,
     "min_step": int,
-    "recv": dict, "durable": dict, "seen": dict, "taken": dict, "waiting": bool, "done": bool,
-    "in_step": int, "next_draw": int, "train_set": bytes, "resting": bytes, "evaluate": int,
+    "received": dict, "durable": dict, "highest_received": dict, "consumed": dict,
+    "waiting": bool, "done": bool, "groups_in_step": int, "next_sample_index": int,
+    "train_set_digest": bytes, "excluded": bytes, "evaluation_step": int,
     "answered": bytes,
 }  # fmt: skip
-BY_SENDER = ("recv", "durable", "seen", "taken")
+BY_SENDER = ("received", "durable", "highest_received", "consumed")
 
 
 def encode_announcement(announcement: Announcement) -> bytes:
@@ -83,7 +84,7 @@ def decode_announcement(frame: bytes) -> Announcement:
 
 def _known(told: dict[str, Any]) -> dict[str, Any]:
     known = validation.known(told, SAID)
-    if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("resting", "answered")):
+    if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("excluded", "answered")):
         raise ValueError(f"more than {MAX_BITS} bits")
     for name in BY_SENDER:
         for sender, sequence in known.get(name, {}).items():

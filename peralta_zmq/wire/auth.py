@@ -61,7 +61,7 @@ class CurveAuthenticator:
         self._thread = threading.Thread(target=self._serve, name="gate", daemon=True)
         self._thread.start()
 
-    def guard(self, server: zmq.Socket[bytes]) -> None:
+    def protect(self, server: zmq.Socket[bytes]) -> None:
         """Before `bind`: this socket talks only to clients that the gate lets in.
 
         libzmq passes the client's name through the queue as a message that it never counts as

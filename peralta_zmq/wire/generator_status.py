@@ -34,7 +34,7 @@ class GeneratorStatus:
     reload_s: float = 0.0  # seconds of the latest change of weights
     wants_keyframe: bool = False  # no version can be followed from the one in use
     last: bool = False  # nothing is made after this report
-    hello: dict[str, str] = field(default_factory=dict[str, str])
+    worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Facts that stay: package, python, torch, transformers; device, dtype, threads."""
 
     @property
@@ -47,7 +47,7 @@ COUNTS = ("made", "lost", "resent", "unjudged", "step")
 MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
 TOLD = {
     "run_id": str, "generator_id": str, "incarnation": bytes, **dict.fromkeys(COUNTS, int),
-    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "last": bool, "hello": dict,
+    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "last": bool, "worker_info": dict,
 }  # fmt: skip
 
 
@@ -76,5 +76,5 @@ def _counters_of(fields: dict[str, Any]) -> GeneratorStatus:
     for name in (*COUNTS, *MEASURES):
         if not 0 <= getattr(counters, name) < math.inf:  # NaN too
             raise ValueError(f"{name} is negative or not finite")
-    validation.check_facts(counters.hello)
+    validation.check_facts(counters.worker_info)
     return counters

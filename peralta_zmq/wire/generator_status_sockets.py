@@ -61,18 +61,18 @@ class GeneratorStatusReceiver:
     """Binds the trainer's SUB socket and keeps the latest report of each sender of its run."""
 
     def __init__(
-        self, address: str, *, run_id: str, gate: CurveAuthenticator | None = None
+        self, address: str, *, run_id: str, authenticator: CurveAuthenticator | None = None
     ) -> None:
         self.latest: dict[str, GeneratorStatus] = {}  # by Counters.sender, the latest heard last
         self.refused = 0  # reports
         self.is_empty = True  # at the end of the last `receive`: nothing more had come
-        self._run_id, self._guarded = run_id, gate is not None
+        self._run_id, self._guarded = run_id, authenticator is not None
         self._socket = open_socket(zmq.SUB, hwm=HINTS_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT)
         self._socket.subscribe(b"")
         keep_alive(self._socket)
-        if gate is not None:
-            gate.guard(self._socket)
+        if authenticator is not None:
+            authenticator.protect(self._socket)
         self.address = bind(self._socket, address)
 
     def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:

@@ -3,8 +3,8 @@
 What siblings share is sent once, and what is known of context tokens (logprob 0, no policy step)
 is not sent at all. Knows the rules of a sound group; knows nothing of sockets.
 
-    v run gen boot seq floor step wid problem task    who made it, when, from what
-    draw evaluates    which draw, and for which evaluation; -1 or missing = none
+    v run gen incarnation seq min_sequence step weights_id problem task
+    sample_index evaluation_step    -1 or missing = none
     turns     u2 [K]          spans of each rollout
     spans     u4 [S, 2]       context tokens, then generated tokens
     prompt    i4 [P]          the first tokens of every rollout; empty when they differ
@@ -38,13 +38,13 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import validation
 
-VERSION = 2
+VERSION = 3
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
 MAX_TOKENS = 1 << 20  # of one group; a shared prompt could make a small message large
 MAX_COUNT = 1 << 12  # of rollouts, of spans, of changes of the policy step
 MAX_VALUES = 1 << 16  # parts of rewards, of all rollouts
 MAX_STEP = 2**31 - 1
-MAX_DRAW = 2**53
+MAX_SAMPLE_INDEX = 2**53
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 KNOWN_REASONS = bytes(range(len(FINISH_REASONS)))
 SEALED = 0x2144DF1C  # the CRC-32 of whatever ends with its own CRC-32
@@ -54,10 +54,11 @@ NAMES = ("run", "gen", "weights_id", "problem", "task")
 FIELDS = validation.Fields({
     "run": str, "gen": str, "incarnation": bytes, "seq": int, "problem": str,
     "task": str, "step": int,
-    "weights_id": str, "floor": int, "draw": int, "evaluates": int, "turns": bytes, "spans": bytes,
+    "weights_id": str, "min_sequence": int, "sample_index": int, "evaluation_step": int,
+    "turns": bytes, "spans": bytes,
     "prompt": bytes, "tokens": bytes, "logprobs": bytes, "versions": bytes, "rewards": bytes,
     "parts": str, "values": bytes, "finish": bytes, "v": int, "crc32": bytes,
-}, draw=-1, evaluates=-1)  # older generators do not send these two  # fmt: skip
+}, sample_index=-1, evaluation_step=-1)  # older generators do not send these two  # fmt: skip
 
 
 # Encoding.
@@ -90,8 +91,8 @@ def _frame_of(group: RolloutGroup) -> bytes:
     if not rollouts:
         raise ValueError("it has no rollouts")
     _check_envelope(
-        group.generator_id, group.incarnation, group.sequence, group.policy_step, group.floor,
-        group.draw, group.evaluates,
+        group.generator_id, group.incarnation, group.sequence, group.policy_step,
+        group.min_sequence, group.sample_index, group.evaluation_step,
     )  # fmt: skip
     columns = _columns_of(rollouts)
     prompt = _shared_prompt(columns)
@@ -104,7 +105,7 @@ def _frame_of(group: RolloutGroup) -> bytes:
         "gen": group.generator_id,
         "incarnation": group.incarnation,
         "seq": group.sequence,
-        "floor": group.floor,
+        "min_sequence": group.min_sequence,
         "step": group.policy_step,
         "weights_id": group.weights_id,
         "problem": group.problem_id,
@@ -119,8 +120,8 @@ def _frame_of(group: RolloutGroup) -> bytes:
         "parts": "".join([f"{name}\0" for name in parts]),
         "values": _values(rollouts, parts) if parts else b"",
         "finish": bytes([FINISH_REASONS.index(each.finish_reason) for each in rollouts]),
-        "draw": group.draw,
-        "evaluates": group.evaluates,
+        "sample_index": group.sample_index,
+        "evaluation_step": group.evaluation_step,
         "crc32": bytes(4),
     }
     frame = cast(bytes, msgpack.packb(fields))[:-4]
@@ -243,10 +244,16 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     try:
         siblings = _siblings_of(said["step"], vocab_size, *columns)
     except MALFORMED as error:
-        refused = RolloutGroup(*envelope, rollouts=(), floor=said["floor"])
+        refused = RolloutGroup(*envelope, rollouts=(), min_sequence=said["min_sequence"])
         raise InvalidGroupError(_malformed(error), refused) from None
-    floor, draw, evaluates = since
-    return RolloutGroup(*envelope, rollouts=siblings, floor=floor, draw=draw, evaluates=evaluates)
+    min_sequence, sample_index, evaluation_step = since
+    return RolloutGroup(
+        *envelope,
+        rollouts=siblings,
+        min_sequence=min_sequence,
+        sample_index=sample_index,
+        evaluation_step=evaluation_step,
+    )
 
 
 def _malformed(error: Exception) -> str:
@@ -260,11 +267,25 @@ def _opened(
     if (version := validation.typed(said["v"], int, "v")) != VERSION:
         raise ValueError(f"version {version} is not {VERSION}")
     values = FIELDS.of(said)
-    _, generator, incarnation, sequence, _, _, step, _, floor, draw, evaluates = values[:11]
+    (
+        _,
+        generator,
+        incarnation,
+        sequence,
+        _,
+        _,
+        step,
+        _,
+        min_sequence,
+        sample_index,
+        evaluation_step,
+    ) = values[:11]
     if crc32(frame) != SEALED or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
-    _check_envelope(generator, incarnation, sequence, step, floor, draw, evaluates)
-    return values[:8], (floor, draw, evaluates), values[11:-2]
+    _check_envelope(
+        generator, incarnation, sequence, step, min_sequence, sample_index, evaluation_step
+    )
+    return values[:8], (min_sequence, sample_index, evaluation_step), values[11:-2]
 
 
 def _check_envelope(
@@ -272,19 +293,19 @@ def _check_envelope(
     incarnation: bytes,
     sequence: int,
     step: int,
-    floor: int,
-    draw: int,
-    evaluates: int,
+    min_sequence: int,
+    sample_index: int,
+    evaluation_step: int,
 ) -> None:
     validation.check_name(generator)
     if len(incarnation) != 8:
         raise ValueError("boot is not 8 bytes")
-    if not 0 <= floor <= sequence:
-        raise ValueError("floor above the sequence, or a negative one")
+    if not 0 <= min_sequence <= sequence:
+        raise ValueError("min_sequence above the sequence, or a negative one")
     if not 0 <= step <= MAX_STEP:
         raise ValueError("policy step out of bounds")
-    if not (-1 <= draw <= MAX_DRAW and -1 <= evaluates <= MAX_STEP):
-        raise ValueError("draw or evaluation out of bounds")
+    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
+        raise ValueError("sample_index or evaluation out of bounds")
 
 
 def _siblings_of(

@@ -33,12 +33,12 @@ class Outbox:
         return len(self._frames)
 
     @property
-    def window(self) -> int:
+    def in_flight(self) -> int:
         """Groups on their way: kept, and not known to have come."""
         return sum(sequence > self._received for sequence in self._frames)
 
     @property
-    def floor(self) -> int:
+    def min_sequence(self) -> int:
         """Nothing below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
 
@@ -50,7 +50,7 @@ class Outbox:
         """Keep a frame; sequences ascend. Returns the sequence given up for it, if there is one."""
         lost = None
         if len(self._frames) == self._limit:
-            lost = self.floor
+            lost = self.min_sequence
             del self._frames[lost]
             self.lost += 1
         self._frames[sequence] = frame
@@ -61,7 +61,7 @@ class Outbox:
         """There will be no frame for this one."""
         self._next = sequence + 1
 
-    def lost_on_the_way(self, heard: Announcement | None) -> list[bytes]:
+    def frames_to_resend(self, heard: Announcement | None) -> list[bytes]:
         """Forget what `heard` says is durable; returns the frames to send again now, in order.
 
         A restarted trainer has lost all that was in its sockets; one that has seen a later group
@@ -77,7 +77,7 @@ class Outbox:
             return self._again(self._next)
         if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []
-        return self._again(heard.seen.get(self.sender, -1))
+        return self._again(heard.highest_received.get(self.sender, -1))
 
     def _is_still(self, heard: Announcement) -> bool:
         """Whether the trainer has waited long for what we have sent, as it said just now."""
@@ -90,7 +90,7 @@ class Outbox:
     def _settle(self, heard: Announcement, restarted: bool) -> None:
         durable = heard.durable.get(self.sender, -1)
         known = -1 if restarted else self._received  # what a dead trainer had received is lost
-        self._received = max(known, durable, heard.recv.get(self.sender, -1))
+        self._received = max(known, durable, heard.received.get(self.sender, -1))
         self._frames = {number: each for number, each in self._frames.items() if number > durable}
 
     def _again(self, below: int) -> list[bytes]:

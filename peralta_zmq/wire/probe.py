@@ -14,46 +14,46 @@ import msgpack
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import validation
 
-Request: TypeAlias = Literal["hello", "show", "take"]
+ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
+class ProbeReply:
     """Who answers, and what came of the request."""
 
     run: str  # name of the run
     role: str = "trainer"  # or doctor, who answers in the place of one
     run_id: str = ""  # empty when a doctor answers
     time: float = 0.0  # unix seconds, when it was answered
-    hello: dict[str, str] = field(default_factory=dict[str, str])
+    worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Facts that stay, as in Counters."""
-    shown: str = ""  # to "show": the name of a file just made in the weights folder
-    problem: str = ""  # why it was not made
+    created_file: str = ""  # to "show": the name of a file just made in the weights folder
+    error: str = ""  # why it was not made
 
 
-TOLD = {"run": str, "role": str, "run_id": str, "time": float, "hello": dict, "shown": str,
-        "problem": str}  # fmt: skip
+TOLD = {"run": str, "role": str, "run_id": str, "time": float, "worker_info": dict, 
+        "created_file": str, "error": str}  # fmt: skip
 
 
-def encode_request(request: Request, load: bytes = b"") -> bytes:
+def encode_probe_request(request: ProbeRequest, load: bytes = b"") -> bytes:
     """A request; `load` only takes time on the way."""
-    return cast(bytes, msgpack.packb({"ask": request, "load": load}))
+    return cast(bytes, msgpack.packb({"request": request, "load": load}))
 
 
-def decode_request(frame: bytes) -> Request:
+def decode_probe_request(frame: bytes) -> ProbeRequest:
     """What is asked. Raises WireError for anything else."""
-    asked = validation.unpack(frame).get("ask")
-    if asked not in get_args(Request):
+    asked = validation.unpack(frame).get("request")
+    if asked not in get_args(ProbeRequest):
         raise WireError(f"malformed request: {asked!a:.40}")
-    return cast(Request, asked)
+    return cast(ProbeRequest, asked)
 
 
-def encode_worker_info(greeting: WorkerInfo) -> bytes:
+def encode_probe_reply(greeting: ProbeReply) -> bytes:
     """An answer as one msgpack map."""
     return cast(bytes, msgpack.packb(asdict(greeting)))
 
 
-def decode_worker_info(frame: bytes) -> WorkerInfo:
+def decode_probe_reply(frame: bytes) -> ProbeReply:
     """The answer in a frame; fields of a later version are passed over.
 
     Raises WireError when `run` is missing, or a field is of another type or too long.
@@ -65,9 +65,9 @@ def decode_worker_info(frame: bytes) -> WorkerInfo:
         raise WireError(f"malformed greeting: {error}") from None
 
 
-def _greeting_of(fields: dict[str, Any]) -> WorkerInfo:
-    greeting = WorkerInfo(**validation.known(fields, TOLD))
-    validation.check_facts(greeting.hello)
+def _greeting_of(fields: dict[str, Any]) -> ProbeReply:
+    greeting = ProbeReply(**validation.known(fields, TOLD))
+    validation.check_facts(greeting.worker_info)
     if not math.isfinite(greeting.time):
         raise ValueError("time is not finite")
     return greeting

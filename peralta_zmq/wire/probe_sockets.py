@@ -17,12 +17,12 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import CurveAuthenticator, HandshakeMonitor
 from peralta_zmq.wire.keys import GeneratorKeys
 from peralta_zmq.wire.probe import (
-    Request,
-    WorkerInfo,
-    decode_request,
-    decode_worker_info,
-    encode_request,
-    encode_worker_info,
+    ProbeReply,
+    ProbeRequest,
+    decode_probe_reply,
+    decode_probe_request,
+    encode_probe_reply,
+    encode_probe_request,
 )
 from peralta_zmq.wire.sockets import HINTS_HWM, bind, keep_alive, open_socket, ready
 
@@ -44,18 +44,18 @@ class ProbeServer:
     def __init__(
         self,
         address: str,
-        greeting: WorkerInfo,
+        greeting: ProbeReply,
         *,
-        show: Show | None = None,
-        gate: CurveAuthenticator | None = None,
+        create_file: Show | None = None,
+        authenticator: CurveAuthenticator | None = None,
     ) -> None:
         self.greeting = greeting
-        self._show, self._closed = show, threading.Event()
+        self._create_file, self._closed = create_file, threading.Event()
         self._socket = open_socket(zmq.REP, hwm=HINTS_HWM)  # the thread's, once it runs
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
         keep_alive(self._socket)
-        if gate is not None:
-            gate.guard(self._socket)
+        if authenticator is not None:
+            authenticator.protect(self._socket)
         self.address = bind(self._socket, address)
         self._thread = threading.Thread(target=self._work, name="greeter", daemon=True)
         self._thread.start()
@@ -74,20 +74,20 @@ class ProbeServer:
     def _answer(self, frames: list[bytes]) -> bytes:
         """Something must be sent before the next request can come, so a bad one gets nothing."""
         try:
-            asked = decode_request(frames[0])
+            asked = decode_probe_request(frames[0])
         except WireError as error:
             logger.debug("request refused: %s", error)
             return b""
-        shown, problem = self._shown() if asked == "show" else ("", "")
-        return encode_worker_info(
-            replace(self.greeting, time=time.time(), shown=shown, problem=problem)
+        shown, problem = self._shown() if asked == "create_file" else ("", "")
+        return encode_probe_reply(
+            replace(self.greeting, time=time.time(), created_file=shown, error=problem)
         )
 
     def _shown(self) -> tuple[str, str]:
-        if self._show is None:
+        if self._create_file is None:
             return "", "it has no weights folder to show a file in"
         try:
-            return self._show(), ""
+            return self._create_file(), ""
         except OSError as error:
             return "", f"it cannot write its weights folder ({error.strerror or error})"
 
@@ -101,18 +101,18 @@ class ProbeClient:
         self._turnstile = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
-    def ask(self, request: Request, *, timeout: float) -> tuple[WorkerInfo, float]:
+    def request(self, kind: ProbeRequest, *, timeout: float) -> tuple[ProbeReply, float]:
         """The answer, and the seconds that it took.
 
         Raises WireError when none comes within `timeout` seconds, or we are turned away.
         """
         started = time.monotonic()
-        self._send(encode_request(request), started + timeout)
+        self._send(encode_probe_request(kind), started + timeout)
         return self._receive(started + timeout), time.monotonic() - started
 
-    def burst(self, *, seconds: float, timeout: float) -> float:
+    def measure_throughput(self, *, seconds: float, timeout: float) -> float:
         """Bytes per second that arrive there, measured for so long. Raises WireError, as `ask`."""
-        frame = encode_request("take", bytes(PIECE))
+        frame = encode_probe_request("discard", bytes(PIECE))
         started, sent, answered = time.monotonic(), 0, 0
         while time.monotonic() < started + seconds or answered < sent:
             while sent - answered < WINDOW and time.monotonic() < started + seconds:
@@ -131,9 +131,9 @@ class ProbeClient:
         self._wait(zmq.POLLOUT, deadline)  # none who has turned us away takes anything
         self._socket.send_multipart([b"", frame])
 
-    def _receive(self, deadline: float) -> WorkerInfo:
+    def _receive(self, deadline: float) -> ProbeReply:
         self._wait(zmq.POLLIN, deadline)
-        return decode_worker_info(self._socket.recv_multipart()[-1])
+        return decode_probe_reply(self._socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
         while not ready(self._socket, event, LOOK_SECONDS):

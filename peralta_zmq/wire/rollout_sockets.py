@@ -66,16 +66,16 @@ class RolloutReceiver:
         run_id: str,
         vocab_size: int,
         hwm: int = 1,
-        gate: CurveAuthenticator | None = None,
+        authenticator: CurveAuthenticator | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()  # reason -> messages
         self._run_id, self._vocab_size = run_id, vocab_size
-        self._guarded = gate is not None
+        self._guarded = authenticator is not None
         self._timeout = -1.0  # seconds, as the socket has it: it waits without end
         self._socket = open_socket(zmq.PULL, hwm=hwm)
         keep_alive(self._socket)
-        if gate is not None:
-            gate.guard(self._socket)
+        if authenticator is not None:
+            authenticator.protect(self._socket)
         self.address = bind(self._socket, address)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:

@@ -75,7 +75,7 @@ def next_port(address: str, by: int = 1) -> str:
     return f"{host}:{int(port) + by}"
 
 
-def answers(address: str, *, timeout: float = 1.0) -> bool:
+def accepts_connection(address: str, *, timeout: float = 1.0) -> bool:
     """Whether anything accepts a TCP connection at tcp://HOST:PORT."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
@@ -100,10 +100,10 @@ def greets(address: str, *, timeout: float = 0.5) -> bool:
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     if error.errno != zmq.EADDRINUSE:
         return f"cannot listen on {address} ({error}); check wire.bind and wire.port"
-    return taken(int(address.rpartition(":")[2]))
+    return port_in_use_message(int(address.rpartition(":")[2]))
 
 
-def taken(port: int) -> str:
+def port_in_use_message(port: int) -> str:
     """What to tell a person about a port of this machine that is in use."""
     return (
         f"port {port} is in use by {_port_holder(port)}; "

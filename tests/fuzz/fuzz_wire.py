@@ -36,7 +36,7 @@ def decode_all(content: bytes) -> None:
             assert 0 <= each.token_ids.min() <= each.token_ids.max() < VOCAB_SIZE
     for decode in (
         wire.decode_announcement, wire.decode_generator_status,
-        wire.decode_worker_info, wire.decode_request,
+        wire.decode_probe_reply, wire.decode_probe_request,
     ):  # fmt: skip
         try:
             decode(content)
@@ -59,13 +59,15 @@ def main() -> None:
         (corpus / f"group{number}").write_bytes(wire.encode_group(group))
         alike = replace(group, rollouts=group.rollouts[:1] * 5)  # so that they share a prompt
         (corpus / f"alike{number}").write_bytes(wire.encode_group(alike))
-    said = wire.Announcement("run", incarnation=bytes(8), recv={"a/00": 1}, durable={"a/00": 0})
+    said = wire.Announcement("run", incarnation=bytes(8), received={"a/00": 1}, durable={"a/00": 0})
     (corpus / "announcement").write_bytes(wire.encode_announcement(said))
-    counted = wire.GeneratorStatus("run", "ann", bytes(8), hello={"python": "3.11"})
+    counted = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})
     (corpus / "counters").write_bytes(wire.encode_generator_status(counted))
-    greeting = wire.WorkerInfo("run", run_id="run-00", hello={"python": "3.11"}, shown="file")
-    (corpus / "greeting").write_bytes(wire.encode_worker_info(greeting))
-    (corpus / "request").write_bytes(wire.encode_request("take", bytes(9)))
+    greeting = wire.ProbeReply(
+        "run", run_id="run-00", worker_info={"python": "3.11"}, created_file="file"
+    )
+    (corpus / "greeting").write_bytes(wire.encode_probe_reply(greeting))
+    (corpus / "request").write_bytes(wire.encode_probe_request("discard", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)
     atheris.Setup([*sys.argv, str(corpus)], decode_all)

@@ -343,9 +343,11 @@ def test_a_trainer_that_does_not_speak_of_us_has_taken_what_it_had_taken(
     store: WeightStore, follower: WeightSubscriber, line: TrainerConnection
 ) -> None:
     worker = generator_of(follower, line, published(store, 1, 1.0))
-    silent = wire.Announcement("run", incarnation=b"trainer!", recv={}, durable={}, seen={})
+    silent = wire.Announcement(
+        "run", incarnation=b"trainer!", received={}, durable={}, highest_received={}
+    )
     assert worker._taken(None) == worker._taken(silent) == 0
-    assert worker._taken(replace(silent, taken={worker._outbox.sender: 6})) == 7
+    assert worker._taken(replace(silent, consumed={worker._outbox.sender: 6})) == 7
     assert worker._taken(silent) == worker._taken(None) == 7
     worker._begin(worker._version, b"newstart")
     assert worker._taken(silent) == 0
@@ -396,7 +398,7 @@ def test_a_group_that_is_too_large_is_given_up_and_the_next_one_is_sent(
     worker = generator_of(follower, line, first)
     assert worker._send_new(group_of([1, 0], problem_id="x" * 2000, sequence=0))
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
-    assert (len(worker._outbox), worker._outbox.floor) == (0, 1)  # the next one tells of it
+    assert (len(worker._outbox), worker._outbox.min_sequence) == (0, 1)  # the next one tells of it
 
 
 PROBLEM = Problem("7", "mine", (), "4", input_token_ids=(5, 9, 33))
@@ -555,7 +557,7 @@ def test_as_many_groups_are_begun_as_a_step_takes_times_the_factor(
         follower, line, version,
         train={**train, "max_async_level": 0}, curriculum={"oversampling_factor": factor},
     )  # fmt: skip
-    line.listener.latest = wire.Announcement("run", in_step=in_step)
+    line.listener.latest = wire.Announcement("run", groups_in_step=in_step)
     while worker._under_way < 100 and worker._is_our_turn(engine):
         worker._under_way += 1
     assert worker._under_way == groups
@@ -576,13 +578,15 @@ def test_a_trainer_that_is_silent_for_hours_is_left_no_more_groups_than_are_kept
     assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
 
 
-@pytest.mark.parametrize("other", [{"evaluate": -1}, {"evaluate": 9}, {"run_id": "another"}])
+@pytest.mark.parametrize(
+    "other", [{"evaluation_step": -1}, {"evaluation_step": 9}, {"run_id": "another"}]
+)
 def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_trainers(
     follower: WeightSubscriber, line: TrainerConnection, store: WeightStore, other: dict[str, Any]
 ) -> None:
     version = until_step(Spy(), follower, published(store, 8, 0.0), 8)
     worker = generator_of(follower, line, version, train={"batch_size": 32, "max_async_level": 0})
-    line.listener.latest = heard = wire.Announcement("run", evaluate=8)
+    line.listener.latest = heard = wire.Announcement("run", evaluation_step=8)
     examples = worker._examples(8, [PROBLEM] * 100)
     for example in examples:
         if example is None:
@@ -592,7 +596,7 @@ def test_an_evaluation_waits_where_its_groups_cannot_be_kept_and_ends_with_the_t
         worker._sequence += 1
     assert (len(worker._outbox), worker._outbox.lost) == (64, 0)
     durable = {worker._outbox.sender: 9}
-    line.listener.latest = replace(heard, recv=durable, durable=durable)  # ten more can be kept
+    line.listener.latest = replace(heard, received=durable, durable=durable)  # ten more can be kept
     assert [next(examples) for _ in range(10)] == [PROBLEM] * 10 and next(examples) is None
     line.listener.latest = replace(heard, **other)
     assert list(examples) == []
@@ -613,7 +617,7 @@ def test_weights_of_another_line_are_told_apart_whatever_their_step(
     published(store, 14, 9.0, line=1)
     assert follower.ready(timeout=20) is not None
     worker._refresh(engine)
-    line.listener.latest = wire.Announcement("run", evaluate=8)
+    line.listener.latest = wire.Announcement("run", evaluation_step=8)
     assert engine.step == 14 and worker._has_to_evaluate(engine)
 
 

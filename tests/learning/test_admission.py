@@ -94,7 +94,7 @@ def test_ledger_of_an_earlier_start_is_honoured() -> None:
 
 def test_floor_of_a_group_settles_what_its_sender_has_given_up() -> None:
     ledger = Ledger()
-    ledger.settle("a", 5, "trained", floor=5)
+    ledger.settle("a", 5, "trained", min_sequence=5)
     assert (ledger.settled("a"), ledger.seen("a")) == (5, 5)
     assert not ledger.settle("a", 3, "trained")
 
@@ -145,8 +145,8 @@ def test_group_without_signal_belongs_to_the_batch_and_is_counted_apart() -> Non
 
 def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> None:
     ledger = Ledger()
-    for sequence, floor in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
-        ledger.settle("a", sequence, "trained", floor=floor)
+    for sequence, min_sequence in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
+        ledger.settle("a", sequence, "trained", min_sequence=min_sequence)
     assert ledger.outcomes == {"trained": 3, "lost": 3}
     assert (ledger.settled("a"), ledger.seen("a")) == (4, 6)
 
@@ -159,7 +159,7 @@ def test_every_settled_group_has_exactly_one_outcome(
 ) -> None:
     ledger = Ledger()
     for sender, sequence, below in messages:
-        ledger.settle(sender, sequence, "trained", floor=min(below, sequence))
+        ledger.settle(sender, sequence, "trained", min_sequence=min(below, sequence))
         ledger = Ledger(json.loads(json.dumps(ledger.saved())))
         assert ledger.total == sum(ledger.outcomes.values())
 
@@ -221,7 +221,7 @@ def test_what_a_distrusted_sender_samples_is_counted_and_not_trained() -> None:
 
 def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
     admission = Admission(0)
-    asked = group_of([1, 0], evaluates=3)
+    asked = group_of([1, 0], evaluation_step=3)
     assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
     assert admission.ledger.outcomes == {"evaluated": 1}
     left_behind = Admission(0, abandoned={group_of([1, 0]).weights_id})

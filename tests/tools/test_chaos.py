@@ -35,7 +35,9 @@ with Events(folder / "events.jsonl") as events, JsonLines(folder / "metrics.json
 accounting = {"made": 0, "trained": 0, "set_aside": 0, "stale": 0, "abandoned": 0}
 (folder / "summary.json").write_text(json.dumps({"accounting": accounting}))
 """
-GENERATOR = "print('loaded version=1 step=1 wid=aa', flush=True); import signal; signal.pause()"
+GENERATOR = (
+    "print('loaded version=1 step=1 weights_id=aa', flush=True); import signal; signal.pause()"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def test_chaos_fails_when_the_final_reward_is_low(
 
 
 def test_chaos_fails_on_a_torn_version(capfd: pytest.CaptureFixture[str]) -> None:
-    assert chaos(generator=GENERATOR.replace("wid=aa", "wid=ff")) == 1
+    assert chaos(generator=GENERATOR.replace("weights_id=aa", "weights_id=ff")) == 1
     (line,) = failed_lines(capfd)
     assert line.startswith("FAIL  P1 torn")
 

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.timeout(60)
 BOOTS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8}
 A, B = (f"ann/{incarnation.hex()}" for incarnation in BOOTS.values())
 LOG = [
-    "10:00:00 bin/generator loaded version=0 step=0 wid=w0 seconds=0.1",
-    *(f"10:00:01 bin/generator made group={A}/{n} step=0 wid=w0" for n in range(4)),
+    "10:00:00 bin/generator loaded version=0 step=0 weights_id=w0 seconds=0.1",
+    *(f"10:00:01 bin/generator made group={A}/{n} step=0 weights_id=w0" for n in range(4)),
     "10:00:03 bin/generator generator=ann threads=1 version=1",
-    "10:00:03 bin/generator loaded version=1 step=1 wid=w1 seconds=0.1",
-    "10:00:05 bin/generator loaded version=2 step=2 wid=w2 seconds=0.1",
-    f"10:00:04 bin/generator made group={B}/0 step=0 wid=w0",
-    *(f"10:00:04 bin/generator made group={B}/{n} step=1 wid=w1" for n in (1, 2, 3)),
-    f"10:00:05 bin/generator made group={B}/4 step=2 wid=w2",
+    "10:00:03 bin/generator loaded version=1 step=1 weights_id=w1 seconds=0.1",
+    "10:00:05 bin/generator loaded version=2 step=2 weights_id=w2 seconds=0.1",
+    f"10:00:04 bin/generator made group={B}/0 step=0 weights_id=w0",
+    *(f"10:00:04 bin/generator made group={B}/{n} step=1 weights_id=w1" for n in (1, 2, 3)),
+    f"10:00:05 bin/generator made group={B}/4 step=2 weights_id=w2",
     "10:00:06 bin/generator run complete: groups=5",
 ]
 
@@ -109,7 +109,7 @@ def record_of(
 ) -> bytes:
     if isinstance(policy_step, str):
         note = {"sender": f"ann/{BOOTS[incarnation].hex()}", "sequence": sequence,
-                "outcome": policy_step, "floor": 0}  # fmt: skip
+                "outcome": policy_step, "min_sequence": 0}  # fmt: skip
         kind, content = 2, json.dumps(note).encode()
     else:
         group = group_of(
@@ -133,14 +133,14 @@ def test_a_torn_tail_of_the_journal_is_no_group(tmp_path: Path) -> None:
 
 def test_p1_a_version_that_nobody_published(tmp_path: Path) -> None:
     run = Run()
-    run.log.append("loaded version=0 step=0 wid=ff seconds=0.1")
-    assert run.check(tmp_path) == {"P1": ("version=0 wid=ff was not published",)}
+    run.log.append("loaded version=0 step=0 weights_id=ff seconds=0.1")
+    assert run.check(tmp_path) == {"P1": ("version=0 weights_id=ff was not published",)}
 
 
 def test_p1_a_version_that_was_served_and_never_loaded(tmp_path: Path) -> None:
     run = Run()
-    run.log[-2] = run.log[-2].replace("wid=w2", "wid=ee")
-    assert run.check(tmp_path) == {"P1": ("wid=ee was served and never loaded",)}
+    run.log[-2] = run.log[-2].replace("weights_id=w2", "weights_id=ee")
+    assert run.check(tmp_path) == {"P1": ("weights_id=ee was served and never loaded",)}
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,18 @@ def test_p1_but_only_if_the_next_start_found_itself_there(tmp_path: Path, step: 
     run = Run()
     del run.events[2]
     run.events[2] = {"event": "resume", "step": step, "time": 15.0}
-    assert run.check(tmp_path) == {"P1": ("version=1 wid=w1 was not published",)}
+    assert run.check(tmp_path) == {"P1": ("version=1 weights_id=w1 was not published",)}
 
 
 def test_p1_and_only_if_all_readers_agree(tmp_path: Path) -> None:
     run = Run()
     del run.events[2]
-    run.log.append("loaded version=1 step=1 wid=ee seconds=0.1")
+    run.log.append("loaded version=1 step=1 weights_id=ee seconds=0.1")
     assert run.check(tmp_path) == {
-        "P1": ("version=1 wid=w1 was not published", "version=1 wid=ee was not published")
+        "P1": (
+            "version=1 weights_id=w1 was not published",
+            "version=1 weights_id=ee was not published",
+        )
     }
 
 
@@ -220,7 +223,7 @@ def test_p3_a_killed_generator_that_was_heard_long_after_it_made_the_group(tmp_p
     run.accounting |= {"stale": 0, "in_flight": 1}
     run.log = [line for line in run.log if "complete" not in line]
     assert run.check(tmp_path) == {}  # it lived for one step more, as old as may be
-    run.log[-2] = f"made group={B}/3 step=2 wid=w2"
+    run.log[-2] = f"made group={B}/3 step=2 weights_id=w2"
     run.journal[3][1] = ("bb", 3, 2)
     (tmp_path / "again").mkdir()
     assert run.check(tmp_path / "again") == {"P3": (f"{B}/0 of step 0 has no fate",)}
@@ -259,8 +262,8 @@ def rolled_back() -> Run:
     run = Run()
     run.events.insert(3, {"event": "publish", "step": 3, "number": 9, "weights_id": "w9"})
     run.events.insert(4, {"event": "roll_back", "step": 1})
-    run.log[4] = f"made group={A}/3 step=3 wid=w9"
-    run.log.insert(5, "loaded version=9 step=3 wid=w9 seconds=0.1")
+    run.log[4] = f"made group={A}/3 step=3 weights_id=w9"
+    run.log.insert(5, "loaded version=9 step=3 weights_id=w9 seconds=0.1")
     run.journal[2].append(("aa", 3, "abandoned"))
     run.accounting |= {"made": 8, "abandoned": 1}
     return run
@@ -277,17 +280,19 @@ def test_p3_a_group_of_weights_that_a_roll_back_left_behind_is_abandoned(tmp_pat
 
 def test_p3_a_group_with_tokens_of_weights_left_behind_is_abandoned_too(tmp_path: Path) -> None:
     run = rolled_back()
-    run.log[4] = f"made group={A}/3 step=1 wid=w1 newest=2"  # the newest of what was left behind
+    run.log[4] = (
+        f"made group={A}/3 step=1 weights_id=w1 newest=2"  # the newest of what was left behind
+    )
     assert run.check(tmp_path) == {}
     (tmp_path / "again").mkdir()
-    run.log[4] = f"made group={A}/3 step=0 wid=w0 newest=1"  # of what is there by then
+    run.log[4] = f"made group={A}/3 step=0 weights_id=w0 newest=1"  # of what is there by then
     broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
     assert run.check(tmp_path / "again") == broken
 
 
 def test_p3_one_of_the_new_line_is_not(tmp_path: Path) -> None:
     run = rolled_back()
-    run.log[4] = f"made group={A}/3 step=1 wid=w1 newest=2"
+    run.log[4] = f"made group={A}/3 step=1 weights_id=w1 newest=2"
     run.journal[3].append(run.journal[2].pop())
     broken = {"P3": (f"{A}/3 is abandoned at step 3 without a cause",)}
     assert run.check(tmp_path) == broken
@@ -310,7 +315,7 @@ def test_p3_a_group_of_other_weights_is_not_and_one_of_these_is_not_trained(tmp_
 
 def test_p3_a_group_is_evaluated_if_it_was_made_for_that_and_only_then(tmp_path: Path) -> None:
     run = Run()
-    run.log[-4] += " evaluates=1"
+    run.log[-4] += " evaluation_step=1"
     assert run.check(tmp_path) == {"P3": (f"{B}/2 is trained at step 3 without a cause",)}
     run.journal[3][1] = ("bb", 2, "evaluated")
     run.accounting |= {"trained": 5, "evaluated": 1}
@@ -367,20 +372,20 @@ def test_p3_who_comes_back_after_the_last_step_does_not_speak_for_the_one_killed
 def test_p4_a_group_older_than_the_limit(tmp_path: Path) -> None:
     run = Run()
     run.journal[3][1] = ("bb", 2, 0)
-    run.log[-4] = f"made group={B}/2 step=0 wid=w0"
+    run.log[-4] = f"made group={B}/2 step=0 weights_id=w0"
     assert run.check(tmp_path) == {"P4": (f"{B}/2 is 2 steps old at step 3",)}
 
 
 def test_p4_a_group_of_weights_that_were_not_there_yet(tmp_path: Path) -> None:
     run = Run()
     run.journal[3][1] = ("bb", 2, 3)  # what step 3 makes
-    run.log[-4] = f"made group={B}/2 step=3 wid=w2"
+    run.log[-4] = f"made group={B}/2 step=3 weights_id=w2"
     assert run.check(tmp_path) == {"P4": (f"{B}/2 is -1 steps old at step 3",)}
 
 
 def test_p4_a_group_that_is_older_than_it_claims(tmp_path: Path) -> None:
     run = Run()
-    run.log[-4] = f"made group={B}/2 step=0 wid=w0"
+    run.log[-4] = f"made group={B}/2 step=0 weights_id=w0"
     assert run.check(tmp_path) == {"P4": (f"{B}/2 is of step 1, and of step 0 in the log",)}
 
 
@@ -398,7 +403,7 @@ def test_p5_a_run_that_has_not_ended(tmp_path: Path) -> None:
 
 def test_p6_a_group_that_nobody_made(tmp_path: Path) -> None:
     run = Run()
-    run.log.remove(f"10:00:01 bin/generator made group={A}/2 step=0 wid=w0")
+    run.log.remove(f"10:00:01 bin/generator made group={A}/2 step=0 weights_id=w0")
     assert f"{A}/2 was never made" in run.check(tmp_path)["P6"]
 
 

@@ -38,7 +38,7 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[wire.Announcement] = []
 
-    def announce(self, announcement: wire.Announcement) -> None:
+    def publish(self, announcement: wire.Announcement) -> None:
         self.said.append(announcement)
 
 
@@ -178,10 +178,10 @@ def test_a_draw_that_nobody_can_have_come_to_sends_no_newcomer_there(
     intake, _, address = opened(stack, tmp_path, StopSignal(), groups=3)
     sender = sender_to(address, stack)
     for sequence, draw in enumerate([5, 2**53, 9]):
-        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), draw=draw)
+        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=draw)
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
     intake.collect(1, lambda idle: None)
-    assert intake.saved()["next_draw"] == 10
+    assert intake.saved()["next_sample_index"] == 10
 
 
 def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(
@@ -194,8 +194,8 @@ def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_th
     lasted = monotonic() - started
     assert len(groups) == MANY
     *news, step_begins = heard.said
-    assert (step_begins.begun, len(step_begins.taken)) == (1, MANY)
-    entries = sum(len(each.recv) ** 2 for each in news)  # each goes to all who are in it
+    assert (step_begins.started_step, len(step_begins.consumed)) == (1, MANY)
+    entries = sum(len(each.received) ** 2 for each in news)  # each goes to all who are in it
     assert 0 < entries <= ENTRIES_PER_SECOND * lasted + MANY**2
 
 
@@ -214,7 +214,7 @@ def test_all_that_came_is_announced_when_nothing_more_comes(
     intake.collect(1, until_said)
     newest = heard.said[-1]
     assert newest.waiting
-    assert list(newest.recv.values()) == list(newest.durable.values()) == [0] * MANY
+    assert list(newest.received.values()) == list(newest.durable.values()) == [0] * MANY
 
 
 def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_step(
@@ -234,7 +234,7 @@ def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_ste
     assert max(waited) < COMMIT_SECONDS + 2 * Trickle.GAP
     assert intake.journal.num_waiting == 0 and len(intake.journal.read(1)) == num
     assert list(heard.said[-1].durable.values()) < [num - 1]  # the step begins meanwhile
-    intake.announce(1, begun=1)
+    intake.announce(1, started_step=1)
     assert list(heard.said[-1].durable.values()) == [num - 1]
 
 

@@ -419,7 +419,7 @@ def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_
     opened: Trainer,
 ) -> None:
     saved_by(opened, ledger=Ledger(), duplicates=3)
-    note = Note(group_of([1, 0]).sender, 7, "stale", floor=5)
+    note = Note(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
     opened._intake.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
     opened._intake.journal.commit()
     opened.recover()

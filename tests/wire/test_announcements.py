@@ -45,8 +45,8 @@ def heard(
     """What the listener heard last, once it has joined; announcements before that are lost."""
     ends = monotonic() + DEADLINE
     while monotonic() < ends:
-        announcer.announce(said)
-        if (latest := listener.listen(timeout=0.1)) == said:
+        announcer.publish(said)
+        if (latest := listener.receive(timeout=0.1)) == said:
             return latest
     return listener.latest
 
@@ -57,9 +57,9 @@ def test_announcement_arrives_whole(stack: ExitStack) -> None:
         incarnation=b"8 bytes.",
         step=7,
         version=9,
-        recv={"ann/00": 5},
+        received={"ann/00": 5},
         durable={"ann/00": 5},
-        seen={"ann/00": 7},
+        highest_received={"ann/00": 7},
         weights_id="0123456789abcdef",
         min_step=3,
         waiting=True,
@@ -72,22 +72,22 @@ def test_listener_keeps_the_newest_of_many(stack: ExitStack) -> None:
     announcer, listener = announcing(stack)
     heard(announcer, listener, wire.Announcement(RUN, step=0))
     for step in range(1, 6):
-        announcer.announce(wire.Announcement(RUN, step=step))
+        announcer.publish(wire.Announcement(RUN, step=step))
     ends = monotonic() + DEADLINE
-    while listener.listen(timeout=0.1) != wire.Announcement(RUN, step=5):
+    while listener.receive(timeout=0.1) != wire.Announcement(RUN, step=5):
         assert monotonic() < ends
 
 
 def test_listener_that_heard_nothing_says_none(stack: ExitStack) -> None:
     _, listener = announcing(stack)
-    assert listener.listen(timeout=0.01) is None
+    assert listener.receive(timeout=0.01) is None
 
 
 def test_announcing_to_nobody_never_blocks(stack: ExitStack) -> None:
     announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     started = monotonic()
     for step in range(1000):
-        announcer.announce(wire.Announcement(RUN, step=step))
+        announcer.publish(wire.Announcement(RUN, step=step))
     assert monotonic() - started < DEADLINE
 
 
@@ -96,7 +96,7 @@ def test_announcing_to_a_listener_that_does_not_read_never_blocks(stack: ExitSta
     heard(announcer, listener, wire.Announcement(RUN))
     started = monotonic()
     for step in range(5000):
-        announcer.announce(wire.Announcement(RUN, step=step))
+        announcer.publish(wire.Announcement(RUN, step=step))
     assert monotonic() - started < DEADLINE
 
 
@@ -112,13 +112,13 @@ def test_announcing_to_a_listener_that_does_not_read_never_blocks(stack: ExitSta
         msgpack.packb({"run_id": RUN, "step": "7"}),
         msgpack.packb({"run_id": RUN, "version": 1.5}),
         msgpack.packb({"run_id": RUN, "durable": None}),
-        msgpack.packb({"run_id": RUN, "durable": {"ann": "5"}, "seen": {"ann": 5}}),
-        msgpack.packb({"run_id": RUN, "seen": {b"ann": 5}}),
+        msgpack.packb({"run_id": RUN, "durable": {"ann": "5"}, "highest_received": {"ann": 5}}),
+        msgpack.packb({"run_id": RUN, "highest_received": {b"ann": 5}}),
         msgpack.packb({"run_id": RUN, "incarnation": "text"}),
         msgpack.packb({"run_id": RUN, "done": 1}),
         msgpack.packb({"run_id": RUN, "waiting": 0}),
         msgpack.packb({"run_id": RUN, "min_step": True}),
-        msgpack.packb({"run_id": RUN, "recv": {"ann": {}}}),
+        msgpack.packb({"run_id": RUN, "received": {"ann": {}}}),
         msgpack.packb({"run_id": RUN, "mood": {"a": {}, "b": {}, "c": {}, "d": {}}}),
         msgpack.packb({"run_id": RUN, "mood": [1]}),
     ],
@@ -143,8 +143,8 @@ def test_largest_announcement_of_a_trainer_is_understood_and_a_larger_one_refuse
     senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
     bits = bytes(announcements.MAX_BITS // 8)
     said = wire.Announcement(
-        "x" * 1024, recv=senders, durable=senders, seen=senders, taken=senders, resting=bits,
-        answered=bits,
+        "x" * 1024, received=senders, durable=senders, highest_received=senders,
+        consumed=senders, excluded=bits, answered=bits,
     )  # fmt: skip
     frame = wire.encode_announcement(said)
     assert wire.decode_announcement(frame) == said
@@ -162,26 +162,26 @@ def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
     listener = stack.enter_context(closing(wire.AnnouncementSubscriber(f"tcp://127.0.0.1:{port}")))
     good = wire.Announcement(RUN, step=1)
     ends = monotonic() + DEADLINE
-    while listener.listen(timeout=0.1) is None and monotonic() < ends:
+    while listener.receive(timeout=0.1) is None and monotonic() < ends:
         publisher.send(msgpack.packb(dataclasses.asdict(good)))
         publisher.send(b"\xc1")
-    assert listener.listen(timeout=0.1) == good
+    assert listener.receive(timeout=0.1) == good
 
 
 def test_newest_announcement_comes_again_every_second_without_anyone_asking(
     stack: ExitStack,
 ) -> None:
     announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
-    announcer.announce(wire.Announcement(RUN, step=1))
-    announcer.announce(wire.Announcement(RUN, step=2))
+    announcer.publish(wire.Announcement(RUN, step=1))
+    announcer.publish(wire.Announcement(RUN, step=2))
     listener = stack.enter_context(
         closing(wire.AnnouncementSubscriber(announcer.address))
     )  # too late for both
     times = []
     for _ in until():
-        before = listener.heard_at
-        if listener.listen(timeout=0.1) is not None and listener.heard_at > before:
-            times.append(listener.heard_at)
+        before = listener.received_at
+        if listener.receive(timeout=0.1) is not None and listener.received_at > before:
+            times.append(listener.received_at)
         if len(times) == 3:
             break
     assert listener.latest == wire.Announcement(RUN, step=2)
@@ -195,8 +195,8 @@ def test_change_is_announced_at_once(stack: ExitStack) -> None:
     taken = []
     for step in range(1, 6):
         started = monotonic()
-        announcer.announce(wire.Announcement(RUN, step=step))
-        while listener.listen(timeout=2) != wire.Announcement(RUN, step=step):
+        announcer.publish(wire.Announcement(RUN, step=step))
+        while listener.receive(timeout=2) != wire.Announcement(RUN, step=step):
             assert monotonic() < started + DEADLINE
         taken.append(monotonic() - started)
     assert sorted(taken)[2] < 0.5  # the usual one; the second's round would take longer
@@ -205,10 +205,10 @@ def test_change_is_announced_at_once(stack: ExitStack) -> None:
 def test_last_word_is_said_once_more_at_the_end(stack: ExitStack) -> None:
     announcer, listener = announcing(stack)
     heard(announcer, listener, wire.Announcement(RUN))
-    announcer.announce(wire.Announcement(RUN, done=True))
+    announcer.publish(wire.Announcement(RUN, done=True))
     announcer.close()
     for _ in until():
-        if (latest := listener.listen(timeout=0.1)) is not None and latest.done:
+        if (latest := listener.receive(timeout=0.1)) is not None and latest.done:
             return
     raise AssertionError("nobody heard it")
 
@@ -230,7 +230,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
 ) -> None:
     first = receiver_at()
     sender, outbox = sender_to(first.address, stack), wire.Outbox(GROUP.sender)
-    outbox.lost_on_the_way(wire.Announcement(RUN, incarnation=b"first"))
+    outbox.frames_to_resend(wire.Announcement(RUN, incarnation=b"first"))
     for number in range(6):
         frame = wire.encode_group(dataclasses.replace(GROUP, sequence=number))
         outbox.add(number, frame)
@@ -244,7 +244,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
 
     second = stack.enter_context(closing(bound_again(first.address)))
     restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 1})
-    for frame in outbox.lost_on_the_way(restarted):
+    for frame in outbox.frames_to_resend(restarted):
         assert sender.send(frame, timeout=DEADLINE)
     ends = monotonic() + DEADLINE
     while not {*range(6)} <= {*taken}:
@@ -258,7 +258,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
             taken.append(got[0].sequence)
         seen = {GROUP.sender: ledger.seen(GROUP.sender)}
         settled = {GROUP.sender: ledger.settled(GROUP.sender)}
-        said = wire.Announcement(RUN, incarnation=b"second", durable=settled, seen=seen)
-        for frame in outbox.lost_on_the_way(said):
+        said = wire.Announcement(RUN, incarnation=b"second", durable=settled, highest_received=seen)
+        for frame in outbox.frames_to_resend(said):
             sender.send(frame, timeout=DEADLINE)
     assert len(taken) == len({*taken})

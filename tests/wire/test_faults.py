@@ -103,7 +103,7 @@ def test_bad_network_keeps_groups_in_order_and_has_none_sent_twice(stack: ExitSt
     sender, outbox = sender_to(proxy.address, stack), wire.Outbox(GROUP.sender)
     ledger, got, sent = Ledger(), [], 0
     for _ in until(4):
-        if outbox.window < UNDER_WAY:
+        if outbox.in_flight < UNDER_WAY:
             frame = numbered(sent)
             outbox.add(sent, frame)
             sent += 1
@@ -111,7 +111,7 @@ def test_bad_network_keeps_groups_in_order_and_has_none_sent_twice(stack: ExitSt
                 got += taken(receiver, ledger)
         got += taken(receiver, ledger)
         newest = ledger.settled(GROUP.sender)
-        assert outbox.lost_on_the_way(announcement(newest)) == []
+        assert outbox.frames_to_resend(announcement(newest)) == []
     assert got == list(range(len(got))) and len(got) > 10
 
 
@@ -125,7 +125,9 @@ def taken(receiver: wire.RolloutReceiver, ledger: Ledger) -> list[int]:
 
 def announcement(newest: int) -> wire.Announcement:
     said = {GROUP.sender: newest}
-    return wire.Announcement(GROUP.run_id, incarnation=b"1", recv=said, durable=said, seen=said)
+    return wire.Announcement(
+        GROUP.run_id, incarnation=b"1", received=said, durable=said, highest_received=said
+    )
 
 
 # Rows 11, 12 and 13: the trainer.
@@ -237,7 +239,9 @@ def test_frame_that_is_replayed_is_a_duplicate_every_time(stack: ExitStack) -> N
     for _ in range(50):
         assert sender.send(numbered(5), timeout=DEADLINE)
         group = received(receiver)
-        new += ledger.settle(group.sender, group.sequence, "trained", floor=group.floor)
+        new += ledger.settle(
+            group.sender, group.sequence, "trained", min_sequence=group.min_sequence
+        )
     assert new == 1
 
 

@@ -22,7 +22,7 @@ from peralta_zmq.wire import generator_status_sockets, validation
 SAID = wire.GeneratorStatus(
     RUN, "ann", BOOT, made=7, lost=1, resent=3, unjudged=2, step=4,
     tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5, wants_keyframe=True,
-    last=True, hello={"python": "3.11", "device": "cpu"},
+    last=True, worker_info={"python": "3.11", "device": "cpu"},
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_the_largest_report_comes_and_a_larger_message_is_never_queued(stack: Ex
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     longest = "\U00010000" * validation.MAX_FACT
     facts = {f"{n}{longest}"[: validation.MAX_FACT]: longest for n in range(validation.MAX_FACTS)}
-    reported(sender, receiver, dataclasses.replace(SAID, hello=facts))
+    reported(sender, receiver, dataclasses.replace(SAID, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(SAID, generator_id="bob"))
     sender._socket.send(msgpack.packb({**bob, "mood": bytes(generator_status_sockets.MAX_REPORT)}))
     reported(sender, receiver, SAID)  # it is connected again
@@ -154,8 +154,10 @@ def test_reporting_to_nobody_never_blocks(stack: ExitStack) -> None:
         ("run_id", 5), ("run_id", "other-1"), ("generator_id", None), ("incarnation", b"seven.."),
         ("incarnation", "text"), ("made", -1), ("made", 1.5), ("made", True), ("step", "4"),
         ("tokens_per_s", float("nan")), ("tokens_per_s", float("inf")), ("tokens_per_s", 5),
-        ("blocked_frac", -0.1), ("reload_s", None), ("last", 1), ("hello", []), ("hello", {"a": 1}),
-        ("hello", {b"a": "b"}), ("hello", {"a": {}}), ("hello", {str(n): "" for n in range(33)}),
+        ("blocked_frac", -0.1), ("reload_s", None), ("last", 1),
+        ("worker_info", []), ("worker_info", {"a": 1}),
+        ("worker_info", {b"a": "b"}), ("worker_info", {"a": {}}),
+        ("worker_info", {str(n): "" for n in range(33)}),
         ("mood", [1]), ("mood", {"a": {}}), ("generator_id", "x" * 1025),
     ],
 )  # fmt: skip

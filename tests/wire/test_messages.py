@@ -30,7 +30,7 @@ from peralta_zmq.wire import messages, validation
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
 BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
-LATER = ("draw", "evaluates")  # fields that older generators do not send
+LATER = ("sample_index", "evaluation_step")  # fields that older generators do not send
 
 
 def decoded(frame: bytes) -> RolloutGroup:
@@ -104,7 +104,7 @@ def test_group_without_rollouts_cannot_be_sent() -> None:
 def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> None:
     longest = "ü" * 64
     group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
-    said = wire.Announcement(RUN, recv={group.sender: 5})
+    said = wire.Announcement(RUN, received={group.sender: 5})
     assert wire.decode_announcement(wire.encode_announcement(said)) == said
     report = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
     assert wire.decode_generator_status(wire.encode_generator_status(report)).sender == group.sender
@@ -250,8 +250,8 @@ def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason:
 
 
 @pytest.mark.parametrize(
-    "envelope", [{"incarnation": b"short"}, {"floor": 10**6}, {"floor": -1}, {"draw": -2},
-                 {"evaluates": 2**31}],
+    "envelope", [{"incarnation": b"short"}, {"min_sequence": 10**6}, {"min_sequence": -1},
+                 {"sample_index": -2}, {"evaluation_step": 2**31}],
 )  # fmt: skip
 def test_sender_refuses_an_envelope_that_the_receiver_would(envelope: dict[str, Any]) -> None:
     with pytest.raises(WireError, match="cannot be sent"):
@@ -283,10 +283,12 @@ def test_missing_field_is_refused(name: str) -> None:
 
 
 def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
-    said = msgpack.unpackb(wire.encode_group(dataclasses.replace(GROUP, draw=5, evaluates=7)))
-    assert (decoded(sealed(said)).draw, decoded(sealed(said)).evaluates) == (5, 7)
+    said = msgpack.unpackb(
+        wire.encode_group(dataclasses.replace(GROUP, sample_index=5, evaluation_step=7))
+    )
+    assert (decoded(sealed(said)).sample_index, decoded(sealed(said)).evaluation_step) == (5, 7)
     older = {name: value for name, value in said.items() if name not in LATER}
-    assert (decoded(sealed(older)).draw, decoded(sealed(older)).evaluates) == (-1, -1)
+    assert (decoded(sealed(older)).sample_index, decoded(sealed(older)).evaluation_step) == (-1, -1)
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
@@ -321,13 +323,13 @@ def doubles(*numbers: float) -> bytes:
         ({"incarnation": b"seven.."}, "incarnation"),
         ({"incarnation": b"nine byte"}, "incarnation"),
         ({"seq": -1}, "negative"),
-        ({"floor": 99}, "floor above the sequence"),
-        ({"floor": -1}, "floor above the sequence"),
+        ({"min_sequence": 99}, "min_sequence above the sequence"),
+        ({"min_sequence": -1}, "min_sequence above the sequence"),
         ({"step": -1}, "step out of bounds"),
         ({"step": 2**31}, "step out of bounds"),
-        ({"draw": -2}, "draw or evaluation"),
-        ({"draw": 2**53 + 1}, "draw or evaluation"),
-        ({"evaluates": 2**31}, "draw or evaluation"),
+        ({"sample_index": -2}, "sample_index or evaluation"),
+        ({"sample_index": 2**53 + 1}, "sample_index or evaluation"),
+        ({"evaluation_step": 2**31}, "sample_index or evaluation"),
         ({"turns": b""}, "without prompt"),
         ({"turns": shorts(1, 0, 2)}, "without prompt"),
         ({"turns": shorts(1, 1)}, "unequal"),
@@ -586,7 +588,7 @@ def open_maps(key: str, count: int, size: int) -> bytes:
 
 OTHERS: dict[str, Callable[[bytes], object]] = {
     "announcement": wire.decode_announcement, "counters": wire.decode_generator_status,
-    "greeting": wire.decode_worker_info, "request": wire.decode_request,
+    "greeting": wire.decode_probe_reply, "request": wire.decode_probe_request,
 }  # fmt: skip
 OPEN_MAPS = {
     "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),
@@ -595,7 +597,7 @@ OPEN_MAPS = {
     "wide names": BOMBS["wide names in open maps"],
     "in a small message": lambda: open_maps("{:x}", 64, validation.LARGE),
     "texts": lambda: msgpack.packb(
-        {"recv": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
+        {"received": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
     ),
 }
 

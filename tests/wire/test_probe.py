@@ -20,7 +20,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import probe
 from peralta_zmq.wire.keys import generator_keys, make_keys
 
-SAID = wire.WorkerInfo("demo", run_id="demo-1", hello={"python": "3.11", "device": "cpu"})
+SAID = wire.ProbeReply("demo", run_id="demo-1", worker_info={"python": "3.11", "device": "cpu"})
 
 
 def greeter(stack: ExitStack, **options: object) -> wire.ProbeServer:
@@ -34,7 +34,7 @@ def guest(stack: ExitStack, address: str, **options: object) -> wire.ProbeClient
 def test_hello_is_answered_with_the_time(stack: ExitStack) -> None:
     asker = guest(stack, greeter(stack).address)
     before = time()
-    greeting, seconds = asker.ask("hello", timeout=DEADLINE)
+    greeting, seconds = asker.request("info", timeout=DEADLINE)
     assert dataclasses.replace(greeting, time=0.0) == SAID
     assert before <= greeting.time <= time()
     assert 0 < seconds < DEADLINE
@@ -42,8 +42,11 @@ def test_hello_is_answered_with_the_time(stack: ExitStack) -> None:
 
 def test_file_is_shown_on_request_only(stack: ExitStack) -> None:
     names = iter(["first", "second"])
-    asker = guest(stack, greeter(stack, show=lambda: next(names)).address)
-    asked = [asker.ask(each, timeout=DEADLINE)[0].shown for each in ("hello", "show", "show")]
+    asker = guest(stack, greeter(stack, create_file=lambda: next(names)).address)
+    asked = [
+        asker.request(each, timeout=DEADLINE)[0].created_file
+        for each in ("info", "create_file", "create_file")
+    ]
     assert asked == ["", "first", "second"]
 
 
@@ -51,14 +54,18 @@ def test_folder_that_cannot_be_written_is_told(stack: ExitStack) -> None:
     def full() -> str:
         raise OSError(28, os.strerror(28))
 
-    greeting, _ = guest(stack, greeter(stack, show=full).address).ask("show", timeout=DEADLINE)
-    assert greeting.shown == "" and "No space left" in greeting.problem
+    greeting, _ = guest(stack, greeter(stack, create_file=full).address).request(
+        "create_file", timeout=DEADLINE
+    )
+    assert greeting.created_file == "" and "No space left" in greeting.error
 
 
 def test_burst_counts_what_arrives(stack: ExitStack) -> None:
     asker = guest(stack, greeter(stack).address)
-    assert asker.burst(seconds=0.1, timeout=DEADLINE) > 1e5  # bytes per second, on loopback
-    asker.ask("hello", timeout=DEADLINE)
+    assert (
+        asker.measure_throughput(seconds=0.1, timeout=DEADLINE) > 1e5
+    )  # bytes per second, on loopback
+    asker.request("info", timeout=DEADLINE)
     assert not asker._socket.poll(100), "an answer of the burst is left over"
 
 
@@ -67,51 +74,51 @@ def test_bad_request_gets_nothing_and_the_next_one_is_answered(stack: ExitStack)
     raw = zmq.Context.instance().socket(zmq.DEALER)
     stack.callback(raw.close, linger=0)
     raw.connect(address)
-    for frame in (b"\xff", msgpack.packb({"ask": "money"}), msgpack.packb({})):
+    for frame in (b"\xff", msgpack.packb({"request": "money"}), msgpack.packb({})):
         raw.send_multipart([b"", frame])
         assert raw.poll(int(DEADLINE * 1000)) and raw.recv_multipart() == [b"", b""]
-    assert guest(stack, address).ask("hello", timeout=DEADLINE)[0].run == "demo"
+    assert guest(stack, address).request("info", timeout=DEADLINE)[0].run == "demo"
 
 
 def test_nobody_answers(stack: ExitStack) -> None:
     with pytest.raises(WireError, match="says no hello"):
-        guest(stack, address_of_nobody()).ask("hello", timeout=0.3)
+        guest(stack, address_of_nobody()).request("info", timeout=0.3)
 
 
 def test_only_known_keys_are_answered(stack: ExitStack, tmp_path: Path) -> None:
     for name in ("trainer", "ann"):
         make_keys(tmp_path, name)
     gate = stack.enter_context(closing(wire.CurveAuthenticator(tmp_path)))
-    address = greeter(stack, gate=gate).address
+    address = greeter(stack, authenticator=gate).address
     known = guest(stack, address, keys=generator_keys(tmp_path, "ann"))
-    assert known.ask("hello", timeout=DEADLINE)[0].run == "demo"
+    assert known.request("info", timeout=DEADLINE)[0].run == "demo"
     with pytest.raises(WireError, match="no keys"):
-        guest(stack, address).ask("hello", timeout=DEADLINE)
+        guest(stack, address).request("info", timeout=DEADLINE)
 
 
 def test_greeting_of_a_later_version_is_understood() -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
-    assert wire.decode_worker_info(frame) == SAID
+    assert wire.decode_probe_reply(frame) == SAID
 
 
 def test_greeting_of_an_earlier_version_is_understood() -> None:
-    assert wire.decode_worker_info(msgpack.packb({"run": "demo"})) == wire.WorkerInfo("demo")
+    assert wire.decode_probe_reply(msgpack.packb({"run": "demo"})) == wire.ProbeReply("demo")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("run", 1), ("time", 3), ("time", float("nan")), ("hello", {"python": "3" * 129}),
-     ("hello", {"p" * 129: "3"}), ("hello", {str(n): "" for n in range(33)})],
+    [("run", 1), ("time", 3), ("time", float("nan")), ("worker_info", {"python": "3" * 129}),
+     ("worker_info", {"p" * 129: "3"}), ("worker_info", {str(n): "" for n in range(33)})],
 )  # fmt: skip
 def test_unsound_greeting_is_refused(field: str, value: object) -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), field: value})
     with pytest.raises(WireError, match="malformed"):
-        wire.decode_worker_info(frame)
+        wire.decode_probe_reply(frame)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
-    for decode in (wire.decode_worker_info, probe.decode_request):
+    for decode in (wire.decode_probe_reply, probe.decode_probe_request):
         with pytest.raises(WireError):
             decode(frame)

@@ -54,7 +54,7 @@ def gate(folder: Path, stack: ExitStack) -> wire.CurveAuthenticator:
 
 @pytest.fixture
 def receiver(gate: wire.CurveAuthenticator, stack: ExitStack) -> wire.RolloutReceiver:
-    return stack.enter_context(closing(receiver_at(gate=gate)))
+    return stack.enter_context(closing(receiver_at(authenticator=gate)))
 
 
 def stranger(folder: Path) -> GeneratorKeys:
@@ -122,7 +122,7 @@ def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
         make_keys(theirs, name)
     shutil.copy(folder / "trainer.public", theirs)
     announcer = stack.enter_context(open_socket(zmq.PUB, hwm=1))
-    gate.guard(announcer)
+    gate.protect(announcer)
     port = announcer.bind_to_random_port("tcp://127.0.0.1")
     knocks = stack.enter_context(announcer.get_monitor_socket(zmq.EVENT_ACCEPTED))
     stack.callback(announcer.disable_monitor)
@@ -168,7 +168,7 @@ def test_trainer_that_is_down_behind_a_forwarder_is_waited_for(
     thread = threading.Thread(target=hang_up)
     thread.start()
     while not looking.is_set():
-        assert listener.listen(timeout=0.05) is None
+        assert listener.receive(timeout=0.05) is None
     thread.join()
 
 
@@ -200,24 +200,26 @@ def test_group_in_anothers_name_is_counted_and_dropped(
 def test_announcements_reach_known_generators_only(
     folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
-    announcer = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE, gate=gate)))
-    announcer.announce(wire.Announcement(RUN, step=4))
+    announcer = stack.enter_context(
+        closing(wire.AnnouncementPublisher(ANYWHERE, authenticator=gate))
+    )
+    announcer.publish(wire.Announcement(RUN, step=4))
     ann = generator_keys(folder, "ann")
     known = stack.enter_context(closing(wire.AnnouncementSubscriber(announcer.address, keys=ann)))
-    assert eventually(lambda: known.listen(timeout=0.1)) == wire.Announcement(RUN, step=4)
+    assert eventually(lambda: known.receive(timeout=0.1)) == wire.Announcement(RUN, step=4)
     strange = stack.enter_context(
         closing(wire.AnnouncementSubscriber(announcer.address, keys=stranger(folder)))
     )
     with pytest.raises(WireError, match="does not know the key"):
         for _ in until(IN_TIME):
-            assert strange.listen(timeout=0.1) is None
+            assert strange.receive(timeout=0.1) is None
 
 
 def test_counters_come_from_known_generators_in_their_own_name_only(
     folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
     receiver = stack.enter_context(
-        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, gate=gate))
+        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, authenticator=gate))
     )
     strange = wire.GeneratorStatusSender(receiver.address, keys=stranger(folder))
     stack.callback(strange.close, linger_seconds=0)
@@ -301,7 +303,7 @@ def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
     monkeypatch.setattr(gates, "RETRY_SECONDS", 0.3)
     monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
-    receiver = stack.enter_context(closing(receiver_at(gate=gate)))
+    receiver = stack.enter_context(closing(receiver_at(authenticator=gate)))
     ann = generator_keys(folder, "ann")
     away = folder.rename(folder.with_name("away"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
@@ -328,7 +330,7 @@ def test_second_gate_is_refused(folder: Path, gate: wire.CurveAuthenticator) -> 
 def test_known_generator_is_heard_again_after_the_trainers_restart(
     folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack
 ) -> None:
-    first = receiver_at(gate=gate)
+    first = receiver_at(authenticator=gate)
     sender = sender_to(first.address, stack, keys=generator_keys(folder, "ann"))
     assert sender.send(numbered(5), timeout=IN_TIME)
     received(first)
@@ -337,7 +339,7 @@ def test_known_generator_is_heard_again_after_the_trainers_restart(
 
     def second() -> wire.RolloutReceiver | None:
         try:
-            return receiver_at(address, gate=gate)
+            return receiver_at(address, authenticator=gate)
         except WireError:
             return None
 

@@ -82,7 +82,7 @@ def check_reach(config: Config, *, patience: float = 0.0) -> Check:
 class Answer:
     """A greeting, when we asked and when it was here: unix seconds by our clock."""
 
-    greeting: wire.WorkerInfo
+    greeting: wire.ProbeReply
     asked: float
     came: float
 
@@ -97,7 +97,7 @@ def say_hello(guest: wire.ProbeClient) -> Answer:
     answers: list[Answer] = []
     for _ in range(NUM_HELLOS):
         asked = time.time()
-        greeting, seconds = guest.ask("hello", timeout=HELLO_SECONDS)
+        greeting, seconds = guest.request("info", timeout=HELLO_SECONDS)
         answers.append(Answer(greeting, asked, asked + seconds))
     return min(answers, key=lambda each: each.seconds)
 
@@ -108,14 +108,14 @@ def check_hello(answer: Answer, run: str) -> Check:
     if greeting.run != run:
         return Check("hello", False, f"run {greeting.run} listens there, not {run}",
                      "give both sides the same config, or another wire.port")  # fmt: skip
-    facts = ", ".join(f"{name} {fact}" for name, fact in sorted(greeting.hello.items()))
+    facts = ", ".join(f"{name} {fact}" for name, fact in sorted(greeting.worker_info.items()))
     return Check("hello", True, f"the {greeting.role} of run {run} answers in "
                  f"{1e3 * answer.seconds:.1f} ms ({facts})")  # fmt: skip
 
 
 def check_burst(guest: wire.ProbeClient) -> Check:
     """How much gets through."""
-    speed = guest.burst(seconds=BURST_SECONDS, timeout=60.0)
+    speed = guest.measure_throughput(seconds=BURST_SECONDS, timeout=60.0)
     return Check("burst", True, f"{speed / 1e6:.2f} MB/s to the trainer")
 
 
@@ -176,9 +176,9 @@ def answer_others(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         show = stack.enter_context(closing(Probe(folder))).show
-    greeting = wire.WorkerInfo(config.run.name, role="doctor", hello=hello)
+    greeting = wire.ProbeReply(config.run.name, role="doctor", worker_info=hello)
     address = wire.next_port(f"tcp://{wires.bind}:{wires.port}", NUM_PORTS - 1)
-    greeter = wire.ProbeServer(address, greeting, show=show, gate=gate)
+    greeter = wire.ProbeServer(address, greeting, create_file=show, authenticator=gate)
     stack.enter_context(closing(greeter))
     return Check("answers", True, f"other doctors are answered on {greeter.address}")
 
@@ -191,7 +191,7 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise WireError(wire.taken(port)) from None
+        raise WireError(wire.port_in_use_message(port)) from None
 
 
 def trains(folder: Path) -> bool:

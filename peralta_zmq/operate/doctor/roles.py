@@ -84,7 +84,7 @@ def _check_run(config: Config) -> Check | None:
     return Check("run", True, f"goes on in {folder}") if goes_on else None
 
 
-def _greet(config: Config, book: Report, guest: wire.ProbeClient) -> wire.WorkerInfo | None:
+def _greet(config: Config, book: Report, guest: wire.ProbeClient) -> wire.ProbeReply | None:
     """The answer to our hello, when there is one of our run."""
     said: list[network.Answer] = []
 
@@ -101,7 +101,7 @@ def _greet(config: Config, book: Report, guest: wire.ProbeClient) -> wire.Worker
 
 
 def _look_at_weights(
-    config: Config, book: Report, guest: wire.ProbeClient | None, greeting: wire.WorkerInfo | None
+    config: Config, book: Report, guest: wire.ProbeClient | None, greeting: wire.ProbeReply | None
 ) -> None:
     folder, size = _folder_of(config), workload.model_bytes(config)
     if folder is None:
@@ -112,10 +112,10 @@ def _look_at_weights(
     def show() -> tuple[str, str]:
         assert guest is not None
         try:
-            answer, _ = guest.ask("show", timeout=network.HELLO_SECONDS)
+            answer, _ = guest.request("create_file", timeout=network.HELLO_SECONDS)
         except WireError as error:
             return "", str(error)
-        return answer.shown, answer.problem
+        return answer.created_file, answer.error
 
     if greeting is not None:
         poll_seconds = config.weights.poll_seconds
@@ -128,7 +128,7 @@ def _look_at_weights(
 
 
 def _look_at_address(
-    config: Config, book: Report, size: int | None, *, greeting: wire.WorkerInfo | None
+    config: Config, book: Report, size: int | None, *, greeting: wire.ProbeReply | None
 ) -> None:
     """Weights that lie behind a URL."""
     address, token = config.weights_address, config.weights.token_file

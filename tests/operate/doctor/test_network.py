@@ -20,7 +20,7 @@ from peralta_zmq.trainer import run_folder
 from peralta_zmq.wire.keys import make_keys
 from tools.link_proxy import free_ports
 
-SAID = wire.WorkerInfo("demo", time=1000.0)
+SAID = wire.ProbeReply("demo", time=1000.0)
 
 
 @pytest.fixture
@@ -206,6 +206,6 @@ def test_file_is_shown_in_the_weights_folder(
 ) -> None:
     guest = stack.enter_context(closing(network.open_probe_client(config, "ann")))
     for _ in range(2):  # one at a time
-        greeting, _seconds = guest.ask("show", timeout=5)
-        assert [each.name for each in answering.iterdir()] == [greeting.shown]
-    assert replace(greeting, time=0.0).problem == ""
+        greeting, _seconds = guest.request("create_file", timeout=5)
+        assert [each.name for each in answering.iterdir()] == [greeting.created_file]
+    assert replace(greeting, time=0.0).error == ""
