@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from peralta_zmq import environments, registry
 from peralta_zmq.config import Config
-from peralta_zmq.config.environments import EnvSection, host_and_port
+from peralta_zmq.config.schema import host_and_port
+from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments.problems import identity
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import Remote

@@ -12,7 +12,7 @@ import pytest
 from fakes import group_of
 
 from peralta_zmq import models
-from peralta_zmq.config.settings import known_fields
+from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import silence_text

@@ -13,9 +13,9 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from peralta_zmq.config.environments import EnvSection
-from peralta_zmq.config.section import Section, default_text, rows_of
-from peralta_zmq.config.settings import sections
+from peralta_zmq.config.schema import sections
+from peralta_zmq.config.sections import Section, default_text, row_model_of
+from peralta_zmq.config.training_sections import EnvSection
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "config.md"
 OPENING = """\
@@ -51,7 +51,7 @@ def _section(title: str, section: type[Section], *, note: str = "") -> str:
     rows = [
         f"| `{name}` | {_code(default_text(field))} | {allowed(field)} | {_cell(field)} |"
         for name, field in section.model_fields.items()
-        if not rows_of(field)
+        if not row_model_of(field)
     ]
     head = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
     return "\n".join([f"## {title}\n", f"{section.__doc__}{note}\n", *head, *rows, ""])

@@ -1,19 +1,20 @@
-"""Every knob, read by both programs from the same files, and how a door starts.
+"""Settings: one schema for trainer and generators, TOML files, the command line, entry points.
 
-    sections   the knobs: default, bounds and one line of meaning each; environments and objective
-               are apart
-    settings   all of them together, and what they must be together
-    names      foreign and misspelt names, answered with the right one
-    help       the text of --help; document, the same as docs/config.md
-    load       command line and TOML to a Config; errors become one line
-    resolved   the settings a run was made with, kept in its folder
+    sections, training_sections   one pydantic model per TOML section
+    schema                        `Config`: all sections, and checks across them
+    load                          command line and TOML files -> Config; --help
+    foreign_names                 errors for unknown settings, with the right name
+    resolved                      config.toml in the run folder, and what a resumed run may change
+    hosts                         the hosts file of a run on several machines
+    programs                      entry points of the programs
 
-Knows nothing of models, sockets or rewards; never imports torch.
+Nothing here imports torch: `--help` and configuration errors take less than half a second.
 """
 
-from peralta_zmq.config.load import files_given, load_config, run_plain_program, run_program
+from peralta_zmq.config.load import files_given, load_config
+from peralta_zmq.config.programs import run_plain_program, run_program
 from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
-from peralta_zmq.config.settings import Config
+from peralta_zmq.config.schema import Config
 
 __all__ = [
     "RESOLVED",

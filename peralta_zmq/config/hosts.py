@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
-from peralta_zmq.config.section import PLAIN_NAME, Section, Text
+from peralta_zmq.config.sections import PLAIN_NAME, Section, Text
 from peralta_zmq.errors import ConfigError
 
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")  # goes through two shells

@@ -1,26 +1,23 @@
-"""The settings a run was made with, kept in its folder, and what may change between two starts.
-
-Knows TOML and one file, config.toml; knows nothing else of the folder.
-"""
+"""config.toml in the run folder, and the settings that a resumed run may change."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import tomli_w
 
 from peralta_zmq import atomic_files
+from peralta_zmq.config.foreign_names import shorten
 from peralta_zmq.config.load import load_config
-from peralta_zmq.config.names import shown
-from peralta_zmq.config.section import Section, rows_of
-from peralta_zmq.config.settings import Config
+from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import ConfigError
 
 RESOLVED = "config.toml"
-WAYS_ON = "choose another --run.name, or delete the folder to start anew (FRESH=1 make run)"
+REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
 
-# What only says where and how long, not what is learned: free to change when a run goes on.
+# Settings that do not change what is learned; a resumed run may change them.
 FREE_SECTIONS = {"checkpoint", "dashboard", "eval", "generator", "log", "security", "verifier",
                  "weights", "wire"}  # fmt: skip
 FREE_SETTINGS = {
@@ -33,14 +30,14 @@ FREE_SETTINGS = {
     "run.report_to",
     "task.reward_timeout",
     "train.max_mismatch_kl",
-    "train.on_mismatch",  # what a person sets after a warning, to go on without a worker
+    "train.on_mismatch",  # may be needed to go on without a broken generator
     "train.num_workers",
 }
 GROWING_SETTINGS = {"train.max_steps"}
 
 
 def write_resolved(config: Config, folder: Path) -> None:
-    """Write every setting to folder/config.toml, whole; `load_config` reads it back.
+    """Write all settings to folder/config.toml, atomically; `load_config` reads it back.
 
     Raises ConfigError when the folder cannot be written.
     """
@@ -54,87 +51,57 @@ def write_resolved(config: Config, folder: Path) -> None:
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
-    """The settings of the session before in `folder`, or `config` itself for a new run.
+    """Return the settings with which the run in `folder` was last started; `config` if it is new.
 
-    Raises ConfigError when they are of another run.
+    Raises ConfigError when `config` changes a setting that a resumed run may not change.
     """
     if not (folder / RESOLVED).exists():
         return config
-    earlier = _read(folder)
+    try:
+        earlier = load_config("config", ["@", str(folder / RESOLVED)])
+    except ConfigError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
+            f"({error}); {REMEDY}"
+        ) from None
     before, now = dict(_settings(earlier)), dict(_settings(config))
     changes = [
-        f"{key} {shown(before[key])} -> {shown(now[key])}"
+        f"{key} {shorten(before[key])} -> {shorten(now[key])}"
         for key in now
         if before[key] != now[key] and not _may_change(key, before[key], now[key], config)
     ]
     if changes:
         raise ConfigError(
-            f"run folder {folder} was made with other settings: {', '.join(changes)}; {WAYS_ON}"
+            f"run folder {folder} was made with other settings: {', '.join(changes)}; {REMEDY}"
         )
     return earlier
 
 
 def toml_text(config: Config) -> str:
-    """The whole config as TOML; None is written as "None", which is read as None."""
-    tables: list[tuple[str, Section]] = [("[[env]]", each) for each in config.env]
-    for name, section in _sections(config):
-        tables.append((f"[{name}]", section))
-        tables += [("[[eval.env]]", each) for each in config.eval.env if name == "eval"]
-    return "\n\n".join("\n".join([head, *_lines(table)]) for head, table in tables) + "\n"
+    """Return all settings as TOML. TOML has no null: None is written as "None" and read as None."""
+    return tomli_w.dumps(_without_null(config.model_dump()))
 
 
-def _lines(table: Section) -> Iterator[str]:
-    for leaf, setting in table:
-        if not rows_of(type(table).model_fields[leaf]):
-            yield f"{leaf} = {_toml(setting)}"
-
-
-def _read(folder: Path) -> Config:
-    path = folder / RESOLVED
-    try:
-        return load_config("config", ["@", str(path)])
-    except ConfigError as error:
-        raise ConfigError(
-            f"run folder {folder} cannot be continued, its {RESOLVED} does not load "
-            f"({error}); {WAYS_ON}"
-        ) from None
-
-
-def _sections(config: Config) -> Iterator[tuple[str, Section]]:
-    for name, section in config:
-        if name != "env":
-            assert isinstance(section, Section)
-            yield name, section
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        # An empty [[env]] would be read as an environment setting of [env].
+        return {k: _without_null(v) for k, v in table.items() if not (k == "env" and not v)}
+    if isinstance(value, (list, tuple)):
+        return [_without_null(entry) for entry in cast("list[Any]", value)]
+    return "None" if value is None else value
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
-    yield "env", tuple(each.model_copy(update={"address": None}) for each in config.env)
-    for name, section in _sections(config):
-        for leaf, setting in section:
-            yield f"{name}.{leaf}", setting
+    yield "env", tuple(env.model_copy(update={"address": None}) for env in config.env)
+    for name, section in config:
+        if name != "env":
+            for leaf, value in section:
+                yield f"{name}.{leaf}", value
 
 
-def _may_change(key: str, before: object, now: object, config: Config) -> bool:
+def _may_change(key: str, before: Any, now: Any, config: Config) -> bool:
     if key in GROWING_SETTINGS:
-        assert isinstance(before, int) and isinstance(now, int)
-        # groups under way were sampled at the temperatures of the shorter course
+        # A temperature schedule ends at max_steps: groups in flight have its earlier temperatures.
         return now > before and config.sampling.temp_scheduler is None
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS
-
-
-def _toml(setting: object) -> str:
-    if isinstance(setting, Section):
-        setting = setting.model_dump()
-    if isinstance(setting, dict):
-        table = cast("dict[str, object]", setting)
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in table.items()) + "}"
-    if isinstance(setting, list):
-        return "[" + ", ".join(map(_toml, cast("list[object]", setting))) + "]"
-    if isinstance(setting, bool):
-        return str(setting).lower()
-    if isinstance(setting, (int, float)):
-        return repr(setting)
-    if isinstance(setting, tuple):
-        return f"[{', '.join(map(_toml, cast('tuple[object, ...]', setting)))}]"
-    # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
-    return json.dumps(str(setting), ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -1,40 +1,86 @@
-"""The knobs: one model per TOML section, every field with its default, bounds and meaning.
+"""Settings of machines and processes: one pydantic model per TOML section.
 
-Leaf names are TRL's where TRL has one. `settings` puts them together; no file is read.
+Each field has its default, its bounds and a docstring, from which `--help` and docs/config.md are
+made. Leaf names are those of TRL where TRL has the setting. Settings of the training itself are in
+`training_sections`; `schema` joins all sections into `Config`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args, get_origin
 
 from pydantic import (
+    BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
+from pydantic.fields import FieldInfo
+from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
 
-from peralta_zmq.config.objective import Table
-from peralta_zmq.config.section import Decay, Fraction, Names, Port, Section, Text
-
-MAX_BETA_BF16 = 0.99  # 1/100 of a number is more than the 1/256 that bfloat16 resolves
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
+def _split_commas(value: object) -> object:
+    """Turn `1,2` from the command line into ['1', '2']; lists from TOML pass unchanged."""
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",")] if value.strip() else []
+
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]  # the three following ports are used too
+Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
+Numbers: TypeAlias = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
+Table: TypeAlias = dict[str, Any]
+
+
+class Section(BaseConfig):
+    """Base of all sections: read once, immutable, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def row_model_of(field: FieldInfo) -> type[Section] | None:
+    """Return the model of the rows of a table array such as [[env]]; None for other settings."""
+    if get_origin(field.annotation) is not tuple:
+        return None
+    kind = get_args(field.annotation)[0]
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def default_text(field: FieldInfo) -> str:
+    """Return the default value as it is written on the command line."""
+    default = cast(object, field.default)
+    if isinstance(default, tuple):
+        return ",".join(map(str, cast("tuple[object, ...]", default)))
+    return str(default)
+
+
 class RunSection(Section):
-    """Which run this is."""
+    """Name, folder and seed of the run."""
 
     name: Text = "demo"
     """name of the run and of its folder"""
     dir: Text = "runs"
-    """folder that holds the folders of runs"""
+    """parent folder of all run folders"""
     seed: NonNegativeInt = 0
-    """source of all randomness of the run"""
+    """seed of all random number generators of the run"""
     num_local_generators: PositiveInt = 2
-    """generators that `bin/lan local` starts beside the trainer on this machine"""
+    """generators that `bin/lan local` starts on this machine, in addition to the trainer"""
     report_to: Names = ()
-    """where the trainer sends its metrics besides the run's folder: tensorboard, trackio, wandb"""
+    """trackers that receive the metrics as well: tensorboard, trackio, wandb"""
 
 
 class ModelSection(Section):
@@ -45,213 +91,128 @@ class ModelSection(Section):
     device: Text = "auto"
     """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
     teacher: Text | None = None
-    """model of the same vocabulary to which loss.teacher_tau pulls; None = the base itself"""
+    """teacher model with the same vocabulary, for loss.teacher_tau; None = the base model"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format in which generators compute; the trainer's master weights are float32"""
 
 
-class TaskSection(Section):
-    """What is to be learned."""
-
-    name: Text = "calculator"
-    """a shipped task, or the dotted name of a module of your own"""
-    reward: Text | None = None
-    """a dotted name of your own (module:function) in the place of the task's reward"""
-    reward_kwargs: Table = Field(default={})
-    """options of the reward, as a TOML table or as JSON"""
-    reward_timeout: PositiveFloat = 10.0
-    """seconds that the reward of one answer may take; then its group is given up"""
-
-
-class SamplingSection(Section):
-    """How completions are drawn."""
-
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """completions per problem, compared with each other (a group)"""
-    temperature: PositiveFloat | None = None
-    """divides the logits before the softmax; None = 1, or what temp_scheduler says"""
-    temp_scheduler: Literal["linear", "cosine"] | None = None
-    """course of the temperature over train.max_steps; None = constant"""
-    temp_start: PositiveFloat | None = None
-    """temp_scheduler: temperature of the first weights"""
-    temp_end: PositiveFloat | None = None
-    """temp_scheduler: temperature of the weights that the last step learns from"""
-    top_p: Fraction = 1.0
-    """keep the most likely tokens up to this probability mass; 1 = off"""
-    top_k: NonNegativeInt = 0
-    """keep this many most likely tokens; 0 = off"""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """keep tokens at least this probable in proportion to the most likely one; 0 = off"""
-    repetition_penalty: PositiveFloat = 1.0
-    """above 1, tokens that prompt or completion already has become less likely; 1 = off"""
-    min_tokens: NonNegativeInt = 0
-    """generated tokens before a completion may end"""
-    max_completion_length: PositiveInt = 48
-    """generated tokens at most, the end token included"""
-    stop: Text | None = None
-    """a completion ends when its text has this string, which is then cut off"""
-
-
 class EngineSection(Section):
-    """The machinery that samples."""
+    """The sampling engine of the generators."""
 
     name: Text = "native"
-    """a shipped engine, or a dotted name of your own (module:attribute)"""
+    """a shipped engine, or the import path of your own (module:attribute)"""
     slots: PositiveInt = 32
-    """completions sampled together; a finished one makes room for the next"""
+    """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 512
-    """tokens of prompt and completion that a slot holds; memory grows with slots times this"""
+    """tokens of prompt and completion per slot; memory grows with slots x max_model_len"""
 
 
 class GeneratorSection(Section):
-    """This one generator."""
+    """Identity of one generator; differs between generators."""
 
     name: Text | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
-    """which share of the problems this generator walks, from 0 to count - 1"""
+    """share of the problems that this generator samples, from 0 to count - 1"""
     count: PositiveInt = 1
-    """shares into which the problems are split, one per generator"""
+    """number of shares into which the problems are split, one per generator"""
     num_workers: PositiveInt = 1
-    """processes that share the cores of the generator's machine"""
-
-
-class TrainSection(Section):
-    """The optimizer and its pace."""
-
-    batch_size: PositiveInt = 128
-    """rollouts per optimizer step, a multiple of sampling.num_generations"""
-    token_batch_size: PositiveInt | None = None
-    """tokens per optimizer step, of prompts and completions, in the place of batch_size"""
-    max_steps: PositiveInt = 80
-    """optimizer steps of the whole run"""
-    optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
-    """AdamW whose state is float32, bfloat16, or 8 bits (extra `optim`): 8, 4, 2 bytes a weight"""
-    learning_rate: PositiveFloat = 2e-4
-    """peak step size of AdamW"""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """course of the learning rate after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises from 0 to its peak"""
-    adam_beta1: Decay = 0.9
-    """memory of AdamW's mean of gradients"""
-    adam_beta2: Decay = 0.95
-    """memory of AdamW's mean of squared gradients"""
-    weight_decay: NonNegativeFloat = 0.0
-    """pull of the weights towards 0, decoupled from the gradient"""
-    max_grad_norm: PositiveFloat = 1.0
-    """longer gradients are scaled down to this norm"""
-    max_tokens_per_microbatch: PositiveInt = 16384
-    """tokens in one forward and backward pass; less memory, same gradient"""
-    oversize: Literal["truncate", "drop"] = "truncate"
-    """rollouts longer than max_tokens_per_microbatch: train their beginning, or not at all"""
-    keep_zero_std: bool = False
-    """learn also from groups whose rewards are all equal: a reference, a teacher or an entropy
-    bonus pulls there too; compared over the whole step (token_whitening) they have advantages"""
-    num_iterations: PositiveInt = 1
-    """updates of the optimizer in one step, each on its share of the groups (mini-batches)"""
-    ref_sync_steps: PositiveInt | None = None
-    """steps between two refreshes of the reference from the policy; None = it stays the base"""
-    ref_mixup_alpha: Fraction = 1.0
-    """share of the policy in a refreshed reference; the rest is the reference before"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of the matrix products; weights and gradients stay float32"""
-    gradient_checkpointing: bool = False
-    """compute each layer again in the backward pass; less memory, a third more time"""
-    max_async_level: NonNegativeInt = 1
-    """steps' worth of groups that generators run ahead of the newest weights; 0 = on-policy"""
-    max_off_policy_steps: NonNegativeInt = 8
-    """groups sampled by weights older than this many steps are dropped"""
-    max_mismatch_kl: PositiveFloat = 0.1
-    """a generator whose logprobs are farther than this from the trainer's is reported"""
-    on_mismatch: Literal["report", "drop"] = "report"
-    """what becomes of the groups of such a generator: trained all the same, or set aside"""
-    num_workers: PositiveInt = 1
-    """processes that share the cores of the trainer's machine"""
+    """number of processes that share the cores of the generator's machine"""
 
 
 class WireSection(Section):
-    """Where trainer and generators meet."""
+    """Network addresses of the trainer."""
 
     host: Text = "127.0.0.1"
-    """machine of the trainer, as generators reach it"""
+    """host name or address of the trainer, as seen from the generators"""
     port: Port = 5555
-    """port for rollouts; announcements, counters and hellos use the three after it"""
+    """port for rollouts; the three following ports carry announcements, status and probes"""
     bind: Text = "127.0.0.1"
-    """address on which the trainer listens; 0.0.0.0 = every network of its machine"""
+    """address that the trainer binds; 0.0.0.0 = all network interfaces"""
     hwm: PositiveInt = 1
-    """groups that one generator's queue holds before it waits"""
+    """high-water mark: groups in the send queue of one generator before it blocks"""
 
 
 class WeightsSection(Section):
-    """Where the trainer publishes and generators look."""
+    """The weight store: where the trainer publishes and generators load weights."""
 
     dir: Text | None = None
-    """folder that all machines see, s3://BUCKET/PREFIX, or for generators http://TRAINER:PORT;
-    None = weights in the run's folder"""
+    """folder shared by all machines, s3://BUCKET/PREFIX, or for generators http://TRAINER:PORT;
+    None = the folder weights/ of the run"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """number format of published weights; only bfloat16 makes small deltas"""
+    """number format of published weights; only bfloat16 gives small deltas"""
     keyframe_interval: PositiveInt = 10
-    """every so many versions one is whole, the others are deltas; 1 = all whole"""
+    """every n-th version is a whole one (keyframe), the others are deltas; 1 = no deltas"""
     keep_last: PositiveInt = 3
-    """newest versions to keep, with what they are made from"""
+    """number of newest versions to keep, together with the versions that their deltas need"""
     keep_interval: PositiveInt | None = None
-    """keep every so many versions for good; None = none"""
+    """keep every n-th version for ever; None = none"""
     keep_seconds: NonNegativeFloat = 10.0
-    """older versions stay so long for slow readers; 600 suits a NAS"""
+    """minimum age in seconds before a version is deleted, for slow readers; use 600 on a NAS"""
     poll_seconds: PositiveFloat = 2.0
-    """seconds between two looks at the folder when nothing was announced"""
+    """seconds between two listings of the folder while no announcement arrives"""
     wait_for_weights_timeout: PositiveFloat | None = None
-    """seconds after which a generator gives up waiting for its first weights; None = never"""
+    """seconds after which a generator without any weights exits; None = waits for ever"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
-    """apply a new version between two tokens, or when no group is under way"""
+    """apply a new version between two tokens, or only when no group is in flight"""
     max_mbit_per_s: PositiveFloat | None = None
-    """share of a slow link that publishing may take; None = all"""
+    """upper limit for the bandwidth of publishing; None = unlimited"""
     serve_port: Port | None = None
     """port on which the trainer serves its weights folder over HTTP; None = not served"""
     token_file: Text | None = None
-    """file of mode 0600 with the password for serve_port, the same on every machine"""
+    """file of mode 0600 with the bearer token for serve_port, the same on all machines"""
 
 
 class CheckpointSection(Section):
-    """What a restarted trainer continues from."""
+    """Checkpoints and journal, from which a restarted trainer resumes."""
 
     interval: PositiveInt = 20
     """optimizer steps between two checkpoints"""
     keep_last: PositiveInt | None = 2
-    """newest checkpoints to keep; None here and in keep_interval = all"""
+    """number of newest checkpoints to keep; None here and in keep_interval = all"""
     keep_interval: PositiveInt | None = None
-    """keep besides every checkpoint whose step is a multiple of this"""
+    """also keep each checkpoint whose step is a multiple of this"""
     keep_journal: bool = False
-    """keep the journal of steps older than every checkpoint, for bin/replay of the whole run"""
+    """keep the journal of steps older than all checkpoints, so that bin/replay can start at 0"""
     resume_step: Annotated[int, Field(ge=-1)] = -1
-    """roll back, once, to the checkpoint of this step; -1 = go on from the newest"""
+    """roll back once to the checkpoint of this step; -1 = resume from the newest"""
+
+
+class VerifierSection(Section):
+    """Address of bin/verifier, the reward service."""
+
+    host: Text = "127.0.0.1"
+    """address that it binds; any other than loopback needs a token_file"""
+    port: Port = 5560
+    """port that it binds"""
+    token_file: Text | None = None
+    """file of mode 0600 with the bearer token, the same on all machines"""
 
 
 class SecuritySection(Section):
-    """Who may connect to the trainer."""
+    """Authentication of generators."""
 
     keys: Text | None = None
-    """folder of keys, made with bin/doctor keygen; None = everyone, without encryption"""
+    """folder of CURVE keys, made with bin/doctor keygen; None = no keys and no encryption"""
     insecure: bool = False
-    """listen beyond this machine without keys"""
+    """allow connections from other machines without keys"""
 
 
 class DashboardSection(Section):
-    """The page that the trainer shows."""
+    """The dashboard of the trainer."""
 
     enabled: bool = True
-    """whether there is one while the trainer runs"""
+    """serve a dashboard while the trainer runs"""
     host: Text = "127.0.0.1"
-    """address on which it listens; any other than this machine's own needs a token_file"""
+    """address that it binds; any other than loopback needs a token_file"""
     port: Port = 8470
-    """port of the page; a taken one gives way to the next"""
+    """port of the dashboard; if it is in use, the next free one"""
     token_file: Text | None = None
-    """file of mode 0600 with the password of the page; None = none"""
+    """file of mode 0600 with the access token of the dashboard; None = no token"""
 
 
 class LogSection(Section):
-    """Messages."""
+    """Log messages."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """the least important messages to show"""
+    """lowest level that is printed"""

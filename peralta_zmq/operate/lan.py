@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from peralta_zmq.config import load_config, run_plain_program, run_program
+from peralta_zmq.config import load_config
+from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan_status, log_viewer
 from peralta_zmq.operate.ssh import Standing, on, run, unreachable
@@ -30,22 +31,11 @@ if TYPE_CHECKING:
     from peralta_zmq.operate.host_setup import Step
 
 PROGRAM = "bin/lan"
-LOCAL = ("local",)
-EVERYWHERE = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_ANSWERS = "answering the doctors"
 START = "start"
 LOOPBACK = ("127.0.0.1", "localhost")
 Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and steps by host's name
-
-
-def door() -> int:
-    """All of bin/lan: local takes settings, the other commands take hosts; an exit code."""
-    if sys.argv[1:2] and sys.argv[1] in EVERYWHERE:
-        return run_plain_program(main, PROGRAM)
-    if sys.argv[1:2] and sys.argv[1] in LOCAL:
-        return run_program("peralta_zmq.operate.local:main", PROGRAM, commands=LOCAL)
-    return run_program("", PROGRAM, commands=(*LOCAL, *EVERYWHERE))  # help, or what is missing
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -261,7 +251,7 @@ def check_places(hosts: Hosts, config: Config) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in EVERYWHERE:
+    for name in LAN_COMMANDS:
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
         if name in ("up", "sync"):

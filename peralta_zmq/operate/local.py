@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peralta_zmq.config import earlier_config
+from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, Events
 from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Record, Worker, supervise
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
-
-BIN = Path(__file__).resolve().parents[2] / "bin"
 
 
 def main(config: Config) -> int:
@@ -57,12 +56,12 @@ def run_local(
 def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int) -> list[Worker]:
     """The trainer first, then the generators; all of them share the cores."""
     share = ("--train.num-workers", str(num_generators + 1))
-    trainer = Worker("trainer", (*_program("trainer"), *arguments, *share))
+    trainer = Worker("trainer", (*program_command("trainer"), *arguments, *share))
     return [trainer] + [
         Worker(
             f"generator-{index}",
             (
-                *_program("generator"),
+                *program_command("generator"),
                 *arguments,
                 *("--generator.index", str(index), "--generator.count", str(num_generators)),
                 *("--generator.num-workers", str(num_generators + 1)),
@@ -72,10 +71,6 @@ def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int
         )
         for index in range(num_generators)
     ]
-
-
-def _program(name: str) -> tuple[str, str]:
-    return sys.executable, str(BIN / name)
 
 
 def event_recorder(folder: Path) -> Record:

@@ -19,8 +19,8 @@ from fakes import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, write_resolved
-from peralta_zmq.config.environments import CurriculumSection
-from peralta_zmq.config.sections import RunSection, TrainSection
+from peralta_zmq.config.sections import RunSection
+from peralta_zmq.config.training_sections import CurriculumSection, TrainSection
 from peralta_zmq.observe.metrics import JsonLines, Row
 from tools import promise_checker
 from tools.run_history import read_history, read_journal

@@ -1,11 +1,8 @@
-"""Foreign and misspelt names of settings, answered with the right one.
-
-Knows how others call things; knows no defaults and no meaning.
-"""
+"""Errors for unknown settings with the right name: misspelt, or the name in another program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeAlias, cast
 
@@ -13,7 +10,8 @@ from peralta_zmq.errors import ConfigError
 
 Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> leaf -> type
 
-SECTIONS = {
+# Section names of other programs.
+FOREIGN_SECTIONS = {
     "adv": "advantage",
     "broadcast": "weights",
     "buffer": "curriculum",
@@ -39,7 +37,7 @@ SECTIONS = {
     "zmq": "wire",
 }
 
-# Names from TRL, prime-rl, Surogate, AReaL, PipelineRL and the original, by the right name.
+# Names in TRL, prime-rl, Surogate, AReaL, PipelineRL and the original, by our setting.
 FOREIGN = {
     "advantage.eps": "advantage.epsilon adv_eps advantage_eps",
     "advantage.name": "advantage_type advantage_estimator adv_estimator scale_rewards",
@@ -131,30 +129,30 @@ FOREIGN = {
 RIGHT_NAMES = {foreign: right for right, names in FOREIGN.items() for foreign in names.split()}
 
 
-def refuse_strange_settings(settings: Mapping[str, object], known: Known) -> None:
-    """Raise ConfigError for the first setting that has no place, or is no setting at all."""
+def refuse_unknown_settings(settings: Mapping[str, object], known: Known) -> None:
+    """Raise ConfigError for the first unknown section or setting."""
     for section, content in settings.items():
         if section == "env" and isinstance(content, (list, tuple)):
-            continue  # [[env]]; [env] would be what others call [task]
+            continue  # [[env]] is ours; [env] is another program's name for [task]
         if section not in known:
             raise ConfigError(_unknown_section(section, content, known))
         if isinstance(content, Mapping):
-            _refuse_strange_leaves(section, cast("Mapping[str, object]", content), known)
-        elif not hasattr(content, "model_fields_set"):  # a section made in Python
+            _refuse_unknown_leaves(section, cast("Mapping[str, object]", content), known)
+        elif not hasattr(content, "model_fields_set"):  # not a Section made in Python
             raise ConfigError(
-                f"'{section}' is a section, not a setting ({section} = {shown(content)}); "
+                f"'{section}' is a section, not a setting ({section} = {shorten(content)}); "
                 f"its settings: {', '.join(known[section])}"
             )
 
 
-def refuse_strange_rows(
+def refuse_unknown_rows(
     settings: Mapping[str, object], known: Known, *, leaves: Sequence[str]
 ) -> None:
-    """The same for the tables of [[env]] and [[eval.env]], which may hold `leaves`."""
-    held_out = settings.get("eval")
+    """Raise ConfigError for the first setting in [[env]] or [[eval.env]] not in `leaves`."""
+    evaluation = settings.get("eval")
     tables = {"env": settings.get("env")}
-    if isinstance(held_out, Mapping):
-        tables["eval.env"] = cast("Mapping[str, object]", held_out).get("env")
+    if isinstance(evaluation, Mapping):
+        tables["eval.env"] = cast("Mapping[str, object]", evaluation).get("env")
     for option, rows in tables.items():
         for row in cast("list[object]", rows) if isinstance(rows, list) else []:
             for leaf in cast("Mapping[str, object]", row) if isinstance(row, Mapping) else ():
@@ -164,46 +162,43 @@ def refuse_strange_rows(
                     raise ConfigError(f"unknown setting {leaf} in [[{option}]]; {hint}")
 
 
-def _refuse_strange_leaves(section: str, content: Mapping[str, object], known: Known) -> None:
-    for leaf, setting in content.items():
+def _refuse_unknown_leaves(section: str, content: Mapping[str, object], known: Known) -> None:
+    for leaf, value in content.items():
         if leaf not in known[section]:
             hint = right_name(section, leaf, known)
-            raise ConfigError(f"unknown setting {section}.{leaf} = {shown(setting)}; {hint}")
-        if isinstance(setting, bool) and known[section][leaf] is not bool:
+            raise ConfigError(f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}")
+        if isinstance(value, bool) and known[section][leaf] is not bool:
             raise ConfigError(  # pydantic would read true as the number 1
-                f"{section}.{leaf} = {shown(setting)} is not a number or text; "
-                "give it a value, or leave it out for the default"
+                f"{section}.{leaf} = {shorten(value)} is not a number or text; "
+                "set a value, or leave it out for the default"
             )
 
 
 def _unknown_section(section: str, content: object, known: Known) -> str:
     if not isinstance(content, Mapping):
         hint = right_name("", section, known)
-        return f"unknown setting {section} = {shown(content)}; {hint}"
-    for leaf, setting in cast("Mapping[str, object]", content).items():
+        return f"unknown setting {section} = {shorten(content)}; {hint}"
+    for leaf, value in cast("Mapping[str, object]", content).items():
         hint = right_name(section, leaf, known)
-        return f"unknown setting {section}.{leaf} = {shown(setting)}; {hint}"
+        return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
     return f"unknown section [{section}]; the sections are {', '.join(known)}"
 
 
 def right_name(section: str, leaf: str, known: Known) -> str:
-    """Half a sentence that leads from a wrong name to the right one."""
-    home = section if section in known else _meant_section(section, known)
-    if leaf in known.get(home, {}):
-        return f"did you mean {home}.{leaf}?"
+    """Return half a sentence that leads from an unknown name to the right one."""
+    if section not in known:
+        near = get_close_matches(section, known, n=1)
+        section = FOREIGN_SECTIONS.get(section) or (near[0] if near else "")
+    if leaf in known.get(section, {}):
+        return f"did you mean {section}.{leaf}?"
     foreign = leaf.lower().replace("-", "_")
-    if right := RIGHT_NAMES.get(f"{home}.{foreign}"):
+    if right := RIGHT_NAMES.get(f"{section}.{foreign}"):
         return _renamed(leaf, right)
-    if homes := [name for name, leaves in known.items() if leaf in leaves]:
-        return f"'{leaf}' is a setting of {' and '.join(f'[{name}]' for name in homes)} here"
+    if homes := [f"[{name}]" for name, leaves in known.items() if leaf in leaves]:
+        return f"'{leaf}' is a setting of {' and '.join(homes)} here"
     if right := RIGHT_NAMES.get(foreign):
         return _renamed(leaf, right)
-    return _nearest(home, leaf, known)
-
-
-def _meant_section(section: str, known: Known) -> str:
-    near = get_close_matches(section, known, n=1)
-    return SECTIONS.get(section) or (near[0] if near else "")
+    return _nearest(section, leaf, known)
 
 
 def _renamed(leaf: str, right: str) -> str:
@@ -211,24 +206,18 @@ def _renamed(leaf: str, right: str) -> str:
     return f"'{leaf}' is called '{name}' here, in [{section}]: write {right}"
 
 
-def _nearest(home: str, leaf: str, known: Known) -> str:
-    leaves = {name: right for right, name in _dotted(known)}
-    if near := get_close_matches(leaf, known.get(home, ()), n=1):
-        return f"did you mean {home}.{near[0]}?"
-    if near := get_close_matches(leaf, leaves, n=1):
-        return f"did you mean {leaves[near[0]]}?"
-    if home:
-        return f"the settings of [{home}] are {', '.join(known[home])}"
+def _nearest(section: str, leaf: str, known: Known) -> str:
+    sections_by_leaf = {name: section for section, leaves in known.items() for name in leaves}
+    if near := get_close_matches(leaf, known.get(section, ()), n=1):
+        return f"did you mean {section}.{near[0]}?"
+    if near := get_close_matches(leaf, sections_by_leaf, n=1):
+        return f"did you mean {sections_by_leaf[near[0]]}.{near[0]}?"
+    if section:
+        return f"the settings of [{section}] are {', '.join(known[section])}"
     return f"the sections are {', '.join(known)}"
 
 
-def _dotted(known: Known) -> Iterator[tuple[str, str]]:
-    for section, leaves in known.items():
-        for leaf in leaves:
-            yield f"{section}.{leaf}", leaf
-
-
-def shown(setting: object) -> str:
-    """A value as a person would recognise it, on one line and not too long."""
-    text = repr(setting)
+def shorten(value: object) -> str:
+    """Return the repr of a value, cut to at most 60 characters."""
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:56]} ..."

@@ -1,0 +1,34 @@
+"""Start a program of this checkout with its own Python; every file in bin/ calls it.
+
+Must stay readable for old Pythons, which are to be told that they are too old.
+"""
+
+import importlib
+import os
+import signal
+import sys
+
+REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def launch(entry_point, die_on_interrupt=False):
+    """Run "module:function" and exit with its result.
+
+    The checkout's .venv replaces any other Python that started us. With `die_on_interrupt`, Ctrl-C
+    ends the process through the kernel until the program installs a handler: a KeyboardInterrupt
+    could be swallowed by a library that is being imported.
+    """
+    if die_on_interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    environment = os.path.join(REPO, ".venv")
+    python = os.path.join(environment, "bin", "python")
+    if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(environment):
+        os.execv(python, [python] + sys.argv)  # noqa: RUF005
+    if sys.version_info < (3, 10):  # noqa: UP036  (an old Python runs this line)
+        name = os.path.basename(sys.argv[0])
+        sys.exit(
+            "bin/%s: error: %s is older than Python 3.10; use a newer one" % (name, sys.executable)  # noqa: UP031
+        )
+    sys.path[0] = REPO  # instead of bin/
+    module, function = entry_point.split(":")
+    sys.exit(getattr(importlib.import_module(module), function)())

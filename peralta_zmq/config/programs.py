@@ -1,0 +1,148 @@
+"""Entry points of the programs: console scripts of the wheel and the files in bin/.
+
+`run_program` parses the settings before it imports the program, so that `--help` and wrong settings
+are answered without loading torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peralta_zmq.config.load import load_config
+from peralta_zmq.config.schema import Config
+from peralta_zmq.errors import ConfigError, PeraltaError
+
+INTERRUPTED = 130  # exit code that a shell reports for SIGINT
+CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
+LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
+
+
+def trainer() -> int:
+    """peralta-trainer: collect groups, take optimizer steps, publish weights."""
+    _die_on_interrupt()
+    return run_program("peralta_zmq.trainer.loop:run", program_name("trainer"))
+
+
+def generator() -> int:
+    """peralta-generator: sample completions from the newest weights, score and send them."""
+    _die_on_interrupt()
+    return run_program("peralta_zmq.generator.loop:run", program_name("generator"))
+
+
+def verifier() -> int:
+    """peralta-verifier: serve problems and rewards to generators on other machines."""
+    return run_program("peralta_zmq.environments.verifier_service:run", program_name("verifier"))
+
+
+def lan() -> int:
+    """peralta-lan: a run on this machine (local), or on the machines of a hosts file."""
+    program = program_name("lan")
+    if sys.argv[1:2] and sys.argv[1] in LAN_COMMANDS:
+        return run_plain_program("peralta_zmq.operate.lan:main", program)
+    if sys.argv[1:2] == ["local"]:
+        return run_program("peralta_zmq.operate.local:main", program, commands=["local"])
+    return run_program("", program, commands=["local", *LAN_COMMANDS])  # help, or an error
+
+
+def replay() -> int:
+    """peralta-replay: train a run again from its journal, or export one of its versions."""
+    return run_plain_program("peralta_zmq.trainer.replay:main", program_name("replay"))
+
+
+def dashboard() -> int:
+    """peralta-dashboard: show runs in a browser, or write the dashboard into one file."""
+    return run_plain_program(
+        "peralta_zmq.observe.dashboard.__main__:main", program_name("dashboard")
+    )
+
+
+def doctor() -> int:
+    """peralta-doctor: check this machine for a run; keygen makes keys."""
+    return run_plain_program("peralta_zmq.operate.doctor:main", program_name("doctor"))
+
+
+def program_name(name: str) -> str:
+    """Return how the user called program `name`: bin/NAME or peralta-NAME."""
+    installed = f"peralta-{name}"
+    return installed if Path(sys.argv[0]).stem == installed else f"bin/{name}"
+
+
+def program_command(name: str) -> list[str]:
+    """Return the command that starts program `name` with this Python: bin/NAME in a checkout,
+    otherwise the installed console script.
+    """
+    if (file := CHECKOUT_BIN / name).exists():
+        return [sys.executable, str(file)]
+    return [str(Path(sys.executable).with_name(f"peralta-{name}"))]
+
+
+def run_program(
+    main: Callable[[Config], int | None] | str, program: str, *, commands: Sequence[str] = ()
+) -> int:
+    """Load the settings of the command line, run `main` with them, and return the exit code.
+
+    `main` may be a name (module:function), which is imported after the settings were checked. With
+    `commands`, the first argument must be one of these. A PeraltaError is printed as one line and
+    gives exit code 2.
+    """
+    usage = f"{program} {{{','.join(commands)}}}" if commands else program
+
+    def start(arguments: Sequence[str]) -> int | None:
+        config = load_config(usage, _without_command(program, arguments, commands))
+        logging.basicConfig(format=f"%(asctime)s {program} %(message)s", datefmt="%H:%M:%S")
+        logging.getLogger("peralta_zmq").setLevel(config.log.level.upper())
+        return _resolved(main)(config)
+
+    return run_plain_program(start, program)
+
+
+def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
+    """Run a `main` that parses its arguments itself, and return the exit code."""
+    try:
+        return _resolved(main)(sys.argv[1:]) or 0
+    except PeraltaError as error:
+        sys.stderr.write(f"{program}: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _resolved(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
+    """Import `main` if it is a name.
+
+    The garbage collector is off meanwhile and ignores the imported objects afterwards: torch
+    creates so many that collecting them would take a good part of the start-up time.
+    """
+    if not isinstance(main, str):
+        return main
+    gc.disable()
+    try:
+        return pkgutil.resolve_name(main)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _die_on_interrupt() -> None:
+    """Let the kernel end the process on Ctrl-C until the program installs a handler: a
+    KeyboardInterrupt could be swallowed by a library that is being imported.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _without_command(
+    program: str, arguments: Sequence[str], commands: Sequence[str]
+) -> Sequence[str]:
+    if not commands or {"-h", "--help"} & set(arguments):
+        return [word for word in arguments if word not in commands]
+    if not arguments or arguments[0] not in commands:
+        problem = f"{arguments[0]!r} is not a command" if arguments else "the command is missing"
+        choices = " or ".join(f"{program} {command}" for command in commands)
+        raise ConfigError(f"{problem}; write {choices}")
+    return arguments[1:]

@@ -1,0 +1,340 @@
+"""`Config`: all settings of a run, and the checks of settings that depend on each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
+
+from peralta_zmq.atomic_files import MAX_NAME
+from peralta_zmq.config.foreign_names import refuse_unknown_rows, refuse_unknown_settings
+from peralta_zmq.config.sections import (
+    PLAIN_NAME,
+    TRACKERS,
+    CheckpointSection,
+    DashboardSection,
+    EngineSection,
+    GeneratorSection,
+    LogSection,
+    ModelSection,
+    RunSection,
+    Section,
+    SecuritySection,
+    VerifierSection,
+    WeightsSection,
+    WireSection,
+)
+from peralta_zmq.config.training_sections import (
+    AdvantageSection,
+    CurriculumSection,
+    DataSection,
+    EnvSection,
+    EvalSection,
+    FilterSection,
+    LoraSection,
+    LossSection,
+    SamplingSection,
+    TaskSection,
+    TrainSection,
+)
+from peralta_zmq.errors import ConfigError
+
+# bfloat16 resolves 1/256 of a value: a state that changes by less than 1 % per step would stand
+# still, so that larger betas have no effect.
+MAX_BETA_BF16 = 0.99
+HASH_KEYS = ("task", "prompt", "answer", "id")
+
+
+class Config(Section):
+    """All settings of a run; the same file configures the trainer and every generator."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    data: DataSection = DataSection()
+    env: tuple[EnvSection, ...] = ()
+    curriculum: CurriculumSection = CurriculumSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    generator: GeneratorSection = GeneratorSection()
+    train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
+    loss: LossSection = LossSection()
+    advantage: AdvantageSection = AdvantageSection()
+    filter: FilterSection = FilterSection()
+    eval: EvalSection = EvalSection()
+    verifier: VerifierSection = VerifierSection()
+    wire: WireSection = WireSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    security: SecuritySection = SecuritySection()
+    log: LogSection = LogSection()
+    dashboard: DashboardSection = DashboardSection()
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of this run."""
+        return Path(self.run.dir).expanduser() / self.run.name
+
+    @property
+    def weights_address(self) -> str:
+        """Address of the weight store: a folder, or a URL that starts with http:// or s3://."""
+        return self.weights.dir or str(self.run_folder / "weights")
+
+    @property
+    def weights_folder(self) -> Path:
+        """The weight store as a folder."""
+        return Path(self.weights_address).expanduser()
+
+    @property
+    def keys_folder(self) -> Path | None:
+        """Folder of CURVE keys; None = no keys."""
+        return Path(self.security.keys).expanduser() if self.security.keys else None
+
+    @property
+    def environments(self) -> tuple[EnvSection, ...]:
+        """Training environments: [[env]], or the single one of [task] and [data]."""
+        return self.env or (EnvSection(task=self.task.name, **self.data.model_dump()),)
+
+    @property
+    def eval_environments(self) -> tuple[EnvSection, ...]:
+        """Environments of the evaluation."""
+        return self.eval.env or self.environments
+
+    @property
+    def data_options(self) -> dict[str, str]:
+        """Settings of [data] as keyword arguments for the task's `problems`, without defaults."""
+        return self.data.model_dump(exclude_none=True)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups per optimizer step."""
+        return self.train.batch_size // self.sampling.num_generations
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_names(cls, settings: object) -> object:
+        if isinstance(settings, Mapping):
+            settings = cast("Mapping[str, object]", settings)
+            known = known_fields()
+            refuse_unknown_rows(settings, known, leaves=list(EnvSection.model_fields))
+            refuse_unknown_settings(settings, known)
+        return cast(object, settings)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Config:
+        _check_config(self)
+        return self
+
+
+def sections() -> dict[str, type[Section]]:
+    """Return the model of each section by name."""
+    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
+
+
+def known_fields() -> dict[str, dict[str, object]]:
+    """Return the type of each setting by section and leaf name."""
+    return {
+        name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
+        for name, section in sections().items()
+    }
+
+
+def _check_config(config: Config) -> None:
+    """Raise ConfigError for the first contradiction between settings."""
+    _check_names(config)
+    _check_batch(config)
+    _check_temperature(config.sampling)
+    _check_reference(config)
+    _check_ranges(config)
+    _check_security(config)
+    _check_environments(config)
+    _check_curriculum(config.curriculum, num_environments=len(config.environments))
+
+
+def host_and_port(address: str, *, option: str) -> tuple[str, int]:
+    """Split http://HOST:PORT. Raises ConfigError that names `option`."""
+    parts = urlsplit(address)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if parts.scheme != "http" or not host or not port or parts.path.strip("/") or parts.query:
+        raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
+    return host, port
+
+
+def _check_names(config: Config) -> None:
+    for tracker in config.run.report_to:
+        if tracker not in TRACKERS:
+            raise ConfigError(
+                f"run.report_to has {tracker!r}; choose from {', '.join(TRACKERS)}, or leave it out"
+            )
+    names = {"run.name": config.run.name, "generator.name": config.generator.name}
+    for key, name in names.items():
+        if name is not None:
+            _check_plain_name(key, name)
+            if len(name) > MAX_NAME:
+                raise ConfigError(f"{key} has {len(name)} letters; use at most {MAX_NAME}")
+
+
+def _check_plain_name(key: str, name: str) -> None:
+    if not PLAIN_NAME.fullmatch(name):
+        raise ConfigError(f"{key} {name!r} is not a plain name; use letters, digits, . _ and -")
+
+
+def _check_batch(config: Config) -> None:
+    batch_size, num_generations = config.train.batch_size, config.sampling.num_generations
+    if batch_size % num_generations:
+        below = max(1, batch_size // num_generations) * num_generations
+        raise ConfigError(
+            f"train.batch_size {batch_size} is not a multiple of sampling.num_generations "
+            f"{num_generations}; use {below} or {below + num_generations}"
+        )
+
+
+def _check_temperature(sampling: SamplingSection) -> None:
+    kind = sampling.temp_scheduler
+    if kind is not None and sampling.temperature is not None:
+        raise ConfigError(
+            f"sampling.temperature {sampling.temperature} and sampling.temp_scheduler {kind} "
+            "exclude each other; leave one of them out, or set it to None"
+        )
+    for name in ("temp_start", "temp_end"):
+        temperature = getattr(sampling, name)
+        if kind is None and temperature is not None:
+            raise ConfigError(
+                f"sampling.{name} {temperature} needs a sampling.temp_scheduler; choose linear or "
+                "cosine, or use sampling.temperature for a constant"
+            )
+        if kind is not None and temperature is None:
+            raise ConfigError(
+                f"sampling.temp_scheduler {kind} needs sampling.{name}; set it to a temperature"
+            )
+
+
+def _check_reference(config: Config) -> None:
+    alpha = config.train.ref_mixup_alpha
+    if alpha != 1 and config.train.ref_sync_steps is None:
+        raise ConfigError(f"train.ref_mixup_alpha {alpha} needs train.ref_sync_steps; set both")
+    if alpha != 1 and config.lora.rank is not None:
+        raise ConfigError(
+            f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
+            "mixed adapters are not the adapters of mixed weights; leave one of them out"
+        )
+
+
+def _check_ranges(config: Config) -> None:
+    train, generator = config.train, config.generator
+    if config.eval.num_examples == 0 or config.eval.num_examples < -1:
+        raise ConfigError(
+            f"eval.num_examples {config.eval.num_examples} measures nothing; "
+            "use -1 for all, or 1 or more"
+        )
+    if train.warmup_steps > train.max_steps:
+        raise ConfigError(
+            f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
+            f"{train.max_steps}; use {train.max_steps} or less"
+        )
+    for name in ("adam_beta1", "adam_beta2"):
+        beta = getattr(train, name)
+        if train.optim == "adamw_bf16" and beta > MAX_BETA_BF16:
+            raise ConfigError(
+                f"train.{name} {beta} with train.optim adamw_bf16 makes updates that bfloat16 "
+                f"rounds to zero; use {MAX_BETA_BF16} or less, or another train.optim"
+            )
+    if generator.index >= generator.count:
+        raise ConfigError(
+            f"generator.index {generator.index} is not below generator.count {generator.count}; "
+            "indices start at 0, and the count is the same for all generators"
+        )
+
+
+def _check_security(config: Config) -> None:
+    bind, security = config.wire.bind, config.security
+    if not (_is_loopback(bind) or security.keys or security.insecure):
+        raise ConfigError(
+            f"wire.bind {bind} accepts connections from other machines, and there are no keys; "
+            "make them with bin/doctor keygen --security.keys DIR, "
+            "or allow unauthenticated connections with --security.insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a host name, a network interface, or *
+        return False
+
+
+def _check_environments(config: Config) -> None:
+    if config.env and (config.task.name, config.data) != (TaskSection().name, DataSection()):
+        raise ConfigError(
+            "[[env]] and the settings of [task] or [data] exclude each other; "
+            "move them into an [[env]]"
+        )
+    _check_environment_rows("env", config.environments)
+    _check_environment_rows("eval.env", config.eval.env)
+
+
+def _check_environment_rows(option: str, environments: Sequence[EnvSection]) -> None:
+    for label, count in Counter(env.label for env in environments).items():
+        if count > 1:
+            raise ConfigError(
+                f"{option}.name '{label}' is used by {count} environments; "
+                "give each of them its own name"
+            )
+    for env in environments:
+        if env.name is not None:
+            _check_plain_name(f"{option}.name", env.name)
+        if env.address is not None:
+            host_and_port(env.address, option=f"{option}.address")
+
+
+def _check_curriculum(curriculum: CurriculumSection, *, num_environments: int) -> None:
+    if curriculum.env_ratios is not None:
+        _check_ratios(curriculum.env_ratios, num_environments)
+    unknown = [key for key in curriculum.hash_keys if key not in HASH_KEYS]
+    if unknown or not curriculum.hash_keys:
+        raise ConfigError(
+            f"curriculum.hash_keys has {unknown[0] if unknown else 'no key'!r}; "
+            f"choose from {', '.join(HASH_KEYS)}"
+        )
+    easy, hard = curriculum.easy_threshold, curriculum.hard_threshold
+    if easy is not None and hard is not None and hard >= easy:
+        raise ConfigError(
+            f"curriculum.hard_threshold {hard} is not below curriculum.easy_threshold {easy}; "
+            "only problems between the two are sampled"
+        )
+    if curriculum.oversampling_factor < 1:
+        raise ConfigError(
+            f"curriculum.oversampling_factor {curriculum.oversampling_factor} would give the "
+            "trainer fewer groups than a step needs; use 1 or more"
+        )
+
+
+def _check_ratios(ratios: Sequence[float], num_environments: int) -> None:
+    listed = ", ".join(f"{ratio:g}" for ratio in ratios)
+    if len(ratios) != num_environments:
+        raise ConfigError(
+            f"curriculum.env_ratios has {len(ratios)} numbers ({listed}) for {num_environments} "
+            "environments; give one for each [[env]]"
+        )
+    if min(ratios) < 0 or not 0 < math.fsum(ratios) < math.inf:
+        raise ConfigError(
+            f"curriculum.env_ratios {listed} must be 0 or more and not all 0; "
+            "or leave it out to sample in proportion to the number of problems"
+        )

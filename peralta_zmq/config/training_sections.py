@@ -1,0 +1,328 @@
+"""Settings of the training: tasks, sampling, optimizer, objective, evaluation.
+
+For an option of [loss] or [advantage], None means the default in the signature of the chosen
+function; `peralta_zmq.build` checks which options that function takes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from peralta_zmq.config.sections import (
+    Decay,
+    Fraction,
+    FractionOrZero,
+    Names,
+    Numbers,
+    Probability,
+    Section,
+    Table,
+    Text,
+)
+
+AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
+
+
+class TaskSection(Section):
+    """The task: problems and rewards."""
+
+    name: Text = "calculator"
+    """a shipped task, or the import path of a module of your own"""
+    reward: Text | None = None
+    """import path of a reward function (module:function) that replaces the task's own"""
+    reward_kwargs: Table = Field(default={})
+    """keyword arguments of the reward function, as a TOML table or as JSON"""
+    reward_timeout: PositiveFloat = 10.0
+    """seconds for the reward of one completion; after a timeout its group is discarded"""
+
+
+class DataSection(Section):
+    """Data files of the task; None = the task's default."""
+
+    train: Text | None = None
+    """training problems: a shipped data set (math_1k) or the path of a CSV or JSONL file"""
+    eval: Text | None = None
+    """held-out problems: a shipped data set (math_250) or the path of a CSV or JSONL file"""
+    prompt_column: Text | None = None
+    """column with the question; a row may have input_token_ids instead"""
+    answer_column: Text | None = None
+    """column with the answer, which is never part of the prompt"""
+    system_prompt: str | None = None
+    """system message before each question"""
+
+
+class EnvSection(DataSection):
+    """One of several environments; a single one is described by [task] and [data]."""
+
+    name: Text | None = None
+    """name in metrics and at the verifier; None = name of the task"""
+    task: Text = "calculator"
+    """a shipped task, or the import path of a module of your own"""
+    address: Text | None = None
+    """http://HOST:PORT of the bin/verifier with problems and rewards; None = run locally"""
+
+    @property
+    def label(self) -> str:
+        """Name of the environment in problems, groups and metrics."""
+        return self.name or self.task
+
+    @property
+    def data_options(self) -> dict[str, str]:
+        """Keyword arguments for the task's `problems`, without those left at their default."""
+        return self.model_dump(include=set(DataSection.model_fields), exclude_none=True)
+
+
+class CurriculumSection(Section):
+    """Selection of the problems that are sampled."""
+
+    env_ratios: Numbers | None = None
+    """weight of each [[env]] in the sampling, in their order; None = number of problems"""
+    hash_keys: Names = ("task", "prompt")
+    """fields that identify a problem: task, prompt, answer, id (the task's own)"""
+    easy_threshold: FractionOrZero | None = None
+    """exclude problems with a mean reward of at least this (easy pool); None = off"""
+    hard_threshold: FractionOrZero | None = None
+    """exclude problems with a mean reward of at most this (hard pool); None = off"""
+    easy_fraction: FractionOrZero = 0.0
+    """fraction of the easy pool that is sampled again when a run is resumed"""
+    hard_fraction: FractionOrZero = 0.0
+    """fraction of the hard pool that is sampled again when a run is resumed"""
+    online_difficulty_filtering: bool = False
+    """drop groups whose mean reward is exactly 0 or 1, and wait for others"""
+    oversampling_factor: PositiveFloat = 1.0
+    """groups in flight as a multiple of the groups per step, at least 1; raise it to filter"""
+
+
+class SamplingSection(Section):
+    """Sampling of completions."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """completions per problem, whose rewards are compared with each other (a group)"""
+    temperature: PositiveFloat | None = None
+    """divisor of the logits before the softmax; None = 1, or as temp_scheduler defines"""
+    temp_scheduler: Literal["linear", "cosine"] | None = None
+    """temperature schedule over train.max_steps; None = constant"""
+    temp_start: PositiveFloat | None = None
+    """temp_scheduler: temperature at the first step"""
+    temp_end: PositiveFloat | None = None
+    """temp_scheduler: temperature at the last step"""
+    top_p: Fraction = 1.0
+    """nucleus sampling: keep the most probable tokens up to this probability mass; 1 = off"""
+    top_k: NonNegativeInt = 0
+    """keep this many most probable tokens; 0 = off"""
+    min_p: FractionOrZero = 0.0
+    """keep tokens with at least this fraction of the highest probability; 0 = off"""
+    repetition_penalty: PositiveFloat = 1.0
+    """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
+    min_tokens: NonNegativeInt = 0
+    """minimum number of sampled tokens before a completion may end"""
+    max_completion_length: PositiveInt = 48
+    """maximum number of sampled tokens, including the end token"""
+    stop: Text | None = None
+    """end a completion when its text contains this string; the string is removed"""
+
+
+class TrainSection(Section):
+    """Optimizer, batch and off-policy limits."""
+
+    batch_size: PositiveInt = 128
+    """rollouts per optimizer step, a multiple of sampling.num_generations"""
+    token_batch_size: PositiveInt | None = None
+    """tokens per optimizer step (prompts and completions), instead of batch_size"""
+    max_steps: PositiveInt = 80
+    """optimizer steps of the whole run"""
+    optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
+    """AdamW with float32, bfloat16 or 8-bit state (extra `optim`): 8, 4 or 2 bytes per weight"""
+    learning_rate: PositiveFloat = 2e-4
+    """peak learning rate"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """learning rate schedule after the warm-up"""
+    warmup_steps: NonNegativeInt = 0
+    """steps in which the learning rate rises linearly from 0 to its peak"""
+    adam_beta1: Decay = 0.9
+    """AdamW: decay of the mean of gradients"""
+    adam_beta2: Decay = 0.95
+    """AdamW: decay of the mean of squared gradients"""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW: decoupled weight decay"""
+    max_grad_norm: PositiveFloat = 1.0
+    """gradient clipping: maximum norm of the gradient"""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """tokens per forward and backward pass; changes memory, not the gradient"""
+    oversize: Literal["truncate", "drop"] = "truncate"
+    """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
+    keep_zero_std: bool = False
+    """also compute the loss of groups with equal rewards: terms for a reference, a teacher or
+    entropy apply to them, and advantages over the whole step (token_whitening) are not zero"""
+    num_iterations: PositiveInt = 1
+    """optimizer updates per step, each on its own part of the groups (mini-batches)"""
+    ref_sync_steps: PositiveInt | None = None
+    """steps between two updates of the reference model from the policy; None = never"""
+    ref_mixup_alpha: Fraction = 1.0
+    """weight of the policy in an updated reference; the rest is the previous reference"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """number format of matrix products; weights and gradients stay float32"""
+    gradient_checkpointing: bool = False
+    """recompute each layer in the backward pass: less memory, a third more time"""
+    max_async_level: NonNegativeInt = 1
+    """steps by which generators run ahead of the newest weights; 0 = on-policy"""
+    max_off_policy_steps: NonNegativeInt = 8
+    """drop groups sampled by weights that are older than this many steps"""
+    max_mismatch_kl: PositiveFloat = 0.1
+    """report a generator whose logprobs differ by more than this KL from the trainer's"""
+    on_mismatch: Literal["report", "drop"] = "report"
+    """groups of a reported generator: train on them all the same, or drop them"""
+    num_workers: PositiveInt = 1
+    """number of processes that share the cores of the trainer's machine"""
+
+
+class LossSection(Section):
+    """The loss function; options set to None have the default of the loss (docs/losses.md)."""
+
+    name: Text = "reinforce"
+    """a shipped loss, or the import path of a function of your own (module:function)"""
+    epsilon: Probability | None = None
+    """grpo, decoupled_ppo, gspo: lower clip range of the importance ratio (1 - epsilon)"""
+    epsilon_high: PositiveFloat | None = None
+    """upper clip range; None = epsilon (gspo: 4e-4). reinforce: upper limit of the ratio"""
+    c_clip: AboveOne | None = None
+    """grpo, decoupled_ppo: dual clip, bounds the loss of negative advantages at c_clip * |A|"""
+    use_decoupled_loss: bool = True
+    """decoupled_ppo: false = no proximal policy, which is PPO against the sampling policy"""
+    behav_imp_weight_cap: PositiveFloat | None = None
+    """decoupled_ppo: leave out tokens whose weight exp(prox - behavior) exceeds this"""
+    beta: NonNegativeFloat | None = None
+    """grpo_kl: coefficient of the KL to the reference model; default 0.001"""
+    ratio_type: Literal["token", "sequence"] | None = None
+    """importance: ratio per token, or of the whole rollout"""
+    token_mask_low: NonNegativeFloat | None = None
+    """importance: leave out tokens with a smaller ratio"""
+    token_mask_high: PositiveFloat | None = None
+    """importance: leave out tokens with a larger ratio"""
+    geo_mask_low: NonNegativeFloat | None = None
+    """importance: leave out rollouts whose geometric mean of ratios is smaller"""
+    geo_mask_high: PositiveFloat | None = None
+    """importance: leave out rollouts whose geometric mean of ratios is larger"""
+    sequence_mask_low: NonNegativeFloat | None = None
+    """importance: leave out rollouts that have a token with a smaller ratio"""
+    sequence_mask_high: PositiveFloat | None = None
+    """importance: leave out rollouts that have a token with a larger ratio"""
+    sequence_clip_high: PositiveFloat | None = None
+    """importance with ratio_type sequence: upper limit of the ratio of a rollout"""
+    adv_tau: NonNegativeFloat | None = None
+    """importance: coefficient of the advantage"""
+    teacher_tau: NonNegativeFloat | None = None
+    """importance: coefficient of the KL to the teacher"""
+    kl_tau: NonNegativeFloat | None = None
+    """importance, dppo: coefficient of the KL to the sampling policy"""
+    dppo_mask_low: Probability | None = None
+    """dppo: leave out tokens with A <= 0 whose probability fell by more than this"""
+    dppo_mask_high: Probability | None = None
+    """dppo: leave out tokens with A > 0 whose probability rose by more than this"""
+    entropy_coef: NonNegativeFloat = 0.0
+    """any loss: coefficient of the entropy bonus; 0 = off"""
+    kwargs: Table = Field(default={})
+    """keyword arguments of a loss of your own, as a TOML table or as JSON"""
+
+
+class AdvantageSection(Section):
+    """Advantage estimator; options set to None have the estimator's default."""
+
+    name: Text = "group_mean"
+    """a shipped estimator, or the import path of a function of your own (module:function)"""
+    eps: NonNegativeFloat | None = None
+    """group_zscore (1e-8), token_whitening (1e-5): added to the standard deviation"""
+    ddof: Annotated[int, Field(ge=0, le=1)] | None = None
+    """group_zscore: 0 = population standard deviation, 1 = sample standard deviation"""
+    group_adv_norm: bool = False
+    """token_whitening: normalize within each group instead of over the whole step"""
+    kwargs: Table = Field(default={})
+    """keyword arguments of an estimator of your own, as a TOML table or as JSON"""
+
+
+class LoraSection(Section):
+    """Train LoRA adapters and publish only these; needs the extra `lora`."""
+
+    rank: PositiveInt | None = None
+    """rank of the adapters; None = train all weights"""
+    alpha: PositiveFloat = 32.0
+    """the output of an adapter is scaled by alpha / rank"""
+    dropout: Decay = 0.0
+    """dropout on the input of the adapters while training"""
+    target_modules: Names = ("all-linear",)
+    """linear layers with an adapter, by the ends of their names (q_proj,v_proj);
+    all-linear = all of them except the head"""
+
+
+class GibberishFilter(Section):
+    """A rare token that was sampled with a very low probability."""
+
+    enforce: bool = False
+    """remove detected rollouts from the loss; false = only count them"""
+    token_id_threshold: PositiveInt = 100_000
+    """tokens with larger ids are rare"""
+    logprob_offset: NonNegativeFloat = 2.0
+    """a logprob is very low if it is this far below that of a uniform distribution"""
+
+
+class RepetitionFilter(Section):
+    """Many consecutive tokens with a probability near 1."""
+
+    enforce: bool = False
+    """remove detected rollouts from the loss; false = only count them"""
+    window: PositiveInt = 3000
+    """number of tokens, or half of sampling.max_completion_length if that is less"""
+    prob_threshold: Probability = 0.99
+    """a token sampled with a higher probability counts"""
+
+
+class OverlongFilter(Section):
+    """Completion truncated at the maximum length."""
+
+    enforce: bool = False
+    """remove detected rollouts from the loss; false = only count them"""
+
+
+class CustomFilter(Section):
+    """A filter function of the user."""
+
+    enforce: bool = False
+    """remove detected rollouts from the loss; false = only count them"""
+    kwargs: Table = Field(default={})
+    """keyword arguments of the filter"""
+
+
+class FilterSection(Section):
+    """Filters that exclude rollouts from the loss; their rewards still count in the baseline."""
+
+    gibberish: GibberishFilter | None = None
+    """rare token with a very low probability; a table of enforce (false = only count),
+    token_id_threshold (100000), logprob_offset (2.0)"""
+    repetition: RepetitionFilter | None = None
+    """many consecutive tokens with a probability near 1; a table of enforce (false = only count),
+    window (3000), prob_threshold (0.99)"""
+    overlong: OverlongFilter | None = None
+    """completion truncated at the maximum length; a table of enforce (false = only count)"""
+    custom: dict[str, CustomFilter] = Field(default={})
+    """filters of your own: a table of enforce and kwargs for each import path"""
+
+
+class EvalSection(Section):
+    """Evaluation on held-out problems before, during and after training."""
+
+    interval: PositiveInt = 100
+    """optimizer steps between two evaluations by the generators"""
+    num_examples: int = -1
+    """held-out problems per environment; -1 = all"""
+    rollouts_per_example: PositiveInt = 1
+    """completions per problem: 1 = greedy, more = sampled as in training, for pass@k and avg@k"""
+    eval_base_model: bool = True
+    """also evaluate the model before training"""
+    skip_eval_on_resume: bool = True
+    """do not evaluate at the step at which a run is resumed"""
+    cancel_inflight_rollouts_on_eval: bool = False
+    """cancel the groups in flight when an evaluation starts, instead of finishing them"""
+    env: tuple[EnvSection, ...] = ()
+    """environments to evaluate, as [[eval.env]]; empty = the training environments"""

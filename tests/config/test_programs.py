@@ -1,0 +1,153 @@
+"""Entry points: exit codes, one-line errors, --help without torch, the checkout's own Python."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from config_files import REPO
+
+from peralta_zmq.config import Config, run_plain_program, run_program
+from peralta_zmq.config.schema import sections
+from peralta_zmq.config.sections import default_text, row_model_of
+from peralta_zmq.errors import WireError
+
+
+def exit_code(
+    monkeypatch: pytest.MonkeyPatch, *arguments: str, error: BaseException | None = None
+) -> int:
+    """Return the exit code of a program that raises `error`, or does nothing."""
+
+    def main(config: Config) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["x", *arguments])
+    commands = ("local", "chaos") if "local" in arguments or "remote" in arguments else ()
+    return run_program(main, "bin/x", commands=commands)
+
+
+def test_run_program_returns_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_code(monkeypatch) == 0
+
+
+def test_run_program_prints_wrong_setting_and_returns_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "--train.batch-size", "50") == 2
+    assert capsys.readouterr().err == (
+        "bin/x: error: train.batch_size 50 is not a multiple of sampling.num_generations 8; "
+        "use 48 or 56\n"
+    )
+
+
+def test_run_program_prints_peralta_error_and_returns_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, error=WireError("port 5555 is taken")) == 2
+    assert capsys.readouterr().err == "bin/x: error: port 5555 is taken\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [("builtins:sum", 0), ("peralta_zmq.errors:none", 1)])
+def test_run_program_reenables_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x"])
+    gc.unfreeze()
+    with ExitStack() as stack:
+        if code:
+            stack.enter_context(pytest.raises(AttributeError))
+        assert run_plain_program(name, "bin/x") == code
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert frozen > 0  # imported objects are exempt from collection
+
+
+def test_run_program_interrupted_returns_130_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, error=KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_run_program_does_not_hide_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        exit_code(monkeypatch, error=ZeroDivisionError())
+
+
+def test_run_program_accepts_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_code(monkeypatch, "local", "--train.max-steps", "3") == 0
+
+
+def test_run_program_refuses_unknown_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "remote") == 2
+    expected = "'remote' is not a command; write bin/x local or bin/x chaos\n"
+    assert capsys.readouterr().err == f"bin/x: error: {expected}"
+
+
+def test_help_lists_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        exit_code(monkeypatch, "local", "--help")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
+
+
+@pytest.mark.parametrize("name", ["trainer", "generator"])
+def test_help_lists_all_settings_without_large_imports(name: str) -> None:
+    """No numeric or network library is imported, so that it takes a third of a second."""
+    code = f"""
+import runpy, sys
+sys.argv = ["bin/{name}", "--help"]
+sys.path.insert(0, {str(REPO / "bin")!r})
+try:
+    runpy.run_path({str(REPO / "bin" / name)!r})
+except SystemExit as error:
+    large = {{"torch", "transformers", "numpy", "zmq"}} & set(sys.modules)
+    print(error.code, sorted(large), file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr == "0 []\n"
+    words = " ".join(result.stdout.split())
+    for section, model in sections().items():
+        for leaf, field in model.model_fields.items():
+            if row_model_of(field):
+                continue
+            default = default_text(field)
+            flag = f"--{section}.{leaf.replace('_', '-')} {default} {field.description}"
+            assert " ".join(flag.split()) in words
+
+
+@pytest.mark.parametrize("name", ["trainer", "generator"])
+def test_wrong_setting_exits_before_torch_is_imported(name: str) -> None:
+    code = f"""
+import runpy, sys
+sys.argv = ["bin/{name}", "--train.batch-size", "50"]
+sys.path.insert(0, {str(REPO / "bin")!r})
+try:
+    runpy.run_path({str(REPO / "bin" / name)!r})
+except SystemExit as error:
+    print(error.code, "torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize("name", ["trainer", "generator", "lan"])
+def test_program_reexecutes_with_python_of_checkout(name: str, tmp_path: Path) -> None:
+    """Started by a Python without the libraries (-S hides site-packages), from anywhere."""
+    if not (REPO / ".venv" / "bin" / "python").exists():
+        pytest.skip("no .venv in this checkout")
+    command = [sys.executable, "-S", str(REPO / "bin" / name), "--help"]
+    plain = getattr(sys, "_base_executable", sys.executable)
+    command[0] = plain
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout.startswith(f"usage: bin/{name} ")

@@ -1,0 +1,141 @@
+"""config.toml of a run: written completely, read back, and compared when the run is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+from config_files import load
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from peralta_zmq.config import Config, earlier_config, toml_text, write_resolved
+from peralta_zmq.config.schema import known_fields
+from peralta_zmq.errors import ConfigError
+
+COSINE = ("--sampling.temp-scheduler", "cosine")
+
+
+def test_write_resolved_is_read_back_unchanged(tmp_path: Path) -> None:
+    config = load("--loss.epsilon-high", "0.3", "--no-eval.eval-base-model")
+    write_resolved(config, tmp_path)
+    assert load("@", str(tmp_path / "config.toml")) == config
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@example('\x7f \n " \\ \U0001f600')
+def test_toml_text_preserves_any_text(text: str) -> None:
+    config = Config.model_validate({"data": {"system_prompt": f">{text}"}})
+    assert tomli.loads(toml_text(config))["data"]["system_prompt"] == f">{text}"
+
+
+def test_toml_text_preserves_tables(tmp_path: Path) -> None:
+    config = load(
+        "--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong",
+        "--filter.repetition.window=7", "--filter.gibberish.enforce",
+        "--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}',
+    )  # fmt: skip
+    write_resolved(config, tmp_path)
+    again = load("@", str(tmp_path / "config.toml"))
+    assert again == config
+    assert again.loss.kwargs == {"a b": 'x"y', "c": {"d": [1, 2.5, True]}}
+    overlong, repetition, gibberish = (
+        getattr(again.filter, name) for name in ("overlong", "repetition", "gibberish")
+    )
+    assert (overlong.enforce, repetition.window, gibberish.enforce) == (False, 7, True)
+    assert again.filter.custom["my.filters.own"].kwargs == {"limit": 3}
+
+
+def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path)
+    written = tomli.loads((tmp_path / "config.toml").read_text())
+    known = {section: set(leaves) - {"env"} for section, leaves in known_fields().items()}
+    assert {section: set(leaves) for section, leaves in written.items()} == known
+
+
+def test_write_resolved_leaves_no_other_file(tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path / "new" / "run")
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["config.toml"]
+
+
+def test_write_resolved_without_folder_raises_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
+        write_resolved(Config(), tmp_path / "file" / "run")
+
+
+def test_earlier_config_accepts_same_settings(tmp_path: Path) -> None:
+    earlier_config(Config(), tmp_path)
+    write_resolved(Config(), tmp_path)
+    earlier_config(Config(), tmp_path)
+
+
+def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path)
+    changed = load("--loss.name", "grpo", "--train.batch-size", "64")
+    with pytest.raises(ConfigError) as caught:
+        earlier_config(changed, tmp_path)
+    assert str(caught.value) == (
+        f"run folder {tmp_path} was made with other settings: train.batch_size 128 -> 64, "
+        "loss.name 'reinforce' -> 'grpo'; choose another --run.name, "
+        "or delete the folder to start again (FRESH=1 make run)"
+    )
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--log.level=debug",
+        "--generator.name=x",
+        "--wire.port=6000",
+        "--run.dir=elsewhere",
+        "--run.num-local-generators=3",
+        "--train.num-workers=3",
+        "--train.max-steps=81",
+        "--no-eval.eval-base-model",
+        "--checkpoint.interval=5",
+        "--weights.keep-last=9",
+        "--model.device=cpu",
+    ],
+)
+def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path)
+    earlier_config(load(argument), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--run.seed=1",
+        "--model.name=other",
+        "--model.dtype=float32",
+        "--task.name=other",
+        "--data.train=math_10k",
+        "--sampling.temperature=0.9",
+        "--engine.slots=2",
+        "--train.learning-rate=1e-5",
+        "--train.max-steps=59",
+        "--loss.epsilon=0.1",
+        "--advantage.name=group_zscore",
+    ],
+)
+def test_earlier_config_refuses_changed_learning(argument: str, tmp_path: Path) -> None:
+    write_resolved(Config(), tmp_path)
+    with pytest.raises(ConfigError, match="made with other settings"):
+        earlier_config(load(argument), tmp_path)
+
+
+def test_earlier_config_refuses_more_steps_with_schedule(tmp_path: Path) -> None:
+    scheduled = (*COSINE, "--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
+    write_resolved(load(*scheduled), tmp_path)
+    assert earlier_config(load(*scheduled), tmp_path) == load(*scheduled)
+    with pytest.raises(ConfigError, match=r"train\.max_steps 80 -> 81"):
+        earlier_config(load(*scheduled, "--train.max-steps", "81"), tmp_path)
+
+
+def test_earlier_config_names_damaged_file_and_remedies(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[run")
+    with pytest.raises(ConfigError, match=r"does not load .* choose another --run.name"):
+        earlier_config(Config(), tmp_path)

@@ -1,0 +1,143 @@
+"""Values out of bounds and contradictions between settings are refused with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_files import load, refusal, toml_refusal
+
+from peralta_zmq.config import load_config
+from peralta_zmq.errors import ConfigError
+
+
+def test_text_for_a_number_is_refused() -> None:
+    assert refusal("--train.max-steps", "many") == (
+        "train.max_steps = 'many' is wrong: "
+        "should be a valid integer, unable to parse string as an integer"
+    )
+
+
+def test_wrong_choice_lists_the_choices() -> None:
+    assert refusal("--train.lr-scheduler-type", "linaer") == (
+        "train.lr_scheduler_type = 'linaer' is wrong: should be 'constant', 'linear' or 'cosine'"
+    )
+
+
+def test_true_is_refused_as_a_number(tmp_path: Path) -> None:
+    message = toml_refusal(tmp_path, "[train]\nmax_steps = true")
+    assert message.startswith("train.max_steps = True is not a number or text; ")
+
+
+def test_number_is_refused_as_text(tmp_path: Path) -> None:
+    message = toml_refusal(tmp_path, "[run]\nname = 5")
+    assert message == "run.name = 5 is wrong: should be a valid string"
+
+
+def test_all_wrong_values_are_reported_together() -> None:
+    message = refusal("--train.max-steps", "x", "--wire.port", "0")
+    assert "train.max_steps = 'x'" in message
+    assert "wire.port = '0'" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "written"),
+    [
+        ("sampling.num-generations", "1"),
+        ("sampling.temperature", "0"),
+        ("sampling.temp-end", "0"),
+        ("sampling.top-p", "1.1"),
+        ("sampling.top-p", "0"),
+        ("sampling.top-k", "-1"),
+        ("sampling.max-completion-length", "0"),
+        ("train.max-steps", "0"),
+        ("train.learning-rate", "0"),
+        ("train.learning-rate", "inf"),
+        ("train.learning-rate", "nan"),
+        ("train.adam-beta2", "1"),
+        ("train.max-async-level", "-1"),
+        ("loss.epsilon", "0"),
+        ("loss.epsilon", "1"),  # no ratio is below 0
+        ("eval.num-examples", "-2"),
+        ("eval.num-examples", "0"),
+        ("wire.port", "65535"),
+        ("wire.hwm", "0"),
+        ("weights.poll-seconds", "0"),
+        ("advantage.ddof", "2"),
+    ],
+)
+def test_value_out_of_bounds_is_refused(flag: str, written: str) -> None:
+    assert refusal(f"--{flag}={written}").startswith(flag.replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "below", "above"), [("50", 48, 56), ("55", 48, 56), ("5", 8, 16)]
+)
+def test_indivisible_batch_size_names_the_two_nearest(
+    batch_size: str, below: int, above: int
+) -> None:
+    assert refusal("--train.batch-size", batch_size) == (
+        f"train.batch_size {batch_size} is not a multiple of sampling.num_generations 8; "
+        f"use {below} or {above}"
+    )
+
+
+COSINE = ("--sampling.temp-scheduler", "cosine")
+
+
+def test_temperature_with_scheduler_is_refused() -> None:
+    ends = ("--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
+    assert refusal(*COSINE, *ends, "--sampling.temperature", "1") == (
+        "sampling.temperature 1.0 and sampling.temp_scheduler cosine exclude each other; "
+        "leave one of them out, or set it to None"
+    )
+    assert load(*COSINE, *ends, "--sampling.temperature", "None").sampling.temp_end == 0.5
+
+
+@pytest.mark.parametrize("end", ["start", "end"])
+def test_scheduled_temperature_without_scheduler_is_refused(end: str) -> None:
+    assert refusal(f"--sampling.temp-{end}", "2").startswith(
+        f"sampling.temp_{end} 2.0 needs a sampling.temp_scheduler; choose linear or cosine"
+    )
+
+
+@pytest.mark.parametrize(("given", "missing"), [("start", "end"), ("end", "start")])
+def test_scheduler_with_one_temperature_is_refused(given: str, missing: str) -> None:
+    assert refusal(*COSINE, f"--sampling.temp-{given}", "2") == (
+        f"sampling.temp_scheduler cosine needs sampling.temp_{missing}; set it to a temperature"
+    )
+
+
+def test_warmup_longer_than_run_is_refused() -> None:
+    expected = "train.warmup_steps 81 is more than train.max_steps 80; use 80 or less"
+    assert refusal("--train.warmup-steps", "81") == expected
+    assert load("--train.warmup-steps", "80").train.warmup_steps == 80
+
+
+def test_generator_index_beyond_count_is_refused() -> None:
+    message = refusal("--generator.index", "2", "--generator.count", "2")
+    assert message.startswith("generator.index 2 is not below generator.count 2; ")
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b"])
+def test_run_name_that_is_no_file_name_is_refused(name: str) -> None:
+    assert refusal(f"--run.name={name}").startswith("run.name ")
+
+
+@pytest.mark.parametrize("key", ["run.name", "generator.name"])
+def test_name_longer_than_128_letters_is_refused(key: str) -> None:
+    load(f"--{key}", "x" * 128)
+    assert refusal(f"--{key}", "x" * 129) == f"{key} has 129 letters; use at most 128"
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "*", "::", "10.0.0.7", "eth0", "trainer.local"])
+def test_public_bind_without_keys_is_refused(bind: str) -> None:
+    with pytest.raises(ConfigError, match=r"bin/doctor keygen.*--security\.insecure"):
+        load_config("trainer", ["--wire.bind", bind])
+    load_config("trainer", ["--wire.bind", bind, "--security.keys", "keys"])
+    load_config("trainer", ["--wire.bind", bind, "--security.insecure"])
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
+def test_loopback_bind_needs_no_keys(bind: str) -> None:
+    assert load_config("trainer", ["--wire.bind", bind]).keys_folder is None
