@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.config import Config, write_resolved
-from peralta_zmq.config.sections import RunSection, TrainSection
+from peralta_zmq.config.sections import RunSection
+from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
 from peralta_zmq.operate import local, process_group
