@@ -57,7 +57,6 @@ def replay() -> int:
 
 def dashboard() -> int:
     """peralta-dashboard: show runs in a browser, or write the dashboard into one file."""
-    name = program_name("dashboard")
     return run_plain_program(
         "peralta_zmq.observe.dashboard.__main__:main", program_name("dashboard")
     )

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.config import Config, write_resolved
+from peralta_zmq.config import Config, programs, write_resolved
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
-from peralta_zmq.operate import local
 from peralta_zmq.operate.local import local_workers, run_local
 
 pytestmark = pytest.mark.timeout(60)
@@ -18,7 +17,7 @@ PAUSE = "import signal; signal.pause()"
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "BIN", tmp_path)
+    monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path)
 
 
 def write_programs(*, trainer: str, generator: str) -> None:

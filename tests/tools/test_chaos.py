@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.config import Config, write_resolved
+from peralta_zmq.config import Config, programs, write_resolved
 from peralta_zmq.config.sections import RunSection
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
-from peralta_zmq.operate import local, process_group
+from peralta_zmq.operate import process_group
 from tools.chaos import SEED, Kill, plan_kills, run_chaos, seconds_until_back
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,7 +49,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SEED, "7")
     monkeypatch.setattr(process_group, "FIRST_DELAY", 0.02)
     monkeypatch.setattr(process_group, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(local, "BIN", tmp_path)
+    monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path)
     write_resolved(config(), Path("runs/chaos"))
 
 
