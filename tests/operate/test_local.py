@@ -33,6 +33,7 @@ def config(*, num_local_generators: int = 2) -> Config:
 def test_local_workers_get_index_count_and_share_of_cores() -> None:
     folder = Path("runs/demo")
     arguments = ["@", "lan.toml", "--loss.name", "grpo"]
+    write_programs(trainer="", generator="")
     trainer, first, second = local_workers(folder, arguments, num_generators=2)
     assert trainer.command[1] == str(Path.cwd() / "trainer")
     assert trainer.command[2:] == (*arguments, "--train.num-workers", "3")
