@@ -120,7 +120,7 @@ class Run:
         device, self._config = torch.device("cpu"), config
         self._tokenizer = models.load_tokenizer(models.EMBEDDED)
         self._model = models.load_model(models.EMBEDDED, device=device, dtype=torch.float32)
-        self._learner = build.learner_of(config, self._model)
+        self._learner = build.make_learner(config, self._model)
         serving = models.load_model(
             models.EMBEDDED, device=device, dtype=models.choose_dtype(device)[0]
         )
@@ -132,7 +132,7 @@ class Run:
     def sampled(self) -> list[RolloutGroup]:
         """The groups of one step, from the weights that the engine has."""
         config, step = self._config, self._engine.step
-        sampling = build.sampling_of(config, seed=1000 * config.run.seed + step)
+        sampling = build.make_sampling(config, seed=1000 * config.run.seed + step)
         answers = ask(
             self._engine, self._tokenizer, islice(self._problems, config.groups_per_step),
             num_generations=config.sampling.num_generations, sampling=sampling,
@@ -159,7 +159,7 @@ class Run:
         problems = list(calculator.problems("eval", self._config.run.seed))
         answers = evaluate(
             self._engine, self._tokenizer, problems, calculator.reward,
-            sampling=build.eval_sampling_of(self._config, seed=self._config.run.seed),
+            sampling=build.make_eval_sampling(self._config, seed=self._config.run.seed),
         )  # fmt: skip
         return fmean(each.reward for _, said in answers for each in said)
 

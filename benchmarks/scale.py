@@ -31,7 +31,7 @@ from benchmarks.harness import REPO, Claim, progress_of, spread
 from benchmarks.wire import RUN
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.environments.difficulty_pools import DifficultyPools
+from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.learning.admission import staleness
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup

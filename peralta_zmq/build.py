@@ -1,53 +1,84 @@
-"""From the settings to the parts that more than one loop needs. Knows the config and the leaves."""
+"""Objects from the config: engine, environments, loss, advantage, filters, models and learner.
+
+The other packages take plain values; this module reads the settings and assembles the packages.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import length_hint
 from pathlib import Path
+from typing import Any, Literal
 
-from peralta_zmq import atomic_files, build_objective, build_reference_models, models
+import numpy as np
+import torch
+
+from peralta_zmq import atomic_files, models, registry
 from peralta_zmq.config import Config
-from peralta_zmq.errors import JournalError
+from peralta_zmq.config.schema import host_and_port
+from peralta_zmq.config.training_sections import EnvSection
+from peralta_zmq.engines.lora import AdaptedEngine
+from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
+from peralta_zmq.environments.reward_runner import RewardRunner
+from peralta_zmq.environments.verifier_client import Remote
+from peralta_zmq.errors import ConfigError, JournalError, UserCodeError
+from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.losses import ORDERED
+from peralta_zmq.learning.losses.entropy import with_entropy_bonus
 from peralta_zmq.learning.lr_schedule import learning_rate
 from peralta_zmq.learning.ranks import ALONE, Ranks
+from peralta_zmq.learning.reference_models import Frozen, Reference, TeacherModel
+from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer, training_dtype
-from peralta_zmq.rollout import RolloutGroup, Sampling, TemperatureSchedule
+from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.password import read_token
+from peralta_zmq.rollout import Problem, RolloutGroup, Sampling, TemperatureSchedule
+from peralta_zmq.weights.subscriber import PendingWeights
+from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
 IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
+# A loss with one of these options above 0 needs logprobs of that model.
+MODEL_OPTIONS = {"beta": "reference", "teacher_tau": "teacher"}
 
 
-def learner_of(config: Config, model: models.Model, ranks: Ranks = ALONE) -> Learner:
+# Learner.
+
+
+def make_learner(config: Config, model: models.Model, ranks: Ranks = ALONE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
-    The model is still the base here: a loss that asks for a reference gets a copy of it. Where
-    ranks share the parameters among them, the model itself is not what is trained.
+    `model` must hold the base weights: a loss with a reference model copies them here. With several
+    ranks the trained module is the one that `ranks` prepares from `model`.
     """
     train = config.train
     trained = ranks.prepared(model)
-    loss, score = build_objective.loss_of(config), scorer_of(config, trained)
-    reference, teacher = build_reference_models.frozen_of(config, trained, score)
+    loss, score = make_loss(config), make_scorer(config, trained)
+    reference, teacher = make_reference_models(config, trained, score)
     return Learner(
         lora.trained_parameters(trained),
         score=score,
         ranks=ranks,
         share_prompts=score.packs,
         keep_zero_std=train.keep_zero_std,
-        temperature=temperatures_of(config) or config.sampling.temperature or 1.0,
+        temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
         loss=loss,
-        advantage=build_objective.advantage_of(config),
-        filters=build_objective.filters_of(config, vocab_size=int(model.config.vocab_size)),
+        advantage=make_advantage(config),
+        filters=make_filters(config, vocab_size=int(model.config.vocab_size)),
         reference=reference,
         teacher=teacher,
         score_with_entropy=score.with_entropy if config.loss.entropy_coef else None,
-        learning_rate=schedule_of(config),
+        learning_rate=learning_rate_schedule(config),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
         optim=train.optim,
@@ -58,8 +89,29 @@ def learner_of(config: Config, model: models.Model, ranks: Ranks = ALONE) -> Lea
     )
 
 
-def scorer_of(config: Config, model: models.Model) -> Scorer:
-    """How the trainer computes logprobs, with a line of log for each choice made for it."""
+def load_policy(config: Config, folder: Path) -> models.Model:
+    """The model to train, in fp32, with LoRA adapters if [lora] sets a rank."""
+    device = models.choose_device(config.model.device)
+    model = models.load_model(folder, device=device, dtype=torch.float32)
+    section = config.lora
+    if section.rank is not None:
+        lora.add_adapters(
+            model,
+            rank=section.rank,
+            alpha=section.alpha,
+            dropout=section.dropout,
+            target_modules=section.target_modules,
+            seed=config.run.seed,
+        )
+        if section.dropout:
+            torch.manual_seed(config.run.seed)  # checkpoints save the generator's state from here
+        trained = lora.trained_parameters(model).values()
+        logger.info("lora rank=%d trained=%d", section.rank, sum(each.numel() for each in trained))
+    return model
+
+
+def make_scorer(config: Config, model: models.Model) -> Scorer:
+    """The computation of logprobs on the trainer; logs the dtype and the reason for it."""
     train = config.train
     dtype, reason = training_dtype(model, train.dtype)
     score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
@@ -69,8 +121,8 @@ def scorer_of(config: Config, model: models.Model) -> Scorer:
     return score
 
 
-def schedule_of(config: Config) -> functools.partial[float]:
-    """The learning rate as a function of the step."""
+def learning_rate_schedule(config: Config) -> functools.partial[float]:
+    """The learning rate as a function of the optimizer step."""
     train = config.train
     return functools.partial(
         learning_rate,
@@ -81,52 +133,385 @@ def schedule_of(config: Config) -> functools.partial[float]:
     )
 
 
-def sampling_of(config: Config, *, seed: int) -> Sampling:
-    """How this run draws tokens."""
-    chosen = config.sampling
-    return Sampling(
-        **chosen.model_dump(exclude={"num_generations", "stop", *TEMPERATURES}),
-        temperature=chosen.temperature or 1.0,
-        schedule=temperatures_of(config),
-        stop=() if chosen.stop is None else (chosen.stop,),
-        seed=seed,
-    )
-
-
-def eval_sampling_of(config: Config, *, seed: int) -> Sampling:
-    """How held-out examples are answered: greedily, or as in training when more than once."""
-    if config.eval.rollouts_per_example > 1:
-        return sampling_of(config, seed=seed)
-    length = config.sampling.max_completion_length
-    return Sampling(temperature=0.0, max_completion_length=length)
-
-
 def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
     """Whether the groups are enough for an optimizer step."""
-    return sum(size_of(config, each) for each in groups) >= step_size(config)
+    return sum(size_of(config, group) for group in groups) >= step_size(config)
 
 
 def step_size(config: Config) -> int:
-    """Rollouts, or tokens where `train.token_batch_size` says so, that make an optimizer step."""
+    """Size of an optimizer step: rollouts, or tokens if `train.token_batch_size` is set."""
     return config.train.token_batch_size or config.train.batch_size
 
 
 def size_of(config: Config, group: RolloutGroup) -> int:
-    """The group's own, likewise."""
+    """Size of a group in the unit of `step_size`."""
     if config.train.token_batch_size is None:
         return len(group.rollouts)
     return sum(len(rollout.token_ids) for rollout in group.rollouts)
 
 
-def temperatures_of(config: Config) -> TemperatureSchedule | None:
-    """The temperature as a function of the policy step; None when it is constant."""
-    chosen = config.sampling
-    if chosen.temp_scheduler is None:
+# Loss, advantage, filters.
+
+
+def make_loss(config: Config) -> TokenLoss:
+    """The configured loss with its options bound. Raises ConfigError for an unknown option."""
+    section = config.loss
+    function = _load_function("loss", section.name, _check_finite)
+    settings = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_defaults=True)
+    options = registry.bind_options("loss", section.name, function, settings, section.kwargs)
+    _check_bounds(function, options)
+    _check_effect(section.name, {**options, "entropy_coef": section.entropy_coef})
+    loss = functools.partial(function, **options)
+    return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
+
+
+def make_advantage(config: Config) -> AdvantageFunction:
+    """The configured advantage with its options bound. Raises ConfigError for an unknown option."""
+    section = config.advantage
+    function = _load_function("advantage", section.name, _to_floats)
+    settings = section.model_dump(exclude={"name", "kwargs"}, exclude_defaults=True)
+    options = registry.bind_options("advantage", section.name, function, settings, section.kwargs)
+    return functools.partial(function, **options)
+
+
+def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
+    """The configured filters with their options bound; ConfigError for an unknown option.
+
+    A filter with an argument `vocab_size` or `max_completion_length` gets the run's value.
+    """
+    run_values = {
+        "vocab_size": vocab_size,
+        "max_completion_length": config.sampling.max_completion_length,
+    }
+    sections: dict[str, tuple[bool, dict[str, Any]]] = {}
+    for name, section in config.filter:
+        if name != "custom" and section is not None:
+            sections[name] = section.enforce, section.model_dump(exclude={"enforce"})
+    for name, section in config.filter.custom.items():
+        sections[name] = section.enforce, section.kwargs
+    filters: list[Filter] = []
+    for name, (enforce, kwargs) in sections.items():
+        function = _load_function("filter", name, _to_bool)
+        accepted = registry.option_names("filter", function)
+        options = {key: value for key, value in run_values.items() if key in accepted} | kwargs
+        registry.check_options("filter", name, function, options)
+        filters.append(Filter(name, functools.partial(function, **options), enforce))
+    return filters
+
+
+def _load_function(
+    kind: Literal["loss", "advantage", "filter"],
+    name: str,
+    convert: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A shipped function as it is; a user's with a timeout and with its result converted."""
+    function: Callable[..., Any] = registry.resolve(kind, name)
+    if registry.is_shipped(kind, name):
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return convert(name, function(*arguments, **options), *arguments)
+
+    seconds = registry.CALL_TIMEOUT_SECONDS
+    return registry.call_with_timeout(f"{kind} '{name}'", call, seconds=seconds)
+
+
+def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
+    """The result of a loss; UserCodeError if finite logprobs give a value that is not."""
+    value = result[0] if isinstance(result, tuple) and result else result
+    if (
+        isinstance(value, torch.Tensor)
+        and not bool(value.isfinite().all())
+        and bool(tokens.logprobs.isfinite().all())
+    ):
+        raise UserCodeError(
+            f"loss '{name}' returned {value.tolist()} although all logprobs are finite; "
+            "fix the function"
+        )
+    return result
+
+
+def _to_floats(name: str, result: Any, *_: object) -> list[float]:
+    return [float(advantage) for advantage in result]  # NumPy arrays and tensors are allowed
+
+
+def _to_bool(name: str, result: Any, *_: object) -> bool:
+    if not isinstance(result, (bool, np.bool_)):
+        raise UserCodeError(f"filter '{name}' returned {result!r:.80}; return True or False")
+    return bool(result)
+
+
+def _check_bounds(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a lower bound that is not below its upper bound."""
+    parameters = inspect.signature(function).parameters
+    for low, high in ORDERED:
+        if low in parameters and high in parameters:
+            bounds = [options.get(name, parameters[name].default) for name in (low, high)]
+            if not bounds[0] < bounds[1]:
+                raise ConfigError(
+                    f"loss.{low} {bounds[0]} is not below loss.{high} {bounds[1]}; "
+                    "all tokens would be masked"
+                )
+
+
+def _check_effect(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that have no effect in combination with the others."""
+    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
+        raise ConfigError(
+            "loss.sequence_clip_high needs loss.ratio_type sequence; set both or remove it"
+        )
+    if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
+        raise ConfigError(
+            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
+            "every weight is 1; remove one of them"
+        )
+    others = ("teacher_tau", "kl_tau", "entropy_coef")
+    if name == "importance" and options.get("adv_tau") == 0 and not any(map(options.get, others)):
+        raise ConfigError(
+            "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so the "
+            "gradient would be 0; set one of them"
+        )
+
+
+# Reference model and teacher.
+
+
+def make_reference_models(
+    config: Config, model: models.Model, score: Scorer
+) -> tuple[Reference | None, Frozen | None]:
+    """The reference model and the teacher that the loss uses; `model` must hold the base weights.
+
+    Without `model.teacher` the teacher is the base model. Raises ConfigError for settings that have
+    no effect, and for a teacher with another vocabulary.
+    """
+    train, used = config.train, reference_models_used(config)
+    parameters = lora.trained_parameters(model)
+    reference = teacher = None
+    if "reference" in used:
+        reference = Reference(
+            parameters,
+            score,
+            sync_steps=train.ref_sync_steps,
+            mixup_alpha=train.ref_mixup_alpha,
+        )
+    elif train.ref_sync_steps:
+        raise ConfigError(
+            f"train.ref_sync_steps {train.ref_sync_steps} is set, but loss '{config.loss.name}' "
+            "uses no reference model; remove it or choose loss 'grpo_kl' with loss.beta above 0"
+        )
+    if "teacher" in used:
+        teacher = _load_teacher(config, model) or Reference(parameters, score)
+    elif config.model.teacher:
+        raise ConfigError(
+            f"model.teacher {config.model.teacher} is set, but loss '{config.loss.name}' uses no "
+            "teacher; remove it or choose loss 'importance' with loss.teacher_tau above 0"
+        )
+    return reference, teacher
+
+
+def reference_models_used(config: Config) -> set[str]:
+    """The models that the loss needs: 'reference', 'teacher', both or none.
+
+    A loss needs one if the option of MODEL_OPTIONS in its signature is not 0, also a user's loss.
+    """
+    name, used = config.loss.name, set[str]()
+    parameters = inspect.signature(registry.resolve("loss", name)).parameters
+    options = {**config.loss.model_dump(exclude_none=True), **config.loss.kwargs}
+    for option, model in MODEL_OPTIONS.items():
+        default = parameters[option].default if option in parameters else 0
+        if options.get(option, 0 if default is inspect.Parameter.empty else default):
+            used.add(model)
+    if config.model.teacher and not registry.is_shipped("loss", name):
+        used.add("teacher")
+    return used
+
+
+def _load_teacher(config: Config, model: models.Model) -> TeacherModel | None:
+    if config.model.teacher is None:
         return None
-    assert chosen.temp_start is not None and chosen.temp_end is not None
-    return TemperatureSchedule(
-        chosen.temp_scheduler, chosen.temp_start, chosen.temp_end, config.train.max_steps
+    folder = models.model_folder(config.model.teacher)
+    _check_vocabulary(config, folder)
+    teacher = models.load_model(folder, device=model.device, dtype=torch.float32)
+    if teacher.config.vocab_size < model.config.vocab_size:
+        raise ConfigError(
+            f"model.teacher {config.model.teacher} has logits for {teacher.config.vocab_size} "
+            f"tokens, but model.name {config.model.name} for {model.config.vocab_size}; "
+            "choose a teacher with logits for all tokens"
+        )
+    dtype, _ = training_dtype(teacher, config.train.dtype)
+    return TeacherModel(Scorer(teacher.requires_grad_(False), dtype=dtype))
+
+
+def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
+    """Raise ConfigError unless teacher and policy give every token the same id."""
+    teacher = models.vocabulary_of(teacher_folder)
+    policy = models.vocabulary_of(models.model_folder(config.model.name))
+    if differing := sorted(policy.items() ^ teacher.items()):
+        token = differing[0][0]
+        raise ConfigError(
+            f"model.teacher {config.model.teacher} has another vocabulary: {token!r} is token "
+            f"{teacher.get(token)} there and {policy.get(token)} in model.name "
+            f"{config.model.name}; choose a teacher with the same tokenizer"
+        )
+
+
+# Engine and sampling.
+
+
+def make_engine(
+    config: Config, weights: PendingWeights
+) -> tuple[registry.Engine, models.Tokenizer]:
+    """The configured engine with downloaded weights, and the tokenizer.
+
+    Raises ConfigError for an adapter whose base is not `model.name` of this machine.
+    """
+    device = models.choose_device(config.model.device)
+    dtype, reason = models.choose_dtype(device, config.model.dtype)
+    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    version, adapts = weights.version, weights.version.says("adapts") is not None
+    folder = base_folder(config, version) if adapts else weights.folder
+    model = models.load_model(folder, device=device, dtype=dtype)
+    tokenizer = models.load_tokenizer(folder)
+    make = functools.partial(
+        registry.resolve("engine", config.engine.name),
+        model,
+        tokenizer,
+        step=version.step,
+        slots=config.engine.slots,
+        max_model_len=config.engine.max_model_len,
     )
+    if adapts:
+        return AdaptedEngine(make, model, weights.tensors, version.step), tokenizer
+    return make(), tokenizer
+
+
+def base_folder(config: Config, version: Version) -> Path:
+    """The folder of a published adapter's base model; ConfigError if `model.name` is another."""
+    folder = models.model_folder(config.model.name)
+    if lora.digest_of(folder) != version.says("adapts"):
+        raise ConfigError(
+            f"version {version.number} is an adapter for {version.says('adapts_name')} "
+            f"({version.says('adapts')}), but model.name {config.model.name} is another model; "
+            "set it to the trainer's model, with the same files"
+        )
+    return folder
+
+
+def make_sampling(config: Config, *, seed: int) -> Sampling:
+    """The sampling options of training."""
+    section = config.sampling
+    return Sampling(
+        **section.model_dump(exclude={"num_generations", "stop", *TEMPERATURES}),
+        temperature=section.temperature or 1.0,
+        schedule=temperature_schedule(config),
+        stop=() if section.stop is None else (section.stop,),
+        seed=seed,
+    )
+
+
+def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
+    """Greedy decoding for one rollout per held-out example, else the options of training."""
+    if config.eval.rollouts_per_example > 1:
+        return make_sampling(config, seed=seed)
+    length = config.sampling.max_completion_length
+    return Sampling(temperature=0.0, max_completion_length=length)
+
+
+def temperature_schedule(config: Config) -> TemperatureSchedule | None:
+    """The temperature as a function of the policy step; None for a constant temperature."""
+    section = config.sampling
+    if section.temp_scheduler is None:
+        return None
+    assert section.temp_start is not None and section.temp_end is not None
+    return TemperatureSchedule(
+        section.temp_scheduler, section.temp_start, section.temp_end, config.train.max_steps
+    )
+
+
+# Environments.
+
+
+def open_environments(
+    config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
+) -> Environments:
+    """All environments of a split, with at most `limit` problems of each.
+
+    An environment with an address uses its verifier unless `local`. A load that takes long shows a
+    progress bar. Raises ConfigError or TaskError.
+    """
+    sections = config.environments if split == "train" else config.eval_environments
+    sizes: dict[str, int] = {}
+    problems: list[Problem] = []
+    reward_sources: dict[str, RewardSource] = {}
+    for env in sections:
+        task = _open_task(config, env, local=local)
+        is_remote = isinstance(task, Remote)
+        loaded = load_problems(
+            task,
+            split,
+            seed=config.run.seed,
+            options={} if is_remote else env.data_options,
+            wrap=functools.partial(_with_progress, text=f"loading {env.label}"),
+        )
+        loaded = loaded[: None if limit < 0 else limit]
+        keys = config.curriculum.hash_keys
+        problems += [_in_environment(problem, env.label, keys) for problem in loaded]
+        sizes[env.label] = len(loaded)
+        reward_sources[env.label] = task if is_remote else make_reward_runner(config, task)
+    return Environments(sizes, tuple(problems), reward_sources)
+
+
+def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
+    """The task's reward function, or `task.reward`; ConfigError for options that do not fit."""
+    section = config.task
+    function: Callable[..., Any] = task.reward
+    if section.reward is not None:
+        function = registry.resolve("reward", section.reward)
+    try:
+        inspect.signature(function).bind(None, None, **section.reward_kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"task.reward_kwargs do not fit the reward function: {error}; "
+            "change task.reward_kwargs or task.reward"
+        ) from None
+    return RewardRunner(
+        function,
+        timeout_seconds=section.reward_timeout,
+        options=section.reward_kwargs,
+        bounded=section.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
+    )
+
+
+def _open_task(config: Config, env: EnvSection, *, local: bool) -> registry.Task | Remote:
+    if env.address is None or local:
+        return registry.resolve("task", env.task)
+    host, port = host_and_port(env.address, option="env.address")
+    token = read_token(config.verifier.token_file, option="verifier.token_file")
+    return Remote(host, port, env=env.label, token=token)
+
+
+def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Problem]:
+    """The same problems, with a progress bar if the iterator has a length hint."""
+    with progress_on(text, length_hint(problems)) as progress:
+        for count, problem in enumerate(problems):
+            progress.reach(count)
+            yield problem
+
+
+def _in_environment(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
+    """The problem with its environment's name and an id made of `curriculum.hash_keys`."""
+    contents = [message.content for message in problem.messages if message.role != "system"]
+    values = {
+        "task": label,
+        "prompt": "\n".join(contents) or problem.question,
+        "answer": problem.answer,
+        "id": problem.id,
+    }
+    return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
+
+
+# Identity of a run.
 
 
 def run_id_of(folder: Path, name: str) -> str:

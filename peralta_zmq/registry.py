@@ -1,24 +1,28 @@
-"""The plug points: what each kind of part must do, and the short names of the shipped ones.
+"""Plug-ins: protocols, names of the shipped ones, their options, and calls with a timeout.
 
-Knows names and contracts; imports a part only when a run asks for it by name.
-A name with a dot is a part of your own: `my_lab.sudoku` is a module (a task), `my_lab.losses.mine`
-or `my_lab.losses:mine` an attribute of one (all others).
+A name without a dot is a key of TABLES. A dotted name is the user's own: `my_lab.sudoku` is a
+module (a task), `my_lab.losses.mine` or `my_lab.losses:mine` an attribute of a module (all other
+kinds). A plug-in is imported only when a run uses it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
+from types import FrameType
+from typing import Any, Literal, Protocol, TypeAlias, overload
 
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, PeraltaError, UserCodeError, described
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from peralta_zmq.learning.tokens import Tokens
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
@@ -54,19 +58,25 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.filters:repetition",
         "overlong": "peralta_zmq.learning.filters:overlong",
     },
-    "reward": {},  # each task has its own
+    "reward": {},  # every task has its own
 }
+NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # before the options
+CALL_TIMEOUT_SECONDS = 60.0  # for one call of a user's loss, advantage or filter
+INTERRUPT_SECONDS = 5.0  # after the timeout, for a call that can be interrupted
+
+
+# Protocols.
 
 
 class Task(Protocol):
-    """A module that asks and judges."""
+    """A module with problems and a reward function."""
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
         """The problems of 'train' or 'eval'; options are the settings in [data]."""
         ...
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """What an answer is worth; a dict names parts that are added up."""
+        """The reward of a completion; a dict holds named parts, which are summed."""
         ...
 
 
@@ -81,30 +91,31 @@ class Engine(Protocol):
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """One completion per request, in any order; `index` tells whose it is.
+        """One completion per request, in any order; `index` is the index of its request.
 
-        Requests are taken as there is room; None among them says that there is nothing to start
-        right now. `between_steps` is called wherever newer weights may be applied. Tokens are
-        drawn as `sampling.at(step)` says, with the step of the weights that draw them.
+        The engine takes the next request when a slot is free; None means that no request is ready
+        at the moment. It calls `between_steps` where newer weights may be applied. It samples with
+        `sampling.at(step)`, where `step` is the step of the weights in use.
         """
         ...
 
-    def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Sample from `weights` from now on, in place. Raises ValueError with nothing changed.
+    def apply(self, weights: Mapping[str, Any], step: int) -> None:
+        """Copy `weights` (tensors by name) in place; ValueError, with nothing changed, if they do
+        not fit.
 
-        Nobody samples meanwhile; whoever staged them has seen that they are finite.
+        Not called while sampling. The caller has checked that all values are finite.
         """
         ...
 
     def cancel(self) -> None:
-        """Give up what is under way; `generate` ends."""
+        """Abort the requests in flight; `generate` ends."""
         ...
 
 
 class EngineMaker(Protocol):
-    """Makes an engine over a loaded model, for `slots` completions of `max_model_len` tokens.
+    """Creates an engine from a loaded model: `slots` sequences of up to `max_model_len` tokens.
 
-    With `live` the weights belong to a trainer, which changes them between two `generate`.
+    With `live` a trainer owns the weights and changes them between two calls of `generate`.
     """
 
     def __call__(
@@ -120,18 +131,18 @@ class EngineMaker(Protocol):
 
 
 class Loss(Protocol):
-    """A formula over `learning.tokens.Tokens`: a scalar to be made small, and named metrics.
+    """A function of `learning.tokens.Tokens` that returns a scalar tensor and named metrics.
 
-    Both are divided by the totals of the whole step, so that the trainer only adds them up.
+    It divides both by the totals of the whole step; the trainer sums over micro-batches.
     """
 
-    def __call__(self, tokens: Tokens, **options: Any) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
 
 
 class Advantage(Protocol):
-    """K advantages from the K rewards of a group and the generated tokens of each.
+    """K advantages from the K rewards of a group and the number of generated tokens of each.
 
-    With a keyword `group_adv_norm` that is false, of all rollouts of a step at once.
+    A function with the option `group_adv_norm` set to false gets all rollouts of a step at once.
     """
 
     def __call__(
@@ -140,9 +151,12 @@ class Advantage(Protocol):
 
 
 class Filter(Protocol):
-    """Whether a rollout is better not learned from."""
+    """True for a rollout that should not be trained on."""
 
     def __call__(self, rollout: Rollout, **options: Any) -> bool: ...
+
+
+# Names.
 
 
 @overload
@@ -158,47 +172,193 @@ def resolve(kind: Literal["filter"], name: str) -> Filter: ...
 @overload
 def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
-    """The part that `name` stands for.
+    """The plug-in with a short or dotted name.
 
-    Raises ConfigError when the name is unknown, cannot be imported, or is not such a part.
+    Raises ConfigError if the name is unknown, cannot be imported, or does not fit the protocol.
     """
-    target = TABLES[kind].get(name) or _own(kind, name)
+    target = TABLES[kind].get(name) or _target(kind, name)
     if kind == "task" and ":" not in target:
-        target += ":"  # a module; without the colon an import error inside it would be hidden
+        target += ":"  # a module; without the colon resolve_name hides an import error inside it
     try:
-        part: Any = pkgutil.resolve_name(target)
+        plugin: Any = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{kind} '{name}' cannot be imported: {reason}; "
             "check the name, and that its folder is on PYTHONPATH"
         ) from None
-    _check_contract(kind, name, part)
-    return part
+    if kind == "task":
+        for function in ("problems", "reward"):
+            if not callable(getattr(plugin, function, None)):
+                raise ConfigError(
+                    f"task '{name}' has no {function}(); "
+                    "a task is a module with problems() and reward()"
+                )
+    elif not callable(plugin):
+        raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
+    return plugin
 
 
-def _own(kind: Kind, name: str) -> str:
+def is_shipped(kind: Kind, name: str) -> bool:
+    """Whether the name is one of TABLES."""
+    return name in TABLES[kind]
+
+
+def _target(kind: Kind, name: str) -> str:
+    """The argument of `pkgutil.resolve_name` for a dotted name."""
     if ":" in name or (kind == "task" and "." in name):
         return name
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
     if not TABLES[kind]:
-        raise ConfigError(f"unknown {kind} '{name}'; give a dotted name of your own")
-    menu = ", ".join(sorted(TABLES[kind]))
+        raise ConfigError(f"unknown {kind} '{name}'; give the dotted name of your own {kind}")
+    choices = ", ".join(sorted(TABLES[kind]))
     near = get_close_matches(name, TABLES[kind], n=1)
     hint = f"did you mean {near[0]}? Choose" if near else "choose"
     raise ConfigError(
-        f"unknown {kind} '{name}'; {hint} one of {menu}, or a dotted name of your own"
+        f"unknown {kind} '{name}'; {hint} one of {choices}, or the dotted name of your own {kind}"
     )
 
 
-def _check_contract(kind: Kind, name: str, part: Any) -> None:
-    if kind != "task":
-        if not callable(part):
-            raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
-        return
-    if missing := [each for each in ("problems", "reward") if not callable(getattr(part, each, 0))]:
+# Options.
+
+
+def bind_options(
+    kind: Kind,
+    name: str,
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The keyword options of a function, checked against its signature.
+
+    `settings` are the options of the kind's section that differ from their defaults, `kwargs` those
+    of a user's function. Raises ConfigError for an option that the function does not have.
+    """
+    for option in settings:
+        if option not in option_names(kind, function) and not _accepts_any_option(function):
+            names = [
+                other
+                for other in TABLES[kind]
+                if option in option_names(kind, resolve(kind, other))
+            ]
+            raise ConfigError(
+                f"{kind}.{option} is not an option of {kind} '{name}'; "
+                f"remove it or set {kind}.name to {' or '.join(names)}"
+            )
+    if is_shipped(kind, name) and kwargs:
+        names = [f"{kind}.{option}" for option in option_names(kind, function)]
         raise ConfigError(
-            f"task '{name}' has no {missing[0]}(); a task is a module with problems() and reward()"
+            f"{kind}.kwargs is only for a {kind} of your own; "
+            f"the options of '{name}' are {', '.join(names) or 'none'}"
         )
+    if both := settings.keys() & kwargs.keys():
+        option = min(both)
+        raise ConfigError(
+            f"{kind}.{option} and {kind}.kwargs.{option} set the same option; remove one"
+        )
+    options = {**settings, **kwargs}
+    check_options(kind, name, function, options)
+    return options
+
+
+def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
+    """The names of a function's options, by its signature."""
+    parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
+    return [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+
+
+def check_options(
+    kind: Kind, name: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if the function cannot be called with these options."""
+    try:
+        inspect.signature(function).bind(*[None] * NUM_ARGUMENTS[kind], **options)
+    except TypeError as error:
+        setting = f"filter.custom.'{name}'.kwargs" if kind == "filter" else f"{kind}.kwargs"
+        names = ", ".join(option_names(kind, function)) or "none"
+        raise ConfigError(
+            f"{kind} '{name}': {error}; its options are {names}, set them in {setting}"
+        ) from None
+
+
+def _accepts_any_option(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+# Calls.
+
+
+class _TimeoutInterrupt(BaseException):
+    """Not an Exception, so that `except Exception` in the user's function does not catch it."""
+
+
+def call_with_timeout(
+    name: str, function: Callable[..., Any], *, seconds: float = CALL_TIMEOUT_SECONDS
+) -> Callable[..., Any]:
+    """The function, with a timeout; its exceptions become a UserCodeError that begins with `name`.
+
+    In the main thread the timeout interrupts Python code. In another thread, and in native code,
+    nothing can: INTERRUPT_SECONDS later the process exits with a line on stderr and code 2.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            with _exit_after(name, seconds), _interrupt_after(seconds):
+                return function(*arguments, **options)
+        except PeraltaError:
+            raise
+        except _TimeoutInterrupt:
+            raise UserCodeError(
+                f"{name} did not return within {seconds:g} s; make it faster"
+            ) from None
+        except Exception as error:
+            raise UserCodeError(f"{name} raised {described(error)}; fix the function") from error
+
+    return call
+
+
+@contextmanager
+def _exit_after(name: str, seconds: float) -> Generator[None]:
+    """End the process if the block cannot be interrupted; a restart resumes from the journal."""
+
+    def end() -> None:
+        sys.stderr.write(
+            f"{name} did not return within {seconds:g} s and cannot be interrupted; "
+            "make it faster\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+
+    timer = threading.Timer(seconds + INTERRUPT_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _interrupt_after(seconds: float) -> Generator[None]:
+    """Raise _TimeoutInterrupt in the main thread; restores an alarm that was set before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TimeoutInterrupt
+
+    handler, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            remaining = max(0.001, remaining - (time.monotonic() - started))
+            signal.setitimer(signal.ITIMER_REAL, remaining, interval)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import group_of, tiny_model
 
-from peralta_zmq import build, build_environments, models, registry
+from peralta_zmq import build, models, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.errors import ConfigError
@@ -25,25 +25,25 @@ def config_of(*arguments: str) -> Config:
 
 
 def test_the_default_temperature_is_one() -> None:
-    assert build.sampling_of(config_of(), seed=0) == Sampling()
+    assert build.make_sampling(config_of(), seed=0) == Sampling()
 
 
 def test_a_constant_temperature_reaches_the_sampling() -> None:
-    sampling = build.sampling_of(config_of("--sampling.temperature=0.7"), seed=3)
+    sampling = build.make_sampling(config_of("--sampling.temperature=0.7"), seed=3)
     assert sampling == Sampling(temperature=0.7, seed=3)
 
 
 def test_a_schedule_ends_with_the_run() -> None:
-    sampling = build.sampling_of(config_of(*SCHEDULED), seed=0)
+    sampling = build.make_sampling(config_of(*SCHEDULED), seed=0)
     assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
     assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
 
 
 def test_one_answer_to_an_example_is_greedy_and_more_are_drawn_as_in_training() -> None:
     warm = "--sampling.temperature=0.7"
-    assert build.eval_sampling_of(config_of(warm), seed=3) == Sampling(temperature=0.0)
+    assert build.make_eval_sampling(config_of(warm), seed=3) == Sampling(temperature=0.0)
     several = config_of(warm, "--eval.rollouts-per-example=4")
-    assert build.eval_sampling_of(several, seed=3) == Sampling(temperature=0.7, seed=3)
+    assert build.make_eval_sampling(several, seed=3) == Sampling(temperature=0.7, seed=3)
 
 
 def test_a_step_is_full_by_rollouts_or_by_tokens() -> None:
@@ -79,7 +79,7 @@ def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_f
             engine.apply(models.weights_of(model), engine.step + 2)
 
     prompt = np.array([5, 9, 33], np.int32)
-    sampling = dataclasses.replace(build.sampling_of(config, seed=1), min_tokens=9)
+    sampling = dataclasses.replace(build.make_sampling(config, seed=1), min_tokens=9)
     requests = [Request(index, prompt, 12) for index in range(8)]
     completions = list(engine.generate(requests, sampling, next_step))
     rollouts = tuple(rollout_of(each, float(each.index % 2)) for each in completions)
@@ -90,15 +90,15 @@ def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_f
 
 def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
     group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
-    return build.learner_of(config, model).learn([group])
+    return build.make_learner(config, model).learn([group])
 
 
 def test_options_that_the_reward_does_not_take_are_refused() -> None:
     config = config_of("--task.reward-kwargs", '{"longest": 3}')
     with pytest.raises(
-        ConfigError, match=r"task\.reward_kwargs do not fit the reward: got an unex"
+        ConfigError, match=r"task\.reward_kwargs do not fit the reward function: got an unex"
     ):
-        build_environments.judge_of(config, registry.resolve("task", "calculator"))
+        build.make_reward_runner(config, registry.resolve("task", "calculator"))
 
 
 def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> None:
@@ -106,6 +106,6 @@ def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> Non
     named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
     problem = Problem("1", "calculator", (), "2 + 3")
     for config, is_here in ((config_of(), True), (named, False)):
-        with build_environments.judge_of(config, task) as judge:
+        with build.make_reward_runner(config, task) as judge:
             assert judge.reward(problem, "5") == 1.0
             assert (judge._worker is None) == is_here

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.build_environments import open_environments
+from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, earlier_config, load_config, write_resolved
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError

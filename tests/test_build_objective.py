@@ -12,7 +12,7 @@ import pytest
 import torch
 from fakes import group_of, tiny_model
 
-from peralta_zmq import build, build_objective, registry
+from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, UserCodeError
 from peralta_zmq.learning.tokens import Tokens
@@ -73,7 +73,7 @@ def refusal(function: Callable[[Config], Any], *arguments: str) -> str:
 
 
 def filters(config: Config) -> list[Any]:
-    return build_objective.filters_of(config, vocab_size=64)
+    return build.make_filters(config, vocab_size=64)
 
 
 # Options.
@@ -83,7 +83,7 @@ def filters(config: Config) -> list[Any]:
 def test_every_shipped_loss_trains_with_its_defaults(name: str) -> None:
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
-    learner = build.learner_of(config_of("--loss.name", name, "--train.dtype=float32"), model)
+    learner = build.make_learner(config_of("--loss.name", name, "--train.dtype=float32"), model)
     row = learner.learn([group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])])
     assert row["skipped"] == 0 and row["grad_norm"] > 0
     assert not torch.equal(model.lm_head.weight, before)
@@ -92,18 +92,18 @@ def test_every_shipped_loss_trains_with_its_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", registry.TABLES["advantage"])
 def test_every_shipped_estimator_trains_with_its_defaults(name: str) -> None:
     config = config_of("--advantage.name", name, "--train.dtype=float32")
-    row = build.learner_of(config, tiny_model()).learn([group_of([1, 0, 0, 1])])
+    row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])])
     assert row["grad_norm"] > 0
 
 
 def test_an_option_reaches_its_loss() -> None:
     # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
-    loss = build_objective.loss_of(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
+    loss = build.make_loss(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
     assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
 
 
 def test_an_option_reaches_its_estimator() -> None:
-    advantage = build_objective.advantage_of(
+    advantage = build.make_advantage(
         config_of("--advantage.name=group_zscore", "--advantage.ddof=1", "--advantage.eps=0")
     )
     assert advantage([1, 0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
@@ -111,18 +111,18 @@ def test_an_option_reaches_its_estimator() -> None:
 
 def test_an_option_of_other_losses_is_refused_with_those_that_take_it() -> None:
     expected = (
-        "loss.c_clip is no option of loss 'reinforce'; leave it out, or choose "
-        "grpo or decoupled_ppo with loss.name"
+        "loss.c_clip is not an option of loss 'reinforce'; "
+        "remove it or set loss.name to grpo or decoupled_ppo"
     )
-    assert refusal(build_objective.loss_of, "--loss.c-clip=3") == expected
+    assert refusal(build.make_loss, "--loss.c-clip=3") == expected
 
 
 def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> None:
-    words = refusal(build_objective.advantage_of, "--advantage.ddof=1")
-    assert words.startswith("advantage.ddof is no option of advantage 'group_mean'; leave it out")
-    assert words.endswith("choose group_zscore with advantage.name")
-    words = refusal(build_objective.advantage_of, "--advantage.group-adv-norm")
-    assert words.endswith("choose token_whitening with advantage.name")
+    words = refusal(build.make_advantage, "--advantage.ddof=1")
+    assert words.startswith("advantage.ddof is not an option of advantage 'group_mean'; remove it")
+    assert words.endswith("set advantage.name to group_zscore")
+    words = refusal(build.make_advantage, "--advantage.group-adv-norm")
+    assert words.endswith("set advantage.name to token_whitening")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> N
     ],
 )
 def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str) -> None:
-    assert refusal(build_objective.loss_of, "--loss.name=importance", *arguments).startswith(words)
+    assert refusal(build.make_loss, "--loss.name=importance", *arguments).startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -157,27 +157,27 @@ def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str
 def test_options_that_leave_others_without_effect_are_refused(
     arguments: list[str], words: str
 ) -> None:
-    assert refusal(build_objective.loss_of, *arguments).startswith(words)
-    build_objective.loss_of(config_of(*arguments[:-1]))  # the others alone are sound
+    assert refusal(build.make_loss, *arguments).startswith(words)
+    build.make_loss(config_of(*arguments[:-1]))  # the others alone are sound
 
 
 @pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
 def test_a_loss_without_advantages_may_pull_elsewhere(pull: str) -> None:
-    build_objective.loss_of(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
+    build.make_loss(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
 
 
 def test_the_reference_is_the_model_before_training() -> None:
     # k3 is 0 at the start, and no longer after a step
     config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")
-    learner = build.learner_of(config, tiny_model())
+    learner = build.make_learner(config, tiny_model())
     rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(2)]
     assert rows[0]["kl"] == 0
     assert rows[1]["kl"] > 1e-6
 
 
 def test_the_entropy_bonus_is_the_mean_over_the_tokens() -> None:
-    plain = build_objective.loss_of(config_of())(tokens_of())[0].item()
-    loss = build_objective.loss_of(config_of("--loss.entropy-coef=0.1"))
+    plain = build.make_loss(config_of())(tokens_of())[0].item()
+    loss = build.make_loss(config_of("--loss.entropy-coef=0.1"))
     value, metrics = loss(tokens_of())
     assert value.item() == pytest.approx(plain - 0.1 * 2.5)
     assert metrics["entropy"].item() == 2.5
@@ -189,7 +189,7 @@ def test_the_entropy_bonus_flattens_what_the_policy_draws() -> None:
     model = tiny_model(seed=3, tie_word_embeddings=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(12)
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(4)]
     entropies = [row["entropy"] for row in rows]
     assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
@@ -216,7 +216,7 @@ def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
     model = tiny_model()
     config = config_of("--train.dtype=float32", *arguments)
     group = group_of([1, 0, 0], lengths=[4, 2, 6])
-    return build.learner_of(config, model).learn([group]), model.lm_head.weight
+    return build.make_learner(config, model).learn([group]), model.lm_head.weight
 
 
 OWN = '{{"mine.loud": {{"enforce": {}, "kwargs": {{"limit": 5}}}}}}'
@@ -246,9 +246,9 @@ def test_an_unknown_filter_is_answered_with_the_menu() -> None:
 
 def test_a_loss_of_one_s_own_takes_its_options() -> None:
     config = config_of("--loss.name=mine.loss", "--loss.kwargs", '{"power": 2.0}')
-    loss = build_objective.loss_of(config)
+    loss = build.make_loss(config)
     assert loss(tokens_of(-2.0))[0].item() == 0
-    plain = build_objective.loss_of(config_of("--loss.name=mine.loss"))
+    plain = build.make_loss(config_of("--loss.name=mine.loss"))
     tokens = tokens_of()
     (doubled,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
     (single,) = torch.autograd.grad(plain(tokens)[0], tokens.logprobs)
@@ -257,35 +257,35 @@ def test_a_loss_of_one_s_own_takes_its_options() -> None:
 
 def test_an_estimator_of_one_s_own_takes_its_options() -> None:
     arguments = ["--advantage.name=mine.best", "--advantage.kwargs", '{"scale": 3.0}']
-    assert build_objective.advantage_of(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
+    assert build.make_advantage(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
 
 
 def test_an_estimator_of_one_s_own_may_compare_the_whole_step() -> None:
     from peralta_zmq.learning.advantages import advantages_of
 
-    advantage = build_objective.advantage_of(config_of("--advantage.name=mine.whole"))
+    advantage = build.make_advantage(config_of("--advantage.name=mine.whole"))
     groups = [group_of([1, 0]), group_of([5, 3])]
     assert advantages_of(groups, advantage) == [[-4, -5], [0, -2]]
 
 
 def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
-    loss = build_objective.loss_of(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
+    loss = build.make_loss(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
     assert loss(tokens_of())[0].item() == -2.0
 
 
 @pytest.mark.parametrize(
     ("build", "arguments", "words"),
     [
-        (build_objective.loss_of, ["--loss.name=mine.shy"],
+        (build.make_loss, ["--loss.name=mine.shy"],
          "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
-        (build_objective.loss_of, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
+        (build.make_loss, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
          "loss 'mine.loss': got an unexpected keyword argument 'force'; its options are power"),
-        (build_objective.loss_of, ["--loss.name=mine.greedy", "--loss.epsilon=0.1", "--loss.kwargs",
+        (build.make_loss, ["--loss.name=mine.greedy", "--loss.epsilon=0.1", "--loss.kwargs",
                              '{"epsilon": 2}'],
-         "loss.epsilon and loss.kwargs.epsilon are one option; give one"),
-        (build_objective.loss_of, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
-         "loss.kwargs is for a function of your own; 'gspo' takes loss.epsilon, loss.epsilon_high"),
-        (build_objective.advantage_of, ["--advantage.name=mine.best",
+         "loss.epsilon and loss.kwargs.epsilon set the same option; remove one"),
+        (build.make_loss, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
+         "loss.kwargs is only for a loss of your own; the options of 'gspo' are loss.epsilon, "),
+        (build.make_advantage, ["--advantage.name=mine.best",
         "--advantage.kwargs", '{"s": 1}'],
          "advantage 'mine.best': got an unexpected keyword argument 's'; its options are scale"),
         (filters, ["--filter.custom", '{"mine.loud": {}}'],
@@ -301,16 +301,16 @@ def test_options_that_do_not_fit_a_function_of_one_s_own_are_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mine.nan_loss", r"loss 'mine\.nan_loss' gives nan although all logprobs are finite"),
+        ("mine.nan_loss", r"loss 'mine\.nan_loss' returned nan although all logprobs are finite"),
         ("mine.raising", r"loss 'mine\.raising' raised KeyError: 'missing' \(.*mine.py, line 8\)"),
-        ("mine.hanging", r"loss 'mine\.hanging' has not answered within 0\.2 s"),
+        ("mine.hanging", r"loss 'mine\.hanging' did not return within 0\.2 s"),
     ],
 )
 def test_a_loss_of_one_s_own_that_fails_is_named(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
-    loss = build_objective.loss_of(config_of("--loss.name", name))
+    monkeypatch.setattr(registry, "CALL_TIMEOUT_SECONDS", 0.2)
+    loss = build.make_loss(config_of("--loss.name", name))
     with pytest.raises(UserCodeError, match=words):
         loss(tokens_of())
 
@@ -318,7 +318,7 @@ def test_a_loss_of_one_s_own_that_fails_is_named(
 @pytest.mark.parametrize("bonus", ["0", "0.1"])
 def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) -> None:
     config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
-    learner = build.learner_of(config, tiny_model())
+    learner = build.make_learner(config, tiny_model())
     assert learner.learn([group_of([1, 0])])["skipped"] == 1
     assert learner.problem.startswith("the gradient of loss 'steep' is not finite although its val")
 
@@ -333,21 +333,21 @@ def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) ->
         (["--advantage.name=mine.raising"],
          r"advantage 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
         (["--advantage.name=mine.hanging"],
-         r"advantage 'mine\.hanging' has not answered within 0\.2 s"),
+         r"advantage 'mine\.hanging' did not return within 0\.2 s"),
         (["--filter.custom", '{"mine.maybe": {}}'],
-         r"filter 'mine\.maybe' gives 0\.3; return True or False"),
+         r"filter 'mine\.maybe' returned 0\.3; return True or False"),
         (["--filter.custom", '{"mine.raising": {}}'],
          r"filter 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
         (["--filter.custom", '{"mine.hanging": {}}'],
-         r"filter 'mine\.hanging' has not answered within 0\.2 s"),
+         r"filter 'mine\.hanging' did not return within 0\.2 s"),
     ],
 )  # fmt: skip
 def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_learned(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_objective, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(registry, "CALL_TIMEOUT_SECONDS", 0.2)
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
     with pytest.raises(UserCodeError, match=words):
-        build.learner_of(config_of(*arguments), model).learn([group_of([1, 0])])
+        build.make_learner(config_of(*arguments), model).learn([group_of([1, 0])])
     assert torch.equal(model.lm_head.weight, before)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fakes import group_of
 
-from peralta_zmq import build, build_objective, models
+from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 
@@ -62,7 +62,7 @@ def test_the_policy_is_pulled_to_the_teacher_in_the_folder(teacher: Path) -> Non
     config = config_of(*PULLED, "--model.teacher", str(teacher))
     model = embedded()
     other = models.load_model(teacher, device=torch.device("cpu"), dtype=torch.float32)
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     before = apart(model, other)
     for _ in range(6):
         learner.learn([group()])
@@ -72,7 +72,7 @@ def test_the_policy_is_pulled_to_the_teacher_in_the_folder(teacher: Path) -> Non
 def test_a_teacher_without_a_folder_is_the_base() -> None:
     # adv_tau 0: at the base nothing pulls; away from it the base does
     model, base = embedded(), embedded()
-    learner = build.learner_of(config_of(*PULLED), model)
+    learner = build.make_learner(config_of(*PULLED), model)
     assert learner.learn([group()])["grad_norm"] == 0
     assert apart(model, base) == 0
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_a_teacher_without_a_folder_is_the_base() -> None:
 
 def refused(*arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        build.learner_of(config_of(*arguments), embedded())
+        build.make_learner(config_of(*arguments), embedded())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -110,12 +110,15 @@ def test_a_teacher_with_fewer_logits_is_refused(teacher: Path) -> None:
     model.resize_token_embeddings(model.config.vocab_size - 4)
     model.save_pretrained(teacher)
     words = refused(*PULLED, "--model.teacher", str(teacher))
-    assert "464 tokens, and model.name embedded for 468; choose a teacher that has them" in words
+    assert "464 tokens, but model.name embedded for 468; choose a teacher with" in words
 
 
 def test_a_teacher_that_nobody_asks_is_refused(teacher: Path) -> None:
     words = refused("--model.teacher", str(teacher))
-    assert words.endswith("leave it out, or use loss.name importance with loss.teacher_tau above 0")
+    assert words == (
+        f"model.teacher {teacher} is set, but loss 'reinforce' uses no teacher; "
+        "remove it or choose loss 'importance' with loss.teacher_tau above 0"
+    )
 
 
 def test_a_teacher_that_is_nowhere_is_refused() -> None:
@@ -124,7 +127,7 @@ def test_a_teacher_that_is_nowhere_is_refused() -> None:
 
 def test_a_reference_is_refreshed_as_the_settings_say() -> None:
     config = config_of("--loss.name=grpo_kl", "--train.ref-sync-steps=2")
-    learner = build.learner_of(config, embedded())
+    learner = build.make_learner(config, embedded())
     kl = [learner.learn([group()])["kl"] for _ in range(4)]
     assert [each == 0 for each in kl] == [True, False, True, False]
 
@@ -134,7 +137,7 @@ def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept(
     found = {}
     for keep in ("--no-train.keep-zero-std", "--train.keep-zero-std"):
         model = embedded()
-        learner = build.learner_of(config_of("--loss.name=grpo_kl", "--loss.beta=1", keep), model)
+        learner = build.make_learner(config_of("--loss.name=grpo_kl", "--loss.beta=1", keep), model)
         with torch.no_grad():
             for each in model.parameters():
                 each.mul_(0.9)
@@ -149,9 +152,10 @@ def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--train.ref-sync-steps=2"], "train.ref_sync_steps 2 needs a loss with a reference"),
+        (["--train.ref-sync-steps=2"],
+         "train.ref_sync_steps 2 is set, but loss 'reinforce' uses no reference model; remove"),
         (["--loss.name=grpo_kl", "--loss.beta=0", "--train.ref-sync-steps=2"],
-         "train.ref_sync_steps 2 needs a loss with a reference, and loss.name grpo_kl asks none"),
+         "train.ref_sync_steps 2 is set, but loss 'grpo_kl' uses no reference model; remove it"),
         (["--loss.name=grpo_kl", "--train.ref-mixup-alpha=0.6"],
          "train.ref_mixup_alpha 0.6 needs train.ref_sync_steps"),
         (["--train.ref-sync-steps=2", "--train.ref-mixup-alpha=0.6", "--lora.rank=4"],
@@ -177,10 +181,10 @@ def test_a_loss_of_one_s_own_asks_by_the_names_of_its_options(
     (tmp_path / "held_back.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     own = "--loss.name=held_back.held"
-    assert build_objective.wants(config_of(own)) == {"reference"}
-    assert build_objective.wants(config_of(own, "--loss.beta=0")) == set()
-    assert build_objective.wants(config_of(own, "--loss.kwargs", '{"teacher_tau": 1}')) == {
+    assert build.reference_models_used(config_of(own)) == {"reference"}
+    assert build.reference_models_used(config_of(own, "--loss.beta=0")) == set()
+    assert build.reference_models_used(config_of(own, "--loss.kwargs", '{"teacher_tau": 1}')) == {
         "reference", "teacher",
     }  # fmt: skip
-    learned = build.learner_of(config_of(own), embedded()).learn([group()])
+    learned = build.make_learner(config_of(own), embedded()).learn([group()])
     assert learned["loss"] == 0  # the reference is the policy itself

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from fakes import group_of, rollout_with, tiny_model
 
-from peralta_zmq import build, build_environments, environments, registry
+from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
+from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.generator import loop as generator
 from peralta_zmq.rollout import Problem, Rollout
 
@@ -45,7 +46,7 @@ def config_of(tmp_path: Path, about: str) -> Config:
 
 
 def learned(config: Config, *groups: Any) -> dict[str, float]:
-    return build.learner_of(config, tiny_model()).learn(groups or [group_of([1, 0, 0, 0.5])])
+    return build.make_learner(config, tiny_model()).learn(groups or [group_of([1, 0, 0, 0.5])])
 
 
 def test_every_block_of_the_page_is_tested_here() -> None:
@@ -73,18 +74,16 @@ def test_the_loss_trains_and_tells_what_it_masks(tmp_path: Path) -> None:
 
 
 def test_the_advantage_is_scaled_as_the_settings_say(tmp_path: Path) -> None:
-    from peralta_zmq.build_objective import advantage_of
 
-    advantage = advantage_of(config_of(tmp_path, "best_of_the_rest"))
+    advantage = build.make_advantage(config_of(tmp_path, "best_of_the_rest"))
     assert advantage([1, 0, 0.5], [3, 3, 3]) == [0.25, -0.5, -0.25]
     assert learned(config_of(tmp_path, "best_of_the_rest"))["grad_norm"] > 0
 
 
 def test_the_advantage_over_the_step_sees_all_groups(tmp_path: Path) -> None:
-    from peralta_zmq.build_objective import advantage_of
     from peralta_zmq.learning.advantages import advantages_of
 
-    advantage = advantage_of(config_of(tmp_path, "centred"))
+    advantage = build.make_advantage(config_of(tmp_path, "centred"))
     groups = [group_of([1, 0]), group_of([4, 3])]
     assert advantages_of(groups, advantage) == [[-1, -2], [2, 1]]
 
@@ -108,11 +107,11 @@ def test_the_filter_takes_out_what_it_catches(tmp_path: Path) -> None:
 def test_the_reward_is_paid_by_a_process_of_its_own(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sums")
     task: Any = registry.resolve("task", config.task.name)
-    made = environments.load(task, "train", seed=0, options={"largest": 3})
+    made = load_problems(task, "train", seed=0, options={"largest": 3})
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with build_environments.judge_of(config, task) as judge:
+    with build.make_reward_runner(config, task) as judge:
         assert judge.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
         assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
 
@@ -121,6 +120,6 @@ def test_the_reward_in_the_place_of_the_task_s_own_takes_its_options(tmp_path: P
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with build_environments.judge_of(config, task) as judge:
+    with build.make_reward_runner(config, task) as judge:
         assert judge.reward(problem, "3 + 2") == 1.0
         assert judge.reward(problem, "3 + 2        ") == 0.5

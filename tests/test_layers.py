@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
 TYPES = {"rollout", "errors", "atomic_files", "failpoints", "password"}
 LEAVES = {"config", "registry", "wire", "weights", "models", "learning", "environments",
-          "observe", "user_code"}  # fmt: skip
-BUILD = {"build", "build_environments", "build_lora", "build_objective", "build_reference_models"}
+          "observe"}  # fmt: skip
+BUILD = {"build"}
 LOOPS = {"generator", "trainer"}
 BELOW = TYPES | LEAVES | {"engines"}
 MAY_IMPORT = {
@@ -49,7 +49,7 @@ LIBRARIES = {  # which modules may import a library; all others go through these
     "rich": {"observe", "operate"},
     "matplotlib": {"observe"},
 }
-WITHOUT_TORCH = {*TYPES, "config", "registry", "user_code", "wire", "environments", "observe",
+WITHOUT_TORCH = {*TYPES, "config", "registry", "wire", "environments", "observe",
                  "operate"}  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_an_unknown_name_is_answered_with_the_menu() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("loss", "x")
     menu = "decoupled_ppo, dppo, grpo, grpo_kl, gspo, importance, reinforce"
-    expected = f"unknown loss 'x'; choose one of {menu}, or a dotted name of your own"
+    expected = f"unknown loss 'x'; choose one of {menu}, or the dotted name of your own loss"
     assert str(caught.value) == expected
 
 
@@ -127,5 +127,5 @@ print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
 
 
 def test_there_is_no_menu_of_rewards() -> None:
-    with pytest.raises(ConfigError, match="unknown reward 'x'; give a dotted name of your own"):
+    with pytest.raises(ConfigError, match="unknown reward 'x'; give the dotted name of your own"):
         resolve("reward", "x")

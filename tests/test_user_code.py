@@ -9,7 +9,7 @@ import time
 import pytest
 
 from peralta_zmq.errors import ConfigError, UserCodeError
-from peralta_zmq.user_code import call_with_timeout
+from peralta_zmq.registry import call_with_timeout
 
 
 def forever() -> None:
@@ -25,7 +25,7 @@ def test_what_a_function_gives_comes_back() -> None:
 
 
 def test_a_function_that_hangs_is_named_in_time() -> None:
-    with pytest.raises(UserCodeError, match=r"mine has not answered within 0\.1 s"):
+    with pytest.raises(UserCodeError, match=r"mine did not return within 0\.1 s"):
         call_with_timeout("mine", forever, seconds=0.1)()
 
 
@@ -65,9 +65,9 @@ def test_an_alarm_of_somebody_else_goes_on() -> None:
 
 STUCK = """
 import hashlib, sys, threading
-from peralta_zmq import guard
-guard.GRACE_SECONDS = 0.2
-call = guard.guarded(
+from peralta_zmq import registry
+registry.INTERRUPT_SECONDS = 0.2
+call = registry.call_with_timeout(
     "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
 )
 if "thread" in sys.argv:
@@ -84,7 +84,7 @@ def test_a_call_that_cannot_be_interrupted_ends_the_process_and_is_named(where: 
     command = [sys.executable, "-c", STUCK, where]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("loss 'mine' has not answered within 0.2 s and cannot be inter")
+    assert ended.stderr.startswith("loss 'mine' did not return within 0.2 s and cannot be inter")
     assert ended.stderr.count("\n") == 1
 
 

@@ -1,8 +1,7 @@
-"""Who does which problem when, agreed on without a word between generators.
+"""Curriculum: the order of problems, the split between generators, and the difficulty pools.
 
-All draws of a run are numbered; generator `index` of `count` makes those whose number leaves
-`index` when divided by `count`. A number alone tells the problem. Knows seeds, sizes and shares;
-keeps no state and knows no rewards.
+All samples of a run are numbered, and the number alone determines the problem. Generator `index` of
+`count` takes every `count`-th number, so generators need no coordination.
 """
 
 from __future__ import annotations
@@ -10,90 +9,96 @@ from __future__ import annotations
 import functools
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from itertools import count as count_from
+from typing import Literal, TypeAlias
 
 from peralta_zmq.errors import TaskError
 
-BLOCK = 1000  # draws in which the shares of the environments come out
+BLOCK = 1000  # samples after which the ratios of the environments are exact
+MAX_POSITIONS = 1 << 19  # of a bitmap: 64 KiB in every announcement
+
+Pool: TypeAlias = Literal["normal", "easy", "hard"]
+EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
+
+
+# Order of problems.
 
 
 @functools.lru_cache(maxsize=8)
 def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -> tuple[int, ...]:
-    """The problems of one epoch in the order of their draws, each once."""
+    """The shuffled problems of one epoch."""
     order = list(range(num_problems))
     random.Random(f"problem order {seed} {epoch}{name}").shuffle(order)
     return tuple(order)
 
 
 class ProblemSampler:
-    """From the number of a draw to a position in the train set, which is the environments'
-    problems one after the other.
+    """Maps the index of a sample to a position in the train set.
 
-    With `ratios` (one for each environment, not all 0) an environment has its share of every
-    1000 draws; without, the whole train set is one deck. Every deck is dealt out before it is
-    shuffled anew. Raises TaskError when there is nothing to draw from.
+    The train set is the problems of all environments in order. With `ratios` (one per environment,
+    not all 0) every block of 1000 samples is split in these proportions; without, the whole train
+    set is shuffled together. Each epoch is a new shuffle. Raises TaskError for an empty train set.
     """
 
     def __init__(
         self, sizes: Sequence[int], *, seed: int, ratios: Sequence[float] | None = None
     ) -> None:
         if not sum(sizes):
-            raise TaskError("no problems to draw; name a data set that is not empty")
+            raise TaskError("no problems to sample; name a data set that is not empty")
         self._seed, self._sizes = seed, tuple(sizes)
         self._starts = (0, *accumulate(sizes))
-        self._counts = shares(ratios, BLOCK) if ratios else None
+        self._counts = apportion(ratios, BLOCK) if ratios else None
 
-    def position(self, draw: int) -> int:
-        """Where in the train set the problem of this draw stands."""
+    def position(self, sample_index: int) -> int:
+        """The position of a sample's problem in the train set."""
         if self._counts is None:
-            return self._dealt(draw, self._starts[-1])
-        block, within = divmod(draw, BLOCK)
-        turns = _turns(self._counts, self._seed, block)
-        env = turns[within]
-        earlier = block * self._counts[env] + turns[:within].count(env)
-        return self._starts[env] + self._dealt(earlier, self._sizes[env], f" {env}")
+            return self._shuffled(sample_index, self._starts[-1])
+        block, within = divmod(sample_index, BLOCK)
+        order = _environment_order(self._counts, self._seed, block)
+        env = order[within]
+        num_earlier = block * self._counts[env] + order[:within].count(env)
+        return self._starts[env] + self._shuffled(num_earlier, self._sizes[env], f" {env}")
 
     def environment(self, position: int) -> int:
-        """The number of the environment that a position belongs to."""
+        """The index of the environment of a position."""
         return bisect_right(self._starts, position) - 1
 
-    def _dealt(self, draw: int, size: int, name: str = "") -> int:
-        epoch, within = divmod(draw, size)
+    def _shuffled(self, index: int, size: int, name: str = "") -> int:
+        epoch, within = divmod(index, size)
         return problem_order(size, seed=self._seed, epoch=epoch, name=name)[within]
 
 
-def walk(
-    draws: ProblemSampler,
+def assigned_samples(
+    sampler: ProblemSampler,
     *,
     index: int,
     count: int,
     start: int = 0,
-    resting: Callable[[int], bool] = lambda position: False,
-    patience: int = 1_000_000,
+    excluded: Callable[[int], bool] = lambda position: False,
+    max_skipped: int = 1_000_000,
 ) -> Iterator[tuple[int, int]]:
-    """A generator's draws and their positions without end, from draw number `start` on.
+    """Endless (sample index, position) of generator `index` of `count`, from index `start` on.
 
-    Resting positions are passed over; after `patience` of them in a row one is given all the same.
+    Skips excluded positions, at most `max_skipped` in a row.
     """
     assert 0 <= index < count
-    passed = 0
-    for draw in count_from(start + (index - start) % count, count):
-        position = draws.position(draw)
-        passed = passed + 1 if resting(position) else 0
-        if not 0 < passed < patience:
-            passed = 0
-            yield draw, position
+    num_skipped = 0
+    for sample_index in count_from(start + (index - start) % count, count):
+        position = sampler.position(sample_index)
+        num_skipped = num_skipped + 1 if excluded(position) else 0
+        if not 0 < num_skipped < max_skipped:
+            num_skipped = 0
+            yield sample_index, position
 
 
-def shares(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """`total` split in these proportions by the largest remainders; a ratio above 0 gets 1."""
-    whole = sum(ratios)
-    exact = [total * ratio / whole for ratio in ratios]
-    counts = [max(int(each), int(ratio > 0)) for each, ratio in zip(exact, ratios, strict=True)]
-    by_need = sorted(range(len(ratios)), key=lambda env: counts[env] - exact[env])
-    for env in by_need[: max(0, total - sum(counts))]:
+def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
+    """Split `total` in these proportions by largest remainders; a ratio above 0 gets at least 1."""
+    exact = [total * ratio / sum(ratios) for ratio in ratios]
+    counts = [max(int(part), int(ratio > 0)) for part, ratio in zip(exact, ratios, strict=True)]
+    by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - exact[env])
+    for env in by_remainder[: max(0, total - sum(counts))]:
         counts[env] += 1
     while sum(counts) > total:
         counts[counts.index(max(counts))] -= 1
@@ -101,8 +106,119 @@ def shares(ratios: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _turns(counts: tuple[int, ...], seed: int, block: int) -> tuple[int, ...]:
-    """Whose turn it is in each draw of a block."""
-    turns = [env for env, count in enumerate(counts) for _ in range(count)]
-    random.Random(f"environments {seed} {block}").shuffle(turns)
-    return tuple(turns)
+def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[int, ...]:
+    """The environment of each sample of a block."""
+    order = [env for env, count in enumerate(counts) for _ in range(count)]
+    random.Random(f"environments {seed} {block}").shuffle(order)
+    return tuple(order)
+
+
+# Difficulty pools.
+
+
+class DifficultyPools:
+    """Assigns every problem to a pool by the mean reward of its newest group.
+
+    Only the normal pool is sampled; easy and hard problems are excluded. `ids` are the problem ids
+    by position; equal ids are one problem. A threshold of None is off.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        *,
+        easy_threshold: float | None = None,
+        hard_threshold: float | None = None,
+    ) -> None:
+        self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
+        self._positions: dict[str, list[int]] = {}
+        for position, problem_id in enumerate(ids):
+            self._positions.setdefault(problem_id, []).append(position)
+        self._excluded: dict[str, Pool] = {}  # pool by problem id
+        self._bits = bytearray(-(-len(ids) // 8))  # bit p % 8 of byte p // 8 is position p
+
+    @property
+    def active(self) -> bool:
+        """Whether any threshold is set."""
+        return self._easy_threshold is not None or self._hard_threshold is not None
+
+    @property
+    def excluded(self) -> bytes:
+        """One bit per position, 1 if excluded; empty if no problem is."""
+        return bytes(self._bits) if self._excluded else b""
+
+    def pool_of(self, problem_id: str) -> Pool:
+        """The pool of a problem."""
+        return self._excluded.get(problem_id, "normal")
+
+    def sizes(self) -> dict[Pool, int]:
+        """Number of problems in each pool."""
+        easy = sum(pool == "easy" for pool in self._excluded.values())
+        hard = len(self._excluded) - easy
+        return {"normal": len(self._positions) - easy - hard, "easy": easy, "hard": hard}
+
+    def update(self, problem_id: str, mean_reward: float) -> int:
+        """Move a problem to the pool of its newest group's mean reward.
+
+        If that excludes the last normal problem, all problems become normal again. Returns the
+        number of problems that did, else 0.
+        """
+        if not self.active or problem_id not in self._positions:
+            return 0
+        self._move(problem_id, self._pool_for(mean_reward))
+        if len(self._excluded) < len(self._positions):
+            return 0
+        return self._include(list(self._excluded))
+
+    def return_some(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
+        """Move a random fraction of the easy and hard problems to normal; returns their number."""
+        returned: list[str] = []
+        for pool, fraction in (("easy", easy_fraction), ("hard", hard_fraction)):
+            ids = self._in_pool(pool)
+            returned += random.Random(f"return {pool} {seed}").sample(
+                ids, round(fraction * len(ids))
+            )
+        return self._include(returned)
+
+    def saved(self) -> dict[str, list[str]]:
+        """The excluded problems by pool, for a checkpoint."""
+        return {pool: self._in_pool(pool) for pool in EXCLUDED_POOLS}
+
+    def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
+        """Restore the pools from `saved()`; ignores problems that are no longer in the data."""
+        for pool in EXCLUDED_POOLS:
+            for problem_id in saved.get(pool, ()):
+                if problem_id in self._positions:
+                    self._move(problem_id, pool)
+
+    def _in_pool(self, pool: str) -> list[str]:
+        return sorted(problem_id for problem_id, of in self._excluded.items() if of == pool)
+
+    def _pool_for(self, mean_reward: float) -> Pool:
+        if self._easy_threshold is not None and mean_reward >= self._easy_threshold:
+            return "easy"
+        if self._hard_threshold is not None and mean_reward <= self._hard_threshold:
+            return "hard"
+        return "normal"
+
+    def _move(self, problem_id: str, pool: Pool) -> None:
+        if pool == "normal":
+            self._excluded.pop(problem_id, None)
+        else:
+            self._excluded[problem_id] = pool
+        for position in self._positions[problem_id]:
+            bit = 1 << position % 8
+            if pool == "normal":
+                self._bits[position // 8] &= ~bit
+            else:
+                self._bits[position // 8] |= bit
+
+    def _include(self, problem_ids: Sequence[str]) -> int:
+        for problem_id in problem_ids:
+            self._move(problem_id, "normal")
+        return len(problem_ids)
+
+
+def is_excluded(bits: bytes, position: int) -> bool:
+    """Whether a position's bit is set; positions beyond the bitmap are not excluded."""
+    return position // 8 < len(bits) and bool(bits[position // 8] >> position % 8 & 1)

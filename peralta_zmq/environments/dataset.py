@@ -1,39 +1,254 @@
-"""Rows of a data file with named columns: CSV or JSONL, shipped or the user's own.
-
-Knows files, columns and line numbers; knows nothing of what a column means.
-"""
+"""Problems: rows of CSV and JSONL files, problems made of them, and all environments of a run."""
 
 from __future__ import annotations
 
 import csv
 import difflib
+import hashlib
+import inspect
 import io
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import length_hint
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
-from peralta_zmq.errors import TaskError
+from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.rollout import Message, Problem
 
 SHIPPED = (
     *("math_1k", "math_250", "math_10k"),
     *("countdown_1k", "countdown_100", "reverse_text_1k", "reverse_text_100"),
     *("math_answers_500", "math_answers_100"),
 )
-TOKENS = "input_token_ids"  # a column that may stand in for the prompt
+TOKENS = "input_token_ids"  # optional column that replaces the prompt
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+MAX_TOKEN_ID = 2**31 - 1
+
+Split: TypeAlias = Literal["train", "eval"]
+logger = logging.getLogger(__name__)
+
+
+# All environments of a run.
+
+
+class ProblemSource(Protocol):
+    """A task, or a remote environment."""
+
+    def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
+        """The problems of 'train' or 'eval'."""
+        ...
+
+
+class RewardSource(Protocol):
+    """Computes rewards; raises RewardError."""
+
+    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
+        """The reward of a completion; a dict holds named parts, which are summed."""
+        ...
+
+    def close(self) -> None:
+        """Release the resources."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """The problems and reward functions of all environments. Use with `closing`."""
+
+    sizes: Mapping[str, int]  # number of problems by environment
+    problems: tuple[Problem, ...]  # in the order of `sizes`
+    reward_sources: Mapping[str, RewardSource]
+
+    def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
+        """The reward from the problem's environment. Raises RewardError."""
+        return self.reward_sources[problem.task].reward(problem, completion_text)
+
+    def close(self) -> None:
+        """Stop the reward processes."""
+        for source in self.reward_sources.values():
+            source.close()
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes that identify the problems and their order."""
+        ids = "\n".join(problem.id for problem in self.problems)
+        return hashlib.sha256(ids.encode()).digest()[:8]
+
+
+def load_problems(
+    task: ProblemSource,
+    split: str,
+    *,
+    seed: int,
+    options: Mapping[str, Any],
+    wrap: Callable[[Iterator[Problem]], Iterator[Problem]] = iter,
+) -> list[Problem]:
+    """All problems of a split; `wrap` may add a progress bar around the iterator.
+
+    Raises ConfigError for a [data] option that the task does not have, TaskError for no problems.
+    """
+    try:
+        inspect.signature(task.problems).bind(split, seed, **options)
+    except TypeError as error:
+        raise ConfigError(f"[data] does not fit this task: {error}; remove the option") from None
+    problems = list(wrap(task.problems(split, seed, **options)))
+    if not problems:
+        raise TaskError(f"the task has no problems for '{split}'; name a data set in [data]")
+    return problems
+
+
+def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
+    """Raise TaskError for `input_token_ids` beyond the model's vocabulary."""
+    for problem in problems:
+        if problem.input_token_ids and max(problem.input_token_ids) >= vocab_size:
+            raise TaskError(
+                f"problem {problem.id} of '{problem.task}' has the token "
+                f"{max(problem.input_token_ids)} in input_token_ids, but the model has "
+                f"{vocab_size}; tokenize it with this model's tokenizer"
+            )
+
+
+def problem_id(values: Sequence[str]) -> str:
+    """The id of a problem from the texts that identify it: 16 hexadecimal digits of a sha256."""
+    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+
+
+# Problems of a file.
+
+
+def problems_from_files(
+    task: str,
+    *,
+    train: str,
+    eval: str,
+    check: Callable[[str], object],
+    prompt_column: str = "prompt",
+    answer_column: str = "answer",
+) -> Callable[..., Iterator[Problem]]:
+    """The `problems` function of a task whose problems are the rows of a file, in file order.
+
+    `check` raises ValueError for an answer that the reward function cannot use. Such a row is
+    skipped and logged with its line number, as is a row without a prompt or with invalid
+    `input_token_ids`.
+    """
+
+    def problems(
+        split: Split,
+        seed: int,  # part of the protocol, not used: the curriculum shuffles
+        *,
+        train: str = train,
+        eval: str = eval,
+        prompt_column: str = prompt_column,
+        answer_column: str = answer_column,
+        system_prompt: str = "",
+    ) -> Iterator[Problem]:
+        """The problems of a split; `operator.length_hint` is the number of rows that are left.
+
+        Raises TaskError if the file cannot be read or, at the end, if no row was usable.
+        """
+        source = train if split == "train" else eval
+        rows = read_rows(source, columns=(answer_column,), prompt_column=prompt_column)
+
+        def problem_of(row: DataRow) -> Problem:
+            answer = row.columns[answer_column]
+            check(answer)
+            return _problem(row, task, prompt_column, answer, system_prompt)
+
+        return _RowProblems(rows, problem_of, source=source, answer_column=answer_column)
+
+    return problems
+
+
+class _RowProblems:
+    """Iterator over the problems of usable rows, with a length hint."""
+
+    def __init__(
+        self,
+        rows: Sequence[DataRow],
+        problem_of: Callable[[DataRow], Problem],
+        *,
+        source: str,
+        answer_column: str,
+    ) -> None:
+        self._rows, self._problem_of = iter(rows), problem_of
+        self._source, self._answer_column = source, answer_column
+        self._num_kept, self._refused = 0, list[str]()
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self
+
+    def __next__(self) -> Problem:
+        for row in self._rows:
+            try:
+                problem = self._problem_of(row)
+            except ValueError as reason:
+                answer = row.columns[self._answer_column]
+                self._refused.append(
+                    f"row={row.number} {self._answer_column}={answer!r:.80} reason='{reason}'"
+                )
+                continue
+            self._num_kept += 1
+            return problem
+        self._finish()
+        raise StopIteration
+
+    def __length_hint__(self) -> int:
+        return length_hint(self._rows)
+
+    def _finish(self) -> None:
+        """Log the refused rows; raise TaskError if no row was usable."""
+        num_refused = len(self._refused)
+        if not self._num_kept:
+            raise TaskError(
+                f"none of the {num_refused} rows of '{self._source}' can be used, the first is "
+                f"{self._refused[0]}; name the right columns or correct the file"
+            )
+        for line in self._refused:
+            logger.warning("event=row_refused source='%s' %s", self._source, line)
+        if self._refused:
+            logger.warning(
+                "event=rows_refused source='%s' refused=%d kept=%d",
+                *(self._source, num_refused, self._num_kept),
+            )
+
+
+def _problem(
+    row: DataRow, task: str, prompt_column: str, answer: str, system_prompt: str
+) -> Problem:
+    """The problem of a row. Raises ValueError for a row without a prompt."""
+    words = row.columns.get(TOKENS, "").split()
+    if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
+        raise ValueError(f"{TOKENS} must be whole numbers from 0 on")
+    prompt = row.columns.get(prompt_column, "")
+    if not words and not prompt.strip():
+        raise ValueError(f"{prompt_column} is empty")
+    system = (Message("system", system_prompt),) if system_prompt and not words else ()
+    user = (Message("user", prompt),) if prompt else ()
+    return Problem(
+        id=problem_id((task, prompt or row.columns[TOKENS])),
+        task=task,
+        messages=(*system, *user),
+        answer=answer,
+        input_token_ids=tuple(map(int, words)),
+    )
+
+
+# Rows of a file.
 
 
 class DataRow(NamedTuple):
-    """One row: the line an editor shows it on, and its text by column name."""
+    """One row: its line number in the file, and its text by column name."""
 
     number: int
     columns: dict[str, str]
 
 
-class _Broken(Exception):
-    """Why the line `number` cannot be read."""
+class _LineError(Exception):
+    """A line that cannot be read."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,69 +260,66 @@ def read_rows(
 ) -> list[DataRow]:
     """The named columns of every row, in file order; other columns are ignored.
 
-    `source` is a shipped set's name or a path. `prompt_column` is one more, in whose place a row
-    may carry `input_token_ids`: a list in JSONL, numbers between spaces in CSV. A list comes as
-    such a text. Raises TaskError for a file that is missing, empty or not UTF-8, a column that is
-    missing, and a row that cannot be read.
+    `source` is the name of a shipped data set or a path. `prompt_column` is an additional column; a
+    row may have `input_token_ids` in its place: a list in JSONL, numbers separated by spaces in
+    CSV. The list is returned in the form of CSV. Raises TaskError for a file that is missing, empty
+    or not UTF-8, a missing column, and a row that cannot be read.
     """
-    path = _path_of(source)
+    path = _path(source)
     parse = _jsonl_rows if path.suffix.lower() in JSONL_SUFFIXES else _csv_rows
     try:
-        rows = list(parse(_text_of(path), columns, prompt_column))
-    except _Broken as broken:
-        raise TaskError(f"'{source}' line {broken.number}: {broken}") from None
+        rows = list(parse(_read_text(path), columns, prompt_column))
+    except _LineError as error:
+        raise TaskError(f"'{source}' line {error.number}: {error}") from None
     if not rows:
         raise TaskError(f"'{source}' has no rows; a data set needs at least one")
     return rows
 
 
-def _path_of(source: str) -> Path:
-    """The file behind a shipped name or a path."""
+def _path(source: str) -> Path:
+    """The file of a shipped data set, or the given path."""
     if source in SHIPPED:
         return Path(__file__).parent / "data" / f"{source}.csv"
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it never raises
     if not os.path.isfile(path):
-        raise TaskError(f"no data set or file '{source}'{_hint(path)}; {_menu()}")
+        raise TaskError(
+            f"no data set or file '{source}'{_suggestion(path)}; "
+            f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv or .jsonl file"
+        )
     if path.suffix.lower() not in (".csv", *JSONL_SUFFIXES):
         raise TaskError(f"'{source}' is neither .csv nor .jsonl; convert or rename it")
     return path
 
 
-def _hint(path: Path) -> str:
-    """', did you mean X?' when a shipped set or a neighbour in the folder has a similar name."""
-    neighbours = {}
+def _suggestion(path: Path) -> str:
+    """', did you mean X?' if a data set or a file of the same folder has a similar name."""
+    names = {name: name for name in SHIPPED}
     if os.path.isdir(path.parent):
-        neighbours = {file.name: str(file) for file in path.parent.glob("*.*")}
-    known = neighbours | {name: name for name in SHIPPED}
-    near = difflib.get_close_matches(path.name, known, n=1)
-    return f", did you mean '{known[near[0]]}'?" if near else ""
+        names |= {file.name: str(file) for file in path.parent.glob("*.*")}
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f", did you mean '{names[near[0]]}'?" if near else ""
 
 
-def _menu() -> str:
-    return f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv or .jsonl file"
-
-
-def _text_of(path: Path) -> str:
-    """The whole file as text, a byte order mark removed and line ends as they are."""
+def _read_text(path: Path) -> str:
+    """The file as text without a byte order mark; line ends are not converted."""
     try:
-        raw = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise TaskError(f"cannot read '{path}': {error.strerror}; check its permissions") from None
     try:
-        return raw.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        number = raw.count(b"\n", 0, error.start) + 1
-        raise _Broken(number, f"{error.reason}; save the file as UTF-8") from None
+        number = content.count(b"\n", 0, error.start) + 1
+        raise _LineError(number, f"{error.reason}; save the file as UTF-8") from None
 
 
 def _csv_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
     records = _csv_records(text)
     header_number, header = next(records, (1, list[str]()))
-    columns = _wanted(header, columns, prompt_column)
-    _check_columns(header, columns, number=header_number)
+    columns = _select_columns(header, columns, prompt_column, number=header_number)
     for number, fields in records:
         if len(fields) != len(header):
-            raise _Broken(
+            raise _LineError(
                 number,
                 f"{len(fields)} fields, but the header names {len(header)} columns; "
                 "put quotes around text with a comma in it",
@@ -117,7 +329,7 @@ def _csv_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> I
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not blank, each with its first line: quoted text may hold line ends."""
+    """Records that are not blank with their first line number: quoted text may span lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     number = 1
     try:
@@ -126,59 +338,59 @@ def _csv_records(text: str) -> Iterator[tuple[int, list[str]]]:
                 yield number, fields
             number = reader.line_num + 1
     except csv.Error as error:
-        raise _Broken(number, f"{error}; check the quotes of this row") from None
+        raise _LineError(number, f"{error}; check the quotes of this row") from None
 
 
 def _jsonl_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
-    # Only "\n" ends a line here: JSON text may contain the other separators of str.splitlines.
+    # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             row = _json_object(line, number=number)
-            wanted = _wanted(list(row), columns, prompt_column)
-            _check_columns(list(row), wanted, number=number)
-            texts = {name: _json_text(row[name], name, number=number) for name in wanted}
-            yield DataRow(number, texts)
-
-
-def _wanted(there: list[str], columns: Sequence[str], prompt_column: str | None) -> list[str]:
-    """The columns to take: of prompt and tokens those that are there, the prompt if none is."""
-    if prompt_column is None:
-        return list(columns)
-    either = [name for name in (prompt_column, TOKENS) if name in there] or [prompt_column]
-    return [*either, *columns]
+            names = _select_columns(list(row), columns, prompt_column, number=number)
+            yield DataRow(
+                number, {name: _json_text(row[name], name, number=number) for name in names}
+            )
 
 
 def _json_object(line: str, *, number: int) -> dict[str, object]:
-    """One line as an object; numbers stay the text they are, so that 0.1 is one tenth."""
+    """One line as an object; numbers stay text, so that 0.1 is exactly one tenth."""
     try:
         row = json.loads(line, parse_int=str, parse_float=str)
     except json.JSONDecodeError as error:
         reason = f"not JSON ({error.msg} at character {error.colno})"
-        raise _Broken(number, f"{reason}; write one object on each line") from None
+        raise _LineError(number, f"{reason}; write one object on each line") from None
     except RecursionError:
-        raise _Broken(number, "nested too deeply; write one flat object on each line") from None
+        raise _LineError(number, "nested too deeply; write one flat object on each line") from None
     if not isinstance(row, dict):
-        raise _Broken(number, f"{line.strip():.40} is not an object; write one on each line")
+        raise _LineError(number, f"{line.strip():.40} is not an object; write one on each line")
     return cast("dict[str, object]", row)
 
 
 def _json_text(value: object, name: str, *, number: int) -> str:
-    """A text or number, or tokens; half of a surrogate pair, which JSON can spell, is no text."""
+    """Text, a number, or token ids; JSON can escape half of a surrogate pair, which is refused."""
     if name == TOKENS and isinstance(value, list):
         return " ".join(map(str, cast("list[object]", value)))
     if not isinstance(value, str):
-        raise _Broken(number, f"column '{name}' is {value!r:.40}; it must be text or a number")
+        raise _LineError(number, f"column '{name}' is {value!r:.40}; it must be text or a number")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Broken(number, f"column '{name}' holds half a character {value!a:.40}") from None
+        raise _LineError(number, f"column '{name}' holds half a character {value!a:.40}") from None
     return value
 
 
-def _check_columns(there: list[str], wanted: Sequence[str], *, number: int) -> None:
-    missing = [name for name in wanted if name not in there]
-    if missing and there:
-        menu = ", ".join(repr(name) for name in there)
-        raise _Broken(number, f"no column '{missing[0]}'; the columns are {menu}")
-    if missing:
-        raise _Broken(number, f"no column '{missing[0]}', the file or line is empty; fill it")
+def _select_columns(
+    present: list[str], columns: Sequence[str], prompt_column: str | None, *, number: int
+) -> list[str]:
+    """The columns to read: of prompt and tokens those that are present, or else the prompt."""
+    prompts: list[str] = []
+    if prompt_column is not None:
+        prompts = [name for name in (prompt_column, TOKENS) if name in present] or [prompt_column]
+    names = [*prompts, *columns]
+    for name in names:
+        if name not in present:
+            if not present:
+                raise _LineError(number, f"no column '{name}', the file or line is empty; fill it")
+            choices = ", ".join(map(repr, present))
+            raise _LineError(number, f"no column '{name}'; the columns are {choices}")
+    return names

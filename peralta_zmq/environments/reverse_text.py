@@ -1,55 +1,34 @@
-"""Reverse a text: the reward says how much of the answer is right, so that it can be climbed.
-
-Knows texts and their likeness; knows nothing of models.
-"""
+"""Reverse text: the reward is the similarity to the reversed text, so partial answers earn some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Literal
 
-from peralta_zmq.environments.problems import problems_from
+from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.rollout import Problem
 
-NAME = "reverse_text"
-REWARD_IS_BOUNDED = True  # at most MAX_LENGTH characters: no process of its own
-MAX_LENGTH = 256  # characters compared: the comparison takes time by the square
-
-
-def problems(
-    split: Literal["train", "eval"],
-    seed: int,  # of the contract
-    *,
-    train: str = "reverse_text_1k",
-    eval: str = "reverse_text_100",
-    prompt_column: str = "prompt",
-    answer_column: str = "answer",
-    system_prompt: str = "",
-) -> Iterator[Problem]:
-    """Every row of the split's file once. Raises TaskError as `problems_from` does."""
-    return problems_from(
-        train if split == "train" else eval,
-        task=NAME,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        system_prompt=system_prompt,
-        check=_check,
-    )
+MAX_LENGTH = 256  # characters compared: the time grows with the square of the length
+REWARD_IS_BOUNDED = True  # by MAX_LENGTH: no process needed
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """Likeness to the answer from 0 to 1: twice the characters in matching blocks, divided by the
-    characters of both (`difflib`'s ratio), whitespace around the completion ignored.
+    """Similarity to the answer from 0 to 1, surrounding whitespace of the completion ignored.
+
+    2 M / T with M characters in matching blocks and T characters in both texts (difflib's ratio).
     """
-    said = completion_text.strip()
-    if max(len(said), len(problem.answer)) > MAX_LENGTH:
+    text = completion_text.strip()
+    if max(len(text), len(problem.answer)) > MAX_LENGTH:
         return 0.0
-    return SequenceMatcher(None, problem.answer, said, autojunk=False).ratio()
+    return SequenceMatcher(None, problem.answer, text, autojunk=False).ratio()
 
 
-def _check(answer: str) -> None:
+def _check_answer(answer: str) -> None:
     if not answer.strip():
         raise ValueError("the answer is empty")
     if len(answer) > MAX_LENGTH:
         raise ValueError(f"the answer is longer than {MAX_LENGTH} characters")
+
+
+problems = problems_from_files(
+    "reverse_text", train="reverse_text_1k", eval="reverse_text_100", check=_check_answer
+)

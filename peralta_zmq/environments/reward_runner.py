@@ -34,12 +34,12 @@ class RewardRunner:
         self,
         function: Callable[..., Any],  # of a module, by its own name
         *,
-        deadline_seconds: float,
+        timeout_seconds: float,
         options: Mapping[str, Any] | None = None,
         bounded: bool = False,
     ) -> None:
         self._function, self._options = function, dict(options or {})
-        self._deadline, self._bounded = deadline_seconds, bounded
+        self._deadline, self._bounded = timeout_seconds, bounded
         self._name = f"{function.__module__}:{function.__qualname__}"
         self._worker: _Worker | None = None
         self._in_a_row = 0

@@ -26,8 +26,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from peralta_zmq.build_environments import Environments, open_environments
+from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
+from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.verifier_client import described
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.password import read_token
@@ -83,10 +84,10 @@ class Verifier:
                 "set verifier.token_file on every machine"
             )
         self._splits: dict[str, Environments] = {
-            split: open_environments(config, split, here=True) for split in ("train", "eval")
+            split: open_environments(config, split, local=True) for split in ("train", "eval")
         }
         self._known = {
-            (each.task, each.id): (each, opened.judges[each.task].reward)
+            (each.task, each.id): (each, opened.reward_sources[each.task].reward)
             for opened in self._splits.values()
             for each in opened.problems
         }

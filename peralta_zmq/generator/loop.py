@@ -17,11 +17,11 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 
 from peralta_zmq import build, models, registry, wire
-from peralta_zmq.build_environments import Environments, check_tokens, open_environments
+from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.engines import ask
-from peralta_zmq.environments.curriculum import ProblemSampler, walk
-from peralta_zmq.environments.difficulty_pools import is_excluded
+from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_excluded
+from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
 from peralta_zmq.failpoints import failpoint
@@ -195,7 +195,7 @@ class Generator:
         answers = ask(
             engine, tokenizer, self._examples(step, held_out.problems),
             num_generations=config.eval.rollouts_per_example,
-            sampling=build.eval_sampling_of(config, seed=self._seed(f"evaluation {step}")),
+            sampling=build.make_eval_sampling(config, seed=self._seed(f"evaluation {step}")),
             between_steps=self._report_when_due,
         )  # fmt: skip
         with closing(held_out):
@@ -246,9 +246,9 @@ class Generator:
             start = (
                 heard.next_sample_index if heard and known else step * self._config.groups_per_step
             )
-            self._todo = walk(
+            self._todo = assigned_samples(
                 draws, index=generator.index, count=generator.count, start=start,
-                resting=self._rests,
+                excluded=self._rests,
             )  # fmt: skip
         draw, position = next(self._todo)
         return replace(problems[position], sample_index=draw)
@@ -262,7 +262,7 @@ class Generator:
         )
 
     def _sampling(self, step: int) -> Sampling:
-        return build.sampling_of(self._config, seed=self._seed(f"{step}/{self._sequence}"))
+        return build.make_sampling(self._config, seed=self._seed(f"{step}/{self._sequence}"))
 
     def _seed(self, what: str) -> int:
         who = f"{self._config.run.seed}/{self._outbox.sender}/{what}"  # never the same draws again

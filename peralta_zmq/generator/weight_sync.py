@@ -5,14 +5,12 @@ Knows the store, the engines and the config; knows nothing of groups.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
 
-from peralta_zmq import build_lora, models, registry, wire
+from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.engines.lora import AdaptedEngine
 from peralta_zmq.errors import StoreError
 from peralta_zmq.password import read_token
 from peralta_zmq.weights.backends import open_backend
@@ -96,7 +94,7 @@ def open_engine(
             seconds, answers = said - started, wire.accepts_connection(address)
             logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
     started = time.monotonic()
-    made = make_engine(config, staged)
+    made = build.make_engine(config, staged)
     follower.settle()
     _log_loaded(staged, apply_seconds=time.monotonic() - started)
     return staged.version, *made
@@ -110,24 +108,3 @@ def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -
         reason = f"it answers, but {weights} has no version. Is that its weights.dir?"
         return f"{start}: {reason} {diagnose}"
     return f"{start}: no TCP answer. Start it: bin/trainer{files}. {diagnose}"
-
-
-def make_engine(config: Config, staged: PendingWeights) -> tuple[registry.Engine, models.Tokenizer]:
-    """The configured engine over weights that lie here.
-
-    Raises ConfigError for an adapter whose base is not the model of this machine's settings.
-    """
-    device = models.choose_device(config.model.device)
-    dtype, reason = models.choose_dtype(device, config.model.dtype)
-    logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    version, adapts = staged.version, staged.version.says("adapts") is not None
-    folder = build_lora.base_of(config, version) if adapts else staged.folder
-    model = models.load_model(folder, device=device, dtype=dtype)
-    tokenizer = models.load_tokenizer(folder)
-    make = functools.partial(
-        registry.resolve("engine", config.engine.name), model, tokenizer, step=version.step,
-        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
-    )  # fmt: skip
-    if adapts:
-        return AdaptedEngine(make, model, staged.tensors, version.step), tokenizer
-    return make(), tokenizer

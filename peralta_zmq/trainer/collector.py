@@ -13,7 +13,7 @@ from typing import Any
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config, files_given
-from peralta_zmq.environments.difficulty_pools import DifficultyPools
+from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import (
@@ -182,7 +182,7 @@ class BatchCollector:
         if sample_index <= self._next_sample_index + MAX_AHEAD:
             self._next_sample_index = max(self._next_sample_index, sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
-            returned = self.pools.judge(problem_id, mean_reward)
+            returned = self.pools.update(problem_id, mean_reward)
             if returned:
                 self._books.event("pool_refilled", problems=returned)
                 self._books.note(
@@ -338,7 +338,7 @@ class BatchCollector:
             done=done,
             groups_in_step=self._in_step,
             next_sample_index=self._next_sample_index,
-            excluded=self.pools.resting,
+            excluded=self.pools.excluded,
         )
 
         self._next_news = time.monotonic() + min(

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from peralta_zmq import build, models
-from peralta_zmq.build_environments import Environments
 from peralta_zmq.config import Config
 from peralta_zmq.engines.evaluation import evaluate
-from peralta_zmq.environments.difficulty_pools import MAX_POSITIONS
+from peralta_zmq.environments.curriculum import MAX_POSITIONS
+from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import Evaluation, figures
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.run_log import RunLog
@@ -52,7 +52,7 @@ class EvaluationCoordinator:
             with self._books.progress(f"evaluating step {step}", len(problems)) as progress:
                 answers = evaluate(
                     self._engine, self._tokenizer, problems, self._held_out.reward,
-                    sampling=build.eval_sampling_of(config, seed=config.run.seed),
+                    sampling=build.make_eval_sampling(config, seed=config.run.seed),
                     num_generations=config.eval.rollouts_per_example, reach=progress.reach,
                     between_steps=self._look_for_stop,
                 )  # fmt: skip

@@ -16,10 +16,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from peralta_zmq import build, build_lora, models, registry, wire
-from peralta_zmq.build_environments import Environments, check_tokens, open_environments
+from peralta_zmq import build, models, registry, wire
+from peralta_zmq.build import open_environments
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
-from peralta_zmq.environments.difficulty_pools import MAX_POSITIONS, DifficultyPools
+from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
+from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.group_metrics import by_environment
@@ -30,7 +31,14 @@ from peralta_zmq.models.scoring import training_dtype
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers, open_trackers
 from peralta_zmq.rollout import Problem, RolloutGroup
-from peralta_zmq.trainer import checkpoint, dashboard, evaluation, publishing, run_folder
+from peralta_zmq.trainer import (
+    adapter_files,
+    checkpoint,
+    dashboard,
+    evaluation,
+    publishing,
+    run_folder,
+)
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal, steps_in
@@ -204,7 +212,9 @@ class Trainer:
     def _loadable(self) -> Path:
         """A folder that transformers loads the last weights from."""
         if lora.has_adapters(self._model):
-            return build_lora.export(self._config, self._folder, self._model_folder, self._model)
+            return adapter_files.export_adapter(
+                self._config, self._folder, self._model_folder, self._model
+            )
         newest = self._broadcast.store.newest()
         return newest.folder if newest else self._broadcast.store.folder
 
@@ -214,13 +224,13 @@ class Trainer:
         config = self._config
         self._model_folder = models.model_folder(config.model.name)
         self._tokenizer = models.load_tokenizer(self._model_folder)
-        self._model = build_lora.load_policy(config, self._model_folder)
-        self._beside = build_lora.companion_files_of(config, self._model_folder, self._model)
+        self._model = build.load_policy(config, self._model_folder)
+        self._beside = adapter_files.companion_files(config, self._model_folder, self._model)
         self._vocab_size = int(self._model.config.vocab_size)
         check_tokens(problems, len(self._tokenizer))
         dtype, _ = training_dtype(self._model, config.train.dtype)
         self._hello = models.facts_of(self._model.device, dtype)
-        self._learner = led(build.learner_of(config, self._model, ranks), ranks, self._model)
+        self._learner = led(build.make_learner(config, self._model, ranks), ranks, self._model)
         self._engine = registry.resolve("engine", config.engine.name)(
             self._model, self._tokenizer, live=True,
             slots=config.engine.slots, max_model_len=config.engine.max_model_len,
@@ -402,7 +412,7 @@ class Trainer:
                 f"checkpoint of step {saved.step} in {self._folder} does not fit ({error}); "
                 "choose another --run.name, or the model and optimizer it was made with"
             ) from None
-        build_lora.check_base(self._beside, saved.progress, where=self._folder)
+        adapter_files.check_base(self._beside, saved.progress, where=self._folder)
         self._progress = saved.progress
         self._intake.restore(saved.progress)
         self._saved_step = saved.step
@@ -415,7 +425,7 @@ class Trainer:
         refuses a checkpoint.
         """
         earlier = self._earlier.train.max_steps  # the schedule under which it was trained
-        self._learner.learning_rate = build.schedule_of(self._earlier)
+        self._learner.learning_rate = build.learning_rate_schedule(self._earlier)
         begin = self._learner.step
         end = max(steps_in(self._folder / "journal"), default=begin)
         with self._books.progress("replaying", end - begin) as progress:
@@ -427,7 +437,7 @@ class Trainer:
                 groups = self._intake.take()
                 self._record(groups, self._learn(groups), step_time=0.0)
                 progress.reach(self._learner.step - begin)
-        self._learner.learning_rate = build.schedule_of(self._config)
+        self._learner.learning_rate = build.learning_rate_schedule(self._config)
         if self._earlier != self._config:
             try:
                 self._write_checkpoint()  # nothing is replayed any more under the old schedule

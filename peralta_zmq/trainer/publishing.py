@@ -13,11 +13,11 @@ from contextlib import ExitStack, closing
 from torch import Tensor
 
 from peralta_zmq import build, models
-from peralta_zmq.build_lora import CompanionFiles
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.password import read_token
+from peralta_zmq.trainer.adapter_files import CompanionFiles
 from peralta_zmq.trainer.status import StatusPublisher
 from peralta_zmq.trainer.stop_signal import StopSignal
 from peralta_zmq.weights.backends import open_backend

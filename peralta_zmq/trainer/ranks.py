@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from peralta_zmq import build, build_lora, models, wire
+from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning.learner import Learner
@@ -190,8 +190,8 @@ def follow(config: Config, ranks: ManyRanks) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 says the rest
     try:
-        model = build_lora.load_policy(config, models.model_folder(config.model.name))
-        learner = build.learner_of(config, model, ranks)
+        model = build.load_policy(config, models.model_folder(config.model.name))
+        learner = build.make_learner(config, model, ranks)
         while (order := ranks.listen()).words["do"] != "end":
             _obey(order, learner, ranks, vocab_size=int(model.config.vocab_size))
     except TrainingError:

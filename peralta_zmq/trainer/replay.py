@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from peralta_zmq import build, build_lora, models, wire
+from peralta_zmq import build, models, wire
 from peralta_zmq.config import RESOLVED, Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
@@ -23,7 +23,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.progress import progress_on
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint, journal
+from peralta_zmq.trainer import adapter_files, checkpoint, journal
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.export import export as write_version
 from peralta_zmq.weights.export import version_of_step
@@ -84,9 +84,9 @@ def replay(
     `first` is beyond its last step.
     """
     models.use_threads(config.train.num_workers)
-    model = build_lora.load_policy(config, models.model_folder(config.model.name))
-    learner = build.learner_of(config, model)
-    scheduled = build.schedule_of(config)
+    model = build.load_policy(config, models.model_folder(config.model.name))
+    learner = build.make_learner(config, model)
+    scheduled = build.learning_rate_schedule(config)
 
     def rate(step: int) -> float:
         return rates.get(step, scheduled(step))
@@ -133,10 +133,10 @@ def _export(config: Config, step: int, target: Path) -> Version:
         return write_version(store, step, target)
     if target.exists():
         raise StoreError(f"{target} is there already; name a new folder")
-    folder = build_lora.base_of(config, version)
+    folder = build.base_folder(config, version)
     base = models.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     with store.load(version) as local:
-        build_lora.write_merged(
+        adapter_files.write_merged(
             target, models.weights_of(base), MappedTensors(local / WEIGHTS),
             companions=models.companion_files(folder), dtype=models.DTYPES[config.weights.dtype],
         )  # fmt: skip
@@ -163,7 +163,7 @@ def _config_of(run: Path, settings: Sequence[str]) -> tuple[Config, Config]:
 
 
 def _schedule(config: Config) -> Mapping[str, object]:
-    return build.schedule_of(config).keywords
+    return build.learning_rate_schedule(config).keywords
 
 
 def _rates_of(run: Path) -> dict[int, float]:

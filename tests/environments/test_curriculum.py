@@ -7,14 +7,19 @@ from itertools import chain, islice
 
 import pytest
 
-from peralta_zmq.environments.curriculum import ProblemSampler, problem_order, shares, walk
+from peralta_zmq.environments.curriculum import (
+    ProblemSampler,
+    apportion,
+    assigned_samples,
+    problem_order,
+)
 from peralta_zmq.errors import TaskError
 
 
 def drawn(draws: ProblemSampler, num_draws: int, **place: int) -> list[int]:
     """The first positions of a walk."""
     place = {"index": 0, "count": 1} | place
-    return [position for _, position in islice(walk(draws, **place), num_draws)]
+    return [position for _, position in islice(assigned_samples(draws, **place), num_draws)]
 
 
 def test_an_epoch_holds_every_problem_once() -> None:
@@ -46,7 +51,8 @@ def test_the_generators_do_every_problem_once_before_one_comes_again(
 ) -> None:
     draws = ProblemSampler([num_problems], seed=5)
     made = chain.from_iterable(
-        islice(walk(draws, index=index, count=count), 4 * num_problems) for index in range(count)
+        islice(assigned_samples(draws, index=index, count=count), 4 * num_problems)
+        for index in range(count)
     )
     positions = [position for _, position in sorted(made)]
     for epoch in range(4):
@@ -66,14 +72,16 @@ def test_a_walk_goes_on_after_any_draw(
     index: int, skipped: int, ratios: tuple[float, ...] | None
 ) -> None:
     draws = ProblemSampler([3, 2], seed=3, ratios=ratios)
-    whole = list(islice(walk(draws, index=index, count=7), 40))
-    rest = walk(draws, index=index, count=7, start=whole[skipped][0])
+    whole = list(islice(assigned_samples(draws, index=index, count=7), 40))
+    rest = assigned_samples(draws, index=index, count=7, start=whole[skipped][0])
     assert list(islice(rest, 40 - skipped)) == whole[skipped:]
 
 
 def test_a_walk_starts_with_its_first_own_draw_from_the_start_on() -> None:
     draws = ProblemSampler([100], seed=0)
-    firsts = [next(walk(draws, index=index, count=3, start=10))[0] for index in range(3)]
+    firsts = [
+        next(assigned_samples(draws, index=index, count=3, start=10))[0] for index in range(3)
+    ]
     assert firsts == [12, 10, 11]
 
 
@@ -103,7 +111,7 @@ def test_nothing_to_draw_is_refused() -> None:
 def test_shares_come_out_in_every_thousand_draws(
     ratios: tuple[float, ...], expected: tuple[int, ...]
 ) -> None:
-    assert shares(ratios, 1000) == expected
+    assert apportion(ratios, 1000) == expected
     sizes = [7] * len(ratios)
     draws = ProblemSampler(sizes, seed=1, ratios=ratios)
     for block in range(2):
@@ -128,9 +136,9 @@ def test_each_environment_is_dealt_out_before_it_comes_again() -> None:
 
 def test_a_draw_is_the_same_for_every_number_of_generators() -> None:
     draws = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
-    alone = dict(islice(walk(draws, index=0, count=1), 300))
+    alone = dict(islice(assigned_samples(draws, index=0, count=1), 300))
     for index in range(4):
-        for draw, position in islice(walk(draws, index=index, count=4), 50):
+        for draw, position in islice(assigned_samples(draws, index=index, count=4), 50):
             assert alone[draw] == position
 
 
@@ -139,11 +147,13 @@ def test_a_draw_is_the_same_for_every_number_of_generators() -> None:
 
 def test_resting_problems_are_passed_over() -> None:
     draws = ProblemSampler([10], seed=0)
-    awake = walk(draws, index=0, count=1, resting=lambda position: position < 8)
+    awake = assigned_samples(draws, index=0, count=1, excluded=lambda position: position < 8)
     assert {position for _, position in islice(awake, 20)} == {8, 9}
 
 
 def test_a_walk_where_all_rest_does_not_hang() -> None:
     draws = ProblemSampler([10], seed=0)
-    asleep = walk(draws, index=0, count=1, resting=lambda position: True, patience=100)
+    asleep = assigned_samples(
+        draws, index=0, count=1, excluded=lambda position: True, max_skipped=100
+    )
     assert [draw for draw, _ in islice(asleep, 2)] == [99, 199]

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from peralta_zmq.environments.difficulty_pools import is_excluded
+from peralta_zmq.environments.curriculum import is_excluded
 from peralta_zmq.environments.held_out import Evaluation, examples_for, figures, pass_at_k
 from peralta_zmq.rollout import Message, Problem
 

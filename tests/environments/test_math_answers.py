@@ -41,5 +41,6 @@ def test_a_target_that_is_no_mathematics_is_an_error_and_no_zero() -> None:
 def test_without_the_library_the_task_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     math_answers._library.cache_clear()
+    math_answers._parse_target.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'peralta_zmq\[math\]'"):
-        math_answers.problems("train", 0)
+        next(math_answers.problems("train", 0))

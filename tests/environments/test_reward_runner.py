@@ -55,7 +55,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 @pytest.fixture
 def asked(task: ModuleType) -> Iterator[RewardRunner]:
-    with RewardRunner(task.reward, deadline_seconds=20) as opened:
+    with RewardRunner(task.reward, timeout_seconds=20) as opened:
         yield opened
 
 
@@ -95,7 +95,7 @@ def test_a_reward_that_fails_is_an_error_with_its_name_and_the_next_is_given(
 
 
 def test_a_reward_that_hangs_is_ended_in_time_and_its_process_replaced(task: ModuleType) -> None:
-    with RewardRunner(task.reward, deadline_seconds=1) as asked:
+    with RewardRunner(task.reward, timeout_seconds=1) as asked:
         with pytest.raises(RewardError, match=r"took longer than 1 s"):
             asked.reward(PROBLEM, "hang")
         assert not is_alive(pid_of(task))
@@ -123,8 +123,9 @@ def test_a_hanging_reward_does_not_outlive_who_asked(task: ModuleType, tmp_path:
     script = (
         "import my_task_that_fails as task\n"
         "from peralta_zmq.rollout import Problem\n"
-        "from peralta_zmq.environments.reward_runner import Judge\n"
-        "Judge(task.reward, deadline_seconds=60).reward(Problem('7', 'mine', (), '4'), 'hang')\n"
+        "from peralta_zmq.environments.reward_runner import RewardRunner\n"
+        "runner = RewardRunner(task.reward, timeout_seconds=60)\n"
+        "runner.reward(Problem('7', 'mine', (), '4'), 'hang')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     asking = subprocess.Popen([sys.executable, "-c", script], env=environment)
@@ -139,7 +140,7 @@ def test_a_hanging_reward_does_not_outlive_who_asked(task: ModuleType, tmp_path:
 
 def test_a_bounded_reward_needs_no_process() -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
-    with RewardRunner(calculator.reward, deadline_seconds=1, bounded=True) as asked:
+    with RewardRunner(calculator.reward, timeout_seconds=1, bounded=True) as asked:
         assert [asked.reward(problem, text) for text in ("3 + 2", "7")] == [1.0, 0.0]
         assert asked._worker is None
 
@@ -147,7 +148,7 @@ def test_a_bounded_reward_needs_no_process() -> None:
 def test_a_bounded_reward_that_fails_is_an_error_too() -> None:
     broken = Problem("1", "calculator", (), "two")
     with (
-        RewardRunner(calculator.reward, deadline_seconds=1, bounded=True) as asked,
+        RewardRunner(calculator.reward, timeout_seconds=1, bounded=True) as asked,
         pytest.raises(RewardError, match="two"),
     ):
         asked.reward(broken, "2")
@@ -156,16 +157,16 @@ def test_a_bounded_reward_that_fails_is_an_error_too() -> None:
 def test_a_reward_that_cannot_start_is_named(task: ModuleType) -> None:
     task.reward.__module__ = "no_such_task_at_all"
     with (
-        RewardRunner(task.reward, deadline_seconds=1) as asked,
+        RewardRunner(task.reward, timeout_seconds=1) as asked,
         pytest.raises(TaskError, match="reward no_such_task_at_all:reward does not start: ended"),
     ):
         asked.reward(PROBLEM, "anything")
 
 
 def test_options_reach_the_reward(task: ModuleType) -> None:
-    with RewardRunner(task.paid, deadline_seconds=20, options={"bonus": 2}) as asked:
+    with RewardRunner(task.paid, timeout_seconds=20, options={"bonus": 2}) as asked:
         assert asked.reward(PROBLEM, "anything") == 3.0
-    with RewardRunner(task.paid, deadline_seconds=20, options={"bonus": 5}, bounded=True) as asked:
+    with RewardRunner(task.paid, timeout_seconds=20, options={"bonus": 5}, bounded=True) as asked:
         assert asked.reward(PROBLEM, "anything") == 6.0
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from peralta_zmq import environments
-from peralta_zmq.build_environments import check_tokens, open_environments
+from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import calculator
+from peralta_zmq.environments.dataset import check_tokens, load_problems
 from peralta_zmq.environments.verifier_client import Remote
 from peralta_zmq.environments.verifier_service import MAX_REQUEST, Verifier
 from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
@@ -63,8 +63,8 @@ def remote(opened: Verifier, *, env: str = "calculator", **options: Any) -> Remo
 
 
 def test_problems_come_without_their_answers(verifier: Verifier) -> None:
-    told = environments.load(remote(verifier), "eval", seed=0, options={})
-    here = environments.load(calculator, "eval", seed=0, options={})
+    told = load_problems(remote(verifier), "eval", seed=0, options={})
+    here = load_problems(calculator, "eval", seed=0, options={})
     assert [each.messages for each in told] == [each.messages for each in here]
     assert not {each.answer for each in told} & {each.answer for each in here}
 

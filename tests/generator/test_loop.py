@@ -21,9 +21,9 @@ from fakes import group_of, tiny_model
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import atomic_files, models, wire
-from peralta_zmq.build_environments import Environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native import NativeEngine
+from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.errors import EngineError, RewardError, StoreError
 from peralta_zmq.generator import loop as generator
@@ -419,7 +419,7 @@ def answers() -> list[Completion]:
 
 
 def judged_by(reward: Callable[..., float]) -> Environments:
-    judge = RewardRunner(reward, deadline_seconds=9, bounded=True)
+    judge = RewardRunner(reward, timeout_seconds=9, bounded=True)
     return Environments({"mine": 1}, (PROBLEM,), {"mine": judge})
 
 

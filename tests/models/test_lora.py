@@ -21,14 +21,15 @@ import torch
 from fakes import group_of
 from test_end_to_end import REPO
 
-from peralta_zmq import build, build_lora, models, registry
+from peralta_zmq import build, models, registry
+from peralta_zmq.build import make_engine
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.weight_sync import make_engine, refresh
+from peralta_zmq.generator.weight_sync import refresh
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
-from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import adapter_files, checkpoint
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.store import WeightStore
@@ -56,7 +57,7 @@ def config_of(*arguments: str) -> Config:
 def trained(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
     """The embedded model with adapters as a trainer has it."""
     config = config_of(*arguments, f"--run.seed={seed}", "--train.learning-rate=0.01")
-    return config, build_lora.load_policy(config, models.EMBEDDED)
+    return config, build.load_policy(config, models.EMBEDDED)
 
 
 def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[RolloutGroup]:
@@ -64,7 +65,7 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    beside = build_lora.companion_files_of(config, models.EMBEDDED, model)
+    beside = adapter_files.companion_files(config, models.EMBEDDED, model)
     weights = lora.published_weights(model)
     return store.publish(step, weights, companions=beside.companions, about=beside.about)
 
@@ -123,7 +124,7 @@ def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
 def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints() -> None:
     config, model = trained("--lora.target-modules", TARGETS)
     before = {name: each.clone() for name, each in lora.base_weights(model).items()}
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
     state = learner.state()
     kinds = {path.split("/")[0] for path in state}
@@ -150,7 +151,7 @@ def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
     engine: str, store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.alpha=7", "--engine.name", engine)
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     published(config, model, store, 0)
     version, sampler, _ = served(config, follower)
     for step in (1, 2, 3):
@@ -169,7 +170,7 @@ def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: 
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     live = registry.resolve("engine", engine)(model, tokenizer, live=True, slots=4)
     before = sampled(live)
-    build.learner_of(config, model).learn(some_groups(1))
+    build.make_learner(config, model).learn(some_groups(1))
     ratios = ratios_of(config, model, group := sampled(live))
     assert float((ratios - 1).abs().max()) < 1e-4
     assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
@@ -179,7 +180,7 @@ def test_what_a_version_added_is_gone_when_the_next_comes(
     store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     first = {name: each.clone() for name, each in lora.published_weights(model).items()}
     published(config, model, store, 0)
     version, sampler, _ = served(config, follower)
@@ -219,7 +220,7 @@ def test_an_adapter_for_another_base_is_refused_at_the_start(
     elsewhere.save_pretrained(other)
     staged = follower.ready(timeout=20)
     assert staged is not None
-    words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), and model\.name \S*other is an"
+    words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), but model\.name \S*other is an"
     with pytest.raises(ConfigError, match=words):
         make_engine(config_of("--model.name", str(other)), staged)
 
@@ -279,13 +280,13 @@ def test_an_adapter_that_is_not_finite_is_never_offered(
 @pytest.mark.parametrize("dropout", ["0", "0.3"])
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
     config, model = trained("--lora.dropout", dropout)
-    learner = build.learner_of(config, model)
+    learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
     saved = checkpoint.Checkpoint(1, learner.state(), {})
     checkpoint.save(tmp_path, saved, run_id="run", keep_last=1)
     expected = [learner.learn(some_groups(step))["loss"] for step in (2, 3)]
     torch.manual_seed(5)  # a new process has another state
-    other = build.learner_of(config, again := build_lora.load_policy(config, models.EMBEDDED))
+    other = build.make_learner(config, again := build.load_policy(config, models.EMBEDDED))
     restored = checkpoint.restore(tmp_path, run_id="run")
     assert restored is not None
     other.restore(restored.step, restored.tensors)
@@ -311,11 +312,11 @@ def test_the_last_version_is_loaded_by_transformers_and_by_peft(tmp_path: Path) 
     from peft import PeftModel
 
     config, model = trained("--lora.alpha=5", "--lora.target-modules", TARGETS)
-    build.learner_of(config, model).learn(some_groups(1))
+    build.make_learner(config, model).learn(some_groups(1))
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits.detach()
     for _ in range(2):  # the same run may end twice
-        merged = build_lora.export(config, tmp_path, models.EMBEDDED, model)
+        merged = adapter_files.export_adapter(config, tmp_path, models.EMBEDDED, model)
     cpu = torch.device("cpu")
     whole = models.load_model(merged, device=cpu, dtype=torch.float32)
     assert not lora.has_adapters(whole)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq import environments
+from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.registry import resolve
 from tools import make_data
 from tools.make_data import data_files, write_data_files
@@ -35,7 +35,7 @@ def test_train_and_eval_share_no_problem(task: str, sizes: tuple[int, int]) -> N
         pytest.importorskip("math_verify")
     part = resolve("task", task)
     train, held_out = (
-        {each.id for each in environments.load(part, split, seed=0, options={})}
+        {each.id for each in load_problems(part, split, seed=0, options={})}
         for split in ("train", "eval")
     )
     assert (len(train), len(held_out)) == sizes

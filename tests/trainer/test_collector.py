@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.environments.difficulty_pools import DifficultyPools
+from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup

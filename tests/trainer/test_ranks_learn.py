@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fakes import siblings
 from gang import results, start
 
-from peralta_zmq import build, build_lora, models
+from peralta_zmq import build, models
 from peralta_zmq.config import load_config
 from peralta_zmq.learning.distributed import ManyRanks
 from peralta_zmq.learning.ranks import ALONE, Ranks
@@ -53,7 +53,7 @@ def learned(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list
         ["--train.batch-size=8", "--train.dtype=float32", "--train.max-tokens-per-microbatch=40",
          "--train.learning-rate=0.001", *settings],
     )  # fmt: skip
-    learner = build.learner_of(config, build_lora.load_policy(config, models.EMBEDDED), ranks)
+    learner = build.make_learner(config, build.load_policy(config, models.EMBEDDED), ranks)
     told = list[Any]()
     for step in range(STEPS):
         metrics = learner.learn(GROUPS[3 * step : 3 * step + 3])

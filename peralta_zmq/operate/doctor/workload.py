@@ -30,7 +30,7 @@ def check_reward(config: Config) -> Check:
 
     Raises ConfigError or TaskError when one does not.
     """
-    from peralta_zmq.build_environments import open_environments
+    from peralta_zmq.build import open_environments
 
     told: list[str] = []
     with closing(open_environments(config, "train")) as environments:
