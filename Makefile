@@ -84,6 +84,9 @@ docs: setup  ## Write docs/config.md anew from the settings
 base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
 	@$(BIN)/python -m tools.base_model
 
+structure: setup  ## Figures of the source tree: lines, files, classes, names
+	@$(BIN)/python -m tools.structure
+
 clean:  ## Remove the environment and every run
 	rm -rf .venv .venv-other runs
 
@@ -116,4 +119,4 @@ torch:
 	else $(PIP) 'torch==$(TORCH)'; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture
+.PHONY: help setup run run-chaos run-lan soak test test-slow test-chaos test-browser test-gpu test-lab test-lan test-skew lab-soak fuzz compare-losses lint data base-model clean fresh torch package docs picture structure
