@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from benchmarks.report import REPO, Claim, document, place_of, report_of, table
-from peralta_zmq.observe.progress import duration
+from peralta_zmq.observe.run_state import format_duration
 
 __all__ = [
     "REPO", "Claim", "bounded", "compared", "interleaved", "main", "progress", "progress_of",
@@ -111,7 +111,7 @@ def progress_of(
     def tell(text: str) -> None:
         nonlocal done
         done += 1
-        left = duration((clock() - started) / done * (total - done))
+        left = format_duration((clock() - started) / done * (total - done))
         progress(f"{done} of {total} {text}, {left} left")
 
     return tell

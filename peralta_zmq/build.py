@@ -39,7 +39,7 @@ from peralta_zmq.learning.reference_models import Frozen, Reference, TeacherMode
 from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer, training_dtype
-from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem, RolloutGroup, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
@@ -495,7 +495,7 @@ def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Proble
     """The same problems, with a progress bar if the iterator has a length hint."""
     with progress_on(text, length_hint(problems)) as progress:
         for count, problem in enumerate(problems):
-            progress.reach(count)
+            progress.update(count)
             yield problem
 
 

@@ -14,7 +14,7 @@ from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, earlier_config, load_config, write_resolved
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe import progress
+from peralta_zmq.observe import terminal
 
 TWO = """
 [[env]]
@@ -64,8 +64,8 @@ def test_loading_what_takes_long_shows_its_progress(
     config = load_config("bin/x", [])
     with closing(open_environments(config, "eval")):
         assert capsys.readouterr().err == ""  # done within two seconds
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress, "CALM", 0.0)
+    monkeypatch.setattr(terminal, "PROGRESS_DELAY", 0.0)
+    monkeypatch.setitem(terminal.PROGRESS_SECONDS, False, 0.0)
     with closing(open_environments(config, "eval")):
         told = capsys.readouterr().err.splitlines()
     assert told[0] == "loading calculator: 0 of 250 (0%)"

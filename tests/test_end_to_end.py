@@ -153,7 +153,7 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
     assert [hello.keys() for hello in hellos] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
-    assert "; versions as here" in trainer.printed
+    assert "; same versions as the trainer" in trainer.printed
     assert not {key for row in machine.rows() for key in row if meaning_of(key) is None}
     name = f"gen/{socket.gethostname()}-0"
     known = {key for row in machine.rows() for key in row}

@@ -37,7 +37,7 @@ def test_join_is_recorded_with_the_hello_and_told_once(
         roster.meet("ann/00", step=1, hello=HELLO)
     assert events(tmp_path) == [("join", HELLO)]
     printed = capsys.readouterr().out
-    assert printed.count("generator ann: cpu; Python 3.10.12 (here 3.11.7)") == 1
+    assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
 
 
 def test_hello_that_comes_after_the_first_group_is_recorded_too(

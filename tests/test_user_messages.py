@@ -133,7 +133,7 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
     "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
     # what can be wrong with the page
     "no page: ", "would show this run", "the page is gone", "the page fails at",
-    "no reward.png or report.html",
+    "reward.png or report.html not written",
 ])  # fmt: skip
 def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:
     assert len([row for row in ROWS if message in row[0]]) == 1

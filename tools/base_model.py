@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 
 from peralta_zmq import models
 from peralta_zmq.environments.calculator_problems import LARGEST_NUMBER, data_files, fresh_rows
-from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import Message
 
 MODEL = {
@@ -172,7 +172,7 @@ def teach(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> N
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        progress.reach(step)
+        progress.update(step)
         if step % 100 == 0 or step == recipe.num_steps:
             progress.hide()
             print(f"step={step}/{recipe.num_steps} loss={loss.item():.3f}", flush=True)

@@ -1,7 +1,7 @@
-"""What every number of metrics.jsonl means, by its name; docs/metrics.md is made from it.
+"""Names and meanings of all metrics in metrics.jsonl; docs/metrics.md contains `markdown()`.
 
-Knows names only. NAME stands for a reward, an environment, a generator, a filter or a pool. TRL's
-names are used where TRL has one; a loss of the user's own may add others.
+NAME stands for a reward, an environment, a generator, a filter or a pool. Names are TRL's where
+TRL has one. A custom loss may add others.
 """
 
 from __future__ import annotations
@@ -12,79 +12,80 @@ from collections.abc import Mapping
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "The step": {
         "step": "optimizer steps taken",
-        "time": "when the step ended, unix seconds",
+        "time": "end of the step, unix seconds",
         "step_time": "seconds of the whole step, waiting included; 0 for a replayed one",
-        "time/wait_for_batch": "seconds until enough groups were there, without the journal's",
-        "time/journal": "seconds until what came was safe on the disk of run.dir",
+        "time/wait_for_batch": "seconds of waiting for the batch, journal writes excluded",
+        "time/journal": "seconds of writing received groups to the disk of run.dir",
         "time/forward_backward": "seconds of computing the step",
-        "time/publish": "seconds for which publishing held the step up",
-        "num_rollouts": "rollouts that the step took",
-        "num_tokens": "tokens of the step, prompts and completions",
-        "num_truncated": "rollouts cut to train.max_tokens_per_microbatch",
-        "num_dropped": "rollouts longer than train.max_tokens_per_microbatch and left out",
+        "time/publish": "seconds for which publishing blocked the step",
+        "num_rollouts": "rollouts in the batch",
+        "num_tokens": "tokens in the batch, prompts and completions",
+        "num_truncated": "rollouts truncated to train.max_tokens_per_microbatch",
+        "num_dropped": "rollouts left out because they exceed train.max_tokens_per_microbatch",
     },
     "Rewards": {
-        "reward": "mean reward of all rollouts that the step took",
-        "reward_std": "mean of the groups' standard deviations of the reward",
-        "frac_reward_zero_std": "share of groups with equal rewards, which teach nothing",
-        "rewards/NAME/mean": "mean of a part of the reward, or of an environment's rewards when "
+        "reward": "mean reward of all rollouts in the batch",
+        "reward_std": "mean over the groups of the standard deviation of the reward",
+        "frac_reward_zero_std": "share of groups with equal rewards, which give no learning signal",
+        "rewards/NAME/mean": "mean of one reward component, or of one environment's rewards if "
         "there are several",
         "completions/mean_length": "mean number of generated tokens",
-        "completions/clipped_ratio": "share of completions that max_completion_length cut off",
-        "filter/NAME": "share of rollouts that a filter caught",
-        "filter/taken_out": "share of rollouts that enforced filters left out of the loss",
+        "completions/clipped_ratio": "share of completions cut off at max_completion_length",
+        "filter/NAME": "share of rollouts that a filter flagged",
+        "filter/taken_out": "share of rollouts that enforced filters excluded from the loss",
         "curriculum/NAME": "problems in the normal, easy and hard pool",
     },
     "Learning": {
-        "loss": "what the step made smaller; near 0 without meaning anything for some losses",
-        "grad_norm": "length of the gradient before it is clipped to train.max_grad_norm",
-        "learning_rate": "of this step",
+        "loss": "value of the loss; near 0 without a meaning for some losses",
+        "grad_norm": "norm of the gradient before clipping to train.max_grad_norm",
+        "learning_rate": "learning rate of this step",
         "entropy": "mean entropy of the policy in nats per token: exact with loss.entropy_coef, "
         "else estimated from the sampled tokens",
-        "kl": "mean distance (k3) to the reference",
-        "mismatch_kl": "mean distance (k3) of the policy to the weights that sampled",
+        "kl": "mean KL estimate (k3) to the reference model",
+        "mismatch_kl": "mean KL estimate (k3) of the policy to the weights that sampled",
         "ess": "effective share of the tokens after weighting by the importance ratio",
-        "clip_ratio/low_mean": "share of tokens whose gradient the lower bound clips away",
-        "clip_ratio/high_mean": "share of tokens whose gradient the upper bound clips away",
-        "masked/mean": "share of tokens that the loss leaves out",
-        "masked/token_low": "share of tokens left out for a small ratio",
-        "masked/token_high": "share of tokens left out for a large ratio",
-        "masked/geo": "share of rollouts left out for the geometric mean of their ratios",
-        "masked/sequence": "share of rollouts left out for one extreme ratio",
+        "clip_ratio/low_mean": "share of tokens whose gradient the lower bound clips",
+        "clip_ratio/high_mean": "share of tokens whose gradient the upper bound clips",
+        "masked/mean": "share of tokens excluded from the loss",
+        "masked/token_low": "share of tokens excluded because of a small ratio",
+        "masked/token_high": "share of tokens excluded because of a large ratio",
+        "masked/geo": "share of rollouts excluded because of the geometric mean of their ratios",
+        "masked/sequence": "share of rollouts excluded because of one extreme ratio",
         "masked/behav_imp_weight": "share of tokens over loss.behav_imp_weight_cap",
-        "skipped": "1 when the step had no finite gradient and changed nothing",
-        "skipped_steps": "steps skipped so far for want of a finite gradient",
+        "skipped": "1 if the gradient was not finite, so that the step changed nothing",
+        "skipped_steps": "steps skipped so far because the gradient was not finite",
     },
     "Off-policy": {
         "staleness/mean": "mean age of the groups, in steps between their weights and this step's",
         "staleness/max": "age of the oldest group",
         "dropped/stale": "groups dropped so far for being older than train.max_off_policy_steps",
         "dropped/abandoned": "groups dropped so far because a roll-back undid their weights",
-        "dropped/mismatched": "groups dropped so far as their generator computes other logprobs",
-        "dropped/lost": "groups given up so far on their way here",
+        "dropped/mismatched": "groups dropped so far because their generator's logprobs differ "
+        "from the trainer's",
+        "dropped/lost": "groups lost so far between generator and trainer",
         "dropped/filtered": "groups dropped so far by online difficulty filtering",
-        "dropped/duplicate": "groups that came twice so far and counted once",
-        "dropped/invalid": "messages refused so far",
-        "queue/depth": "groups that were waiting already when the step began to collect",
+        "dropped/duplicate": "groups received twice so far and counted once",
+        "dropped/invalid": "messages rejected so far",
+        "queue/depth": "groups already waiting when the step began to collect its batch",
     },
     "Weights": {
         "weights/version": "newest published version",
         "weights/bytes": "its size on disk",
-        "weights/stall_seconds": "seconds for which its snapshot held training up",
-        "weights/encode_seconds": "seconds of encoding it, beside the training",
-        "weights/write_seconds": "seconds of writing it, beside the training",
+        "weights/stall_seconds": "seconds for which its snapshot blocked training",
+        "weights/encode_seconds": "seconds of encoding it, in the background",
+        "weights/write_seconds": "seconds of writing it, in the background",
     },
     "Generators": {
-        "generators": "generators heard within 30 s",
-        "gen/NAME/groups": "groups of it that the step took",
+        "generators": "generators that reported within the last 30 s",
+        "gen/NAME/groups": "groups of this generator in the batch",
         "gen/NAME/step": "step of the newest weights it is known to sample from",
-        "gen/NAME/tokens_per_s": "tokens it generates in a second",
-        "gen/NAME/blocked_frac": "share of its time in which it may not sample, as it is far "
-        "enough ahead or its queue is full",
-        "gen/NAME/queue_frac": "share of its time in which its queue is full",
-        "gen/NAME/reload_s": "seconds of its newest change of weights",
-        "gen/NAME/mismatch_kl": "k3 estimate of the KL of its logprobs to the trainer's",
-        "gen/NAME/unjudged": "groups it gave up so far because their reward failed",
+        "gen/NAME/tokens_per_s": "generated tokens per second",
+        "gen/NAME/blocked_frac": "share of its time in which it may not sample, because it is far "
+        "enough ahead or its send queue is full",
+        "gen/NAME/queue_frac": "share of its time in which its send queue is full",
+        "gen/NAME/reload_s": "seconds of its newest weight update",
+        "gen/NAME/mismatch_kl": "KL estimate (k3) of its logprobs to the trainer's",
+        "gen/NAME/unjudged": "groups given up so far because their reward failed",
     },
 }
 _PATTERNS = [
@@ -95,15 +96,14 @@ _PATTERNS = [
 
 
 def meaning_of(key: str) -> tuple[str, str] | None:
-    """The documented name of a metric and what it means; None for one of the user's own loss."""
-    exact = (each for each in _PATTERNS if each[1] == key)
-    like = (each for each in _PATTERNS if each[0].fullmatch(key))
-    found = next(exact, None) or next(like, None)
-    return found[1:] if found else None
+    """The documented name of a metric and its meaning; None for one that a custom loss added."""
+    exact = (entry[1:] for entry in _PATTERNS if entry[1] == key)
+    matching = (entry[1:] for entry in _PATTERNS if entry[0].fullmatch(key))
+    return next(exact, None) or next(matching, None)
 
 
-def table() -> str:
-    """All names and meanings in Markdown, a table for each section."""
+def markdown() -> str:
+    """All names and meanings in Markdown, one table for each section."""
     lines: list[str] = []
     for section, names in SECTIONS.items():
         lines += [f"## {section}", "", "| name | meaning |", "|---|---|"]

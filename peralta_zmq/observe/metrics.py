@@ -1,7 +1,4 @@
-"""Rows of JSON in a file, one whole line each: metrics.jsonl, events.jsonl, samples.jsonl.
-
-Knows lines and files; knows nothing of training. A line that a crash tore is never read as a row.
-"""
+"""Append to and read JSON-lines files: metrics.jsonl, events.jsonl, samples.jsonl, eval.jsonl."""
 
 from __future__ import annotations
 
@@ -10,82 +7,68 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeAlias, cast
 
 Row: TypeAlias = dict[str, object]
 
-METRICS, EVENTS, SAMPLES = "metrics.jsonl", "events.jsonl", "samples.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+SAMPLES, EVALUATIONS = "samples.jsonl", "eval.jsonl"
+BLOCK = 1 << 16  # bytes read at a time to find the end of the last complete line
 logger = logging.getLogger(__name__)
-BLOCK = 1 << 16  # bytes read at a time when a torn line is looked for
 
 
 class JsonLines:
-    """An append-only file of rows; opening it cuts off a last line that a crash left torn."""
+    """Append-only JSON-lines file; opening it truncates an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+", buffering=0)
-        self._torn = False  # a full disk took half a line
-        _cut_torn_line(self._file)
+        self._is_torn = False  # a full disk accepted only a part of the last line
+        _truncate_torn_line(self._file)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line and hand it to the system at once; NaN and infinities become null.
+        """Write one line, unbuffered; NaN and infinities become null.
 
-        A disk that refuses costs the line, not the run.
+        A write error is logged and loses this row only.
         """
-        line = json.dumps(finite(row), allow_nan=False).encode() + b"\n"
-        start = b"\n" if self._torn else b""
+        line = json.dumps(nan_to_null(row), allow_nan=False).encode() + b"\n"
+        line = b"\n" + line if self._is_torn else line
         try:
-            self._torn = self._file.write(start + line) < len(start + line)
+            self._is_torn = self._file.write(line) < len(line)
         except OSError as error:
             logger.warning("row not written to %s: %s", self._file.name, error.strerror)
+
+    def append_event(self, event: str, **fields: object) -> Row:
+        """Append `{"time": now in unix seconds, "event": event, **fields}` and return it."""
+        row: Row = {"time": time.time(), "event": event, **fields}
+        self.append(row)
+        return row
 
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._file.close()
 
 
-class Events:
-    """What happened beside the steps: starts, resumes, joins, drops, restarts."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
-
-    def record(self, event: str, **fields: object) -> Row:
-        """Append `{"time": now in unix seconds, "event": event, **fields}`, and return it."""
-        row: Row = {"time": time.time(), "event": event, **fields}
-        self._lines.append(row)
-        return row
-
-    def __enter__(self) -> Events:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lines.__exit__(kind, error, trace)
-
-
 def read_rows(path: Path) -> list[Row]:
-    """Every whole row, oldest first; none when the file is not there."""
+    """All complete rows, oldest first; empty if the file does not exist."""
     try:
-        content = path.read_bytes()
+        lines = path.read_bytes().split(b"\n")[:-1]  # no newline after it: incomplete
     except FileNotFoundError:
         return []
-    return list(_rows(content.split(b"\n")[:-1]))  # what follows the last newline is torn
+    return [row for line in lines if (row := parse_row(line)) is not None]
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The JSON object in `line`; None for anything else, such as a line torn by a full disk."""
+    try:
+        row: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast("Row", row) if isinstance(row, dict) else None
 
 
 def last_step(path: Path) -> int | None:
@@ -95,25 +78,28 @@ def last_step(path: Path) -> int | None:
 
 
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
-    """A field as a number; `default` when it is absent, null or no number."""
+    """A field as a finite float; `default` if it is absent, not a number or not finite."""
     value = row.get(key)
     try:
-        return float(value) if isinstance(value, (int, float)) else default
+        value = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:  # an integer of more than 308 digits
         return default
+    return value if math.isfinite(value) else default
 
 
-def _rows(lines: Sequence[bytes]) -> Iterator[Row]:
-    for line in lines:
-        try:
-            row: object = json.loads(line)
-        except ValueError:  # a full disk can tear a line that others follow
-            continue
-        if isinstance(row, dict):
-            yield cast("Row", row)
+def nan_to_null(value: object) -> object:
+    """A copy with None for each NaN and infinity, which JSON does not have, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[str, object]", value)
+        return {key: nan_to_null(field) for key, field in fields.items()}
+    if isinstance(value, (list, tuple)):
+        return [nan_to_null(element) for element in cast("Sequence[object]", value)]
+    return value
 
 
-def _cut_torn_line(file: BinaryIO) -> None:
+def _truncate_torn_line(file: BinaryIO) -> None:
     size = end = file.seek(0, os.SEEK_END)
     keep = 0
     while end > 0 and keep == 0:
@@ -121,17 +107,5 @@ def _cut_torn_line(file: BinaryIO) -> None:
         file.seek(start)
         newline = file.read(end - start).rfind(b"\n")
         keep, end = (start + newline + 1 if newline >= 0 else 0), start
-    if keep < size:  # another process may be appending: leave a sound file alone
+    if keep < size:  # do not truncate a sound file: another process may be appending
         file.truncate(keep)
-
-
-def finite(value: object) -> object:
-    """JSON has no NaN and no infinity: they become null, however deep."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        fields = cast("Mapping[str, object]", value)
-        return {key: finite(field) for key, field in fields.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(element) for element in cast("Sequence[object]", value)]
-    return value

@@ -1,25 +1,31 @@
-"""What a run has come to: summary.json, reward.png and the closing words.
+"""Results of a run: summary.json, reward.png and the closing report."""
 
-Reads the files of a run folder and the two evaluations; knows nothing of how they were made.
-"""
+# matplotlib annotates its parameters only in part
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
 from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import Answer
 
-SUMMARY, PLOT, PAGE = "summary.json", "reward.png", "report.html"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUMMARY, PLOT, REPORT = "summary.json", "reward.png", "report.html"
 Summary: TypeAlias = dict[str, Any]
-WIDTHS = (44, 26, 26)  # characters for problem, base answer, trained answer
+WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
+LABEL_DISTANCE = 0.15  # rewards; closer labels of the plot would overlap
+INK, BLUE, GREY, GREEN, RED = "#222222", "#1f5fa8", "#8a8a8a", "#2a7d3f", "#b5482f"
 
 
 def write_summary(
@@ -31,20 +37,19 @@ def write_summary(
     last_reports: Mapping[str, int],
     verdict: Verdict,
 ) -> Summary:
-    """Write summary.json whole and return it; accuracies are shares between 0 and 1.
+    """Write summary.json atomically and return it; accuracies are shares between 0 and 1.
 
-    `accounting` says what became of every group: `made` is the sum of what follows it, save
-    `duplicates`, which came twice. `last_reports` are the groups made by each sender of which
-    nothing can be missing from it.
+    `accounting` counts groups by outcome: `made` is the sum of the others except `duplicates`.
+    `last_reports` are the groups made by each sender that has finished.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
     summary: Summary = {
-        "reward_first": _known(rewards[:1]),
-        "reward_last5": _known(rewards[-5:]),
+        "reward_first": _mean(rewards[:1]),
+        "reward_last5": _mean(rewards[-5:]),
         "eval_before": eval_before,
         "eval_after": eval_after,
-        "seconds": round(_seconds(rows, events), 3),
+        "seconds": round(_active_seconds(rows, events), 3),
         "steps": len({row.get("step") for row in rows}),
         "restarts": sum(row.get("event") == "resume" for row in events),
         "accounting": dict(accounting),
@@ -55,52 +60,40 @@ def write_summary(
     return summary
 
 
-def _known(values: Sequence[float]) -> float | None:
-    """Mean of the values that are numbers; None when there is none."""
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
-
-
-def _seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
-    """Seconds at work: each session from its start to its last sign of life, pauses left out."""
-    moments = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
-    total, start, last = 0.0, math.nan, math.nan
-    for moment, event in sorted(moments, key=lambda pair: pair[0]):
-        if event in ("start", "resume") or math.isnan(start):
-            total += 0.0 if math.isnan(start) else last - start
-            start = moment
-        last = moment
-    return total + (0.0 if math.isnan(start) else last - start)
-
-
-def write_reward_plot(folder: Path) -> Path | None:
-    """Draw reward.png from the metrics, events and summary; None when matplotlib is missing."""
-    try:
-        from peralta_zmq.observe import plot
-    except ModuleNotFoundError:
-        return None
-    rows = list({row.get("step"): row for row in read_rows(folder / METRICS)}.values())
-    events, summary = read_rows(folder / EVENTS), _read_summary(folder / SUMMARY)
-    resumes = [number(row, "step") for row in events if row.get("event") == "resume"]
-    image = plot.reward_image(
-        sorted(rows, key=lambda row: number(row, "step")),
-        title=f"{folder.name}: reward of all sampled rollouts",
-        eval_before=number(summary, "eval_before"),
-        eval_after=number(summary, "eval_after"),
-        resumes=[step for step in resumes if math.isfinite(step)],
-    )
-    replace_file(folder / PLOT, image)
-    return folder / PLOT
-
-
 def made_before(folder: Path) -> int:
-    """Groups that the summary of an earlier end of this run knew of; 0 when there was none."""
-    accounting = _read_summary(folder / SUMMARY).get("accounting")
+    """Groups made according to the summary of an earlier completion of this run; else 0."""
+    accounting = _read_summary(folder).get("accounting")
     return int(cast("dict[str, int]", accounting)["made"]) if accounting else 0
 
 
-def _read_summary(path: Path) -> Row:
-    return json.loads(path.read_bytes()) if path.exists() else {}
+def write_reward_plot(folder: Path) -> Path | None:
+    """Write reward.png from the metrics, events and summary; None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    rows = list({row.get("step"): row for row in read_rows(folder / METRICS)}.values())
+    figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
+    canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
+    axes.set_title(f"{folder.name}: reward of all sampled rollouts", loc="left", color=INK)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean reward; share of groups")
+    axes.margins(x=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    _draw_rewards(axes, sorted(rows, key=lambda row: number(row, "step")))
+    _draw_evaluations(axes, _read_summary(folder))
+    resumes = [row for row in read_rows(folder / EVENTS) if row.get("event") == "resume"]
+    if steps := [number(row, "step") for row in resumes if math.isfinite(number(row, "step"))]:
+        edge = axes.get_xaxis_transform()  # x in steps, y in shares of the axes
+        axes.vlines(steps, 0.0, 0.06, color=INK, linewidth=1.6, transform=edge, label="resume")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, reverse=True)
+    image = io.BytesIO()
+    canvas.print_png(image)
+    replace_file(folder / PLOT, image.getvalue())
+    return folder / PLOT
 
 
 def closing_text(
@@ -110,11 +103,11 @@ def closing_text(
     after: Sequence[Answer],
     weights_folder: Path,
 ) -> str:
-    """The last words of a run; of the answers, those to the same problems are shown."""
-    named = [("plot", folder / PLOT), ("report", folder / PAGE), ("metrics", folder / METRICS)]
+    """The closing report of a run; shows the answers to problems in both evaluations."""
+    files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
-            *_sample_lines(before, after),
+            *_answer_lines(before, after),
             "",
             f"held-out accuracy  {_change(summary, 'eval_before', 'eval_after')}",
             f"reward             {_change(summary, 'reward_first', 'reward_last5')}",
@@ -122,7 +115,7 @@ def closing_text(
             f"restarts: {summary['restarts']}",
             f"groups             {_accounting_text(summary['accounting'])}",
             f"verdict            {summary['verdict']['sentence']}",
-            *(f"{name:<19}{path}" for name, path in named if path.exists()),
+            *(f"{name:<19}{path}" for name, path in files if path.exists()),
             f"weights            {weights_folder}",
             "",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -132,32 +125,95 @@ def closing_text(
     )
 
 
-def _sample_lines(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
+def _mean(values: Sequence[float]) -> float | None:
+    """Mean of the finite values; None without any."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
+    """Seconds from each session's start to its last row or event, without pauses in between."""
+    times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
+    total, previous = 0.0, math.nan
+    for time, event in sorted(times, key=lambda pair: pair[0]):
+        is_start = event in ("start", "resume") or math.isnan(previous)
+        total += 0.0 if is_start else time - previous
+        previous = time
+    return total
+
+
+def _read_summary(folder: Path) -> Row:
+    path = folder / SUMMARY
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
+    steps, rewards, spreads, no_signal = (
+        [number(row, key) for row in rows]
+        for key in ("step", "reward", "reward_std", "frac_reward_zero_std")
+    )
+    low = [reward - spread for reward, spread in zip(rewards, spreads, strict=True)]
+    high = [reward + spread for reward, spread in zip(rewards, spreads, strict=True)]
+    if all(0.0 <= reward <= 1.0 for reward in rewards if math.isfinite(reward)):
+        low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
+        axes.set_ylim(0.0, 1.04)
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward ± std")
+    label = "groups without signal"
+    axes.plot(steps, no_signal, color=GREY, linewidth=1.0, linestyle="--", label=label)
+    marker = "o" if len(rows) == 1 else ""
+    axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=marker, label="reward")
+
+
+def _draw_evaluations(axes: Axes, summary: Row) -> None:
+    """A horizontal line for each held-out accuracy, labelled in the right margin."""
+    before, after = number(summary, "eval_before"), number(summary, "eval_after")
+    alignments = ("bottom", "top") if before > after else ("top", "bottom")
+    if not abs(before - after) < LABEL_DISTANCE:
+        alignments = ("center", "center")
+    lines = ((before, "before", RED), (after, "after", GREEN))
+    for (value, label, color), alignment in zip(lines, alignments, strict=True):
+        if math.isfinite(value):
+            axes.axhline(value, color=color, linewidth=1.2, linestyle=":")
+            axes.annotate(
+                f"held-out {label}\n{value:.3f}",
+                (1.0, value),
+                xycoords=axes.get_yaxis_transform(),  # x in shares of the axes, y in rewards
+                xytext=(6, 0),
+                textcoords="offset points",
+                va=alignment,
+                color=color,
+                fontsize=9,
+            )
+
+
+def _answer_lines(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
     lines = [_columns("problem", "base answer", "trained answer", "reward")]
-    said = {answer.problem: answer for answer in before}
+    base_answers = {answer.problem: answer for answer in before}
     for trained in after:
-        if (base := said.get(trained.problem)) is None:
-            continue  # other examples were evaluated
-        reward = f"{base.reward:g} -> {trained.reward:g}"
-        lines.append(_columns(base.problem, base.answer, trained.answer, reward))
+        if base := base_answers.get(trained.problem):  # absent if other problems were evaluated
+            reward = f"{base.reward:g} -> {trained.reward:g}"
+            lines.append(_columns(base.problem, base.answer, trained.answer, reward))
     return lines
 
 
 def _columns(*texts: str) -> str:
-    cells = [_fitted(text, width) for text, width in zip(texts, WIDTHS, strict=False)]
+    cells = [_fit(text, width) for text, width in zip(texts, WIDTHS, strict=False)]
     return "  ".join([*cells, texts[-1]])
 
 
-def _fitted(text: str, width: int) -> str:
+def _fit(text: str, width: int) -> str:
     line = " ".join(text.split())
     return f"{line:<{width}}" if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _accounting_text(accounting: Mapping[str, int]) -> str:
-    made, *parts, duplicates = accounting.items()
-    shown = [f"{count} {name.replace('_', ' ')}" for name, count in parts if count]
-    twice = f"; {duplicates[1]} came twice and counted once" if duplicates[1] else ""
-    return f"{made[1]} made = {' + '.join(shown)}{twice}"
+    made, *outcomes, duplicates = accounting.items()
+    names = {"no_signal": "without signal"}
+    parts = [
+        f"{count} {names.get(name, name.replace('_', ' '))}" for name, count in outcomes if count
+    ]
+    text = f"{made[1]} made = {' + '.join(parts)}"
+    return f"{text}; {duplicates[1]} received twice and counted once" if duplicates[1] else text
 
 
 def _change(summary: Summary, first: str, last: str) -> str:

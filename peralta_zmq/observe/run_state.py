@@ -1,7 +1,4 @@
-"""What a verdict looks at: the newest rows of a run that count, and its generators in them.
-
-Knows metric names and events; knows nothing of what is good or bad.
-"""
+"""State of a run: recent steps, generators and session, from its newest metrics and events."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from typing import TypeAlias
 
 from peralta_zmq.observe.metrics import number
 
-Known: TypeAlias = Mapping[str, object]
+Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
 
-WINDOW = 20  # rows that count
-ENOUGH = 3  # rows before we speak of balance
-BEGINS, ENDS = ("start", "resume"), ("stop", "complete")  # events of a session
-
-EVALUATES = ("evaluate", "evaluated")  # events of the trainer's own answers: begun, done
+WINDOW = 20  # newest rows that count
+MIN_ROWS = 3  # fewer say nothing about waiting
+STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # without a step, whichever is longer
+SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
+EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStats:
-    """How a generator that still reports did in these rows; 0 for what it did not report."""
+    """Mean values of one generator over the recent rows; 0 for what it did not report."""
 
     name: str
     tokens_per_s: float
-    blocked: float  # share of its time without a turn, or without room in its queue
-    queue: float  # the latter part of it
-    reload_seconds: float  # of one change of weights
-    step: float  # of its newest weights
+    blocked: float  # share of its time in which it may not sample
+    queue: float  # the part of `blocked` in which its send queue is full
+    reload_seconds: float  # of one weight update
+    step: float  # of its newest weights; NaN if unknown
 
     @property
     def speed(self) -> float:
@@ -41,42 +38,43 @@ class GeneratorStats:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the events of the newest session say."""
+    """The trainer's newest session, as its events describe it."""
 
-    begun: float  # unix seconds; NaN when they do not say
-    awake: float  # the same, or since the trainer has answered held-out problems itself
-    evaluates: bool  # it does so now, and takes no step meanwhile
-    up: Mapping[str, float]  # generators that joined and did not leave, by name: when
-    left: Sequence[str]
+    start: float  # unix seconds; NaN if unknown
+    active_since: float  # `start`, or the end of the newest held-out evaluation
+    is_evaluating: bool  # no step is expected meanwhile
+    is_over: bool
+    up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
+    left: Mapping[str, float]  # generators that left -> unix seconds
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What the findings look at."""
+class RunState:
+    """The recent rows of a run that has taken a step, with its generators and session."""
 
-    rows: Sequence[Known]  # the newest, oldest first, at least one
-    fares: Sequence[GeneratorStats]  # of the generators that report, by name
-    gone: Sequence[str]  # generators heard in these rows, and no more
-    events: Sequence[Known]
+    rows: Rows  # at least one
+    events: Rows
     session: Session
-    quiet_seconds: float  # since the newest row; NaN when the caller has no clock
+    generators: Sequence[GeneratorStats]  # those that report, by name
+    gone: Sequence[str]  # generators that reported in these rows and stopped
+    idle_seconds: float  # since the newest step; NaN if none is expected
 
     def total(self, key: str) -> float:
         """Sum over the rows; a row without the key counts 0."""
-        return sum(figure(row, key, 0.0) for row in self.rows)
+        return sum(number(row, key, 0.0) for row in self.rows)
 
     def share(self, key: str) -> float:
-        """Part of all step time that `key` (seconds) took."""
+        """Share of all step time that `key` (seconds) took."""
         return self.total(key) / max(1e-9, self.total("step_time"))
 
     def growth(self, key: str) -> float:
-        """By how much a count that only grows has grown; a restart may set it back."""
-        return max(0.0, figure(self.rows[-1], key, 0.0) - figure(self.rows[0], key, 0.0))
+        """Increase of a cumulative count; 0 if a restart reset it."""
+        return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
     @property
     def step_seconds(self) -> float:
-        """Of the median step."""
-        return median(figure(row, "step_time", 0.0) for row in self.rows)
+        """Duration of the median step."""
+        return median(number(row, "step_time", 0.0) for row in self.rows)
 
     @property
     def waiting(self) -> float:
@@ -85,133 +83,131 @@ class View:
 
     @property
     def num_groups(self) -> float:
-        """Groups that these rows' steps took, after the first row."""
-        return sum(
-            figure(row, key, 0.0)
-            for row in self.rows[1:]
-            for key in row
-            if key.startswith("gen/") and key.endswith("/groups")
-        )
+        """Groups consumed after the first row."""
+        keys = {key for row in self.rows for key in row if key.startswith("gen/")}
+        keys = {key for key in keys if key.endswith("/groups")}
+        return sum(number(row, key, 0.0) for row in self.rows[1:] for key in keys)
 
 
-def observed(
-    rows: Sequence[Known], events: Sequence[Known], *, now: float | None = None
-) -> View | None:
-    """What counts of rows and events, oldest first; None before the first step.
+def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState | None:
+    """The state of a run; None before the first step.
 
-    `now` (unix seconds) is for a run that is under way.
+    `now` (unix seconds) is for a running trainer: it makes `idle_seconds` known.
     """
-    counted = _counted(rows, events)
-    if not counted:
+    recent = _recent(rows, events)
+    if not recent:
         return None
-    gone = [] if is_over(events) else _gone(counted, events)
-    quiet_seconds = _quiet_seconds(counted[-1], events, now)
-    fares = _fares(counted, but=gone)
-    return View(counted, fares, gone, events, session_of(events), quiet_seconds)
+    session = session_of(events)
+    gone = [] if session.is_over else _gone(recent, events)
+    idle_seconds = math.nan
+    if now is not None and not session.is_over and not session.is_evaluating:
+        times = [number(recent[-1], "time"), session.active_since]
+        idle_seconds = now - max((time for time in times if math.isfinite(time)), default=now)
+    generators = [_stats(recent, name) for name in sorted(_reporting(recent[-1]) - set(gone))]
+    return RunState(recent, events, session, generators, gone, idle_seconds)
 
 
-def session_of(events: Sequence[Known]) -> Session:
-    """The newest session, of events oldest first."""
-    begins = [place for place, each in enumerate(events) if each.get("event") in BEGINS]
-    begun = figure(events[begins[-1]], "time") if begins else math.nan
-    told = events[begins[-1] :] if begins else events
-    up, left = _attendance(told)
-    evaluations = [each for each in told if each.get("event") in EVALUATES]
-    evaluates = bool(evaluations) and evaluations[-1].get("event") == EVALUATES[0]
-    awake = figure(evaluations[-1], "time") if evaluations else begun
-    return Session(begun, awake, evaluates, up, sorted(left))
+def session_of(events: Rows) -> Session:
+    """The newest session."""
+    starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
+    start = number(events[starts[-1]], "time") if starts else math.nan
+    session = events[starts[-1] :] if starts else events
+    evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
+    up, left = _membership(session)
+    return Session(
+        start=start,
+        active_since=number(evaluations[-1], "time") if evaluations else start,
+        is_evaluating=bool(evaluations) and evaluations[-1].get("event") == EVALUATION_EVENTS[0],
+        is_over=any(event.get("event") in SESSION_ENDS for event in session),
+        up=up,
+        left=left,
+    )
 
 
-def seconds_left(rows: Sequence[Known], steps_left: float) -> float:
-    """Seconds that so many steps take, at the pace of the newest WINDOW steps.
+def stall_limit(step_seconds: float) -> float:
+    """Seconds without a step after which a run with steps of `step_seconds` has stalled."""
+    return max(STALL_SECONDS, STALL_STEPS * step_seconds)
 
-    `rows` are of one session, oldest first: a pause is no pace. The first step speaks for itself;
-    NaN before it.
+
+def seconds_left(rows: Rows, steps_left: float) -> float:
+    """Estimated seconds for `steps_left` steps at the speed of the newest WINDOW steps.
+
+    `rows` are of one session, so that pauses do not count. NaN before its first step.
     """
-    lived = [row for row in rows if figure(row, "step_time", 0.0) > 0.0][-WINDOW - 1 :]
-    if not lived:
+    live = [row for row in rows if number(row, "step_time", 0.0) > 0.0][-WINDOW - 1 :]
+    if not live:
         return math.nan
-    num_steps = figure(lived[-1], "step") - figure(lived[0], "step")
-    seconds = figure(lived[-1], "time") - figure(lived[0], "time")
-    runs = num_steps > 0 and seconds > 0  # a clock may have been set back
-    pace = seconds / num_steps if runs else figure(lived[-1], "step_time")
-    return pace * max(0.0, steps_left)
+    num_steps = number(live[-1], "step") - number(live[0], "step")
+    seconds = number(live[-1], "time") - number(live[0], "time")
+    is_measured = num_steps > 0 and seconds > 0  # the clock may have been set back
+    step_seconds = seconds / num_steps if is_measured else number(live[-1], "step_time")
+    return step_seconds * max(0.0, steps_left)
 
 
-def figure(row: Known, key: str, default: float = math.nan) -> float:
-    """A field as a finite number; `default` for all else."""
-    value = number(row, key, default)
-    return value if math.isfinite(value) else default
+def format_duration(seconds: float) -> str:
+    """42s, 3m05s, 1h02m; a dash for NaN."""
+    if math.isnan(seconds):
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{second:02d}s" if minutes else f"{second}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def _counted(rows: Sequence[Known], events: Sequence[Known]) -> list[Known]:
-    """The newest rows that were trained live; a session's first one has its start in it."""
-    lived = [row for row in rows[-2 * WINDOW :] if figure(row, "step_time", 0.0) > 0.0]
-    firsts = {figure(each, "step") + 1 for each in events if each.get("event") in BEGINS}
-    later = [row for row in lived if figure(row, "step") not in firsts]
-    return (later if len(later) >= ENOUGH else lived)[-WINDOW:]
+def _recent(rows: Rows, events: Rows) -> Rows:
+    """The newest rows, without replayed steps and, if enough are left, first steps of a session.
+
+    A first step includes the trainer's start.
+    """
+    live = [row for row in rows[-2 * WINDOW :] if number(row, "step_time", 0.0) > 0.0]
+    starts = [event for event in events if event.get("event") in SESSION_STARTS]
+    first_steps = {number(event, "step") + 1 for event in starts}
+    later = [row for row in live if number(row, "step") not in first_steps]
+    return (later if len(later) >= MIN_ROWS else live)[-WINDOW:]
 
 
-def _names(row: Known) -> set[str]:
-    """Generators that report in this row."""
-    ends = "/tokens_per_s"
-    return {key[4 : -len(ends)] for key in row if key.startswith("gen/") and key.endswith(ends)}
+def _reporting(row: Mapping[str, object]) -> set[str]:
+    """Names of the generators that report in this row."""
+    suffix = "/tokens_per_s"
+    return {key[4 : -len(suffix)] for key in row if key.startswith("gen/") and key.endswith(suffix)}
 
 
-def _fares(rows: Sequence[Known], *, but: Sequence[str]) -> list[GeneratorStats]:
-    """A report covers two seconds only, so shares and speeds are means over the rows."""
+def _stats(rows: Rows, name: str) -> GeneratorStats:
+    """Means over the rows, because one report covers two seconds only."""
 
-    def mean(name: str, kind: str) -> float:
-        told = [figure(row, f"gen/{name}/{kind}") for row in rows]
-        return fmean([value for value in told if math.isfinite(value)] or [0.0])
+    def mean(key: str) -> float:
+        values = [number(row, f"gen/{name}/{key}") for row in rows]
+        return fmean([value for value in values if math.isfinite(value)] or [0.0])
 
-    return [
-        GeneratorStats(
-            name,
-            tokens_per_s=mean(name, "tokens_per_s"),
-            blocked=mean(name, "blocked_frac"),
-            queue=mean(name, "queue_frac"),
-            reload_seconds=mean(name, "reload_s"),
-            step=figure(rows[-1], f"gen/{name}/step"),
-        )
-        for name in sorted(_names(rows[-1]) - set(but))
-    ]
+    return GeneratorStats(
+        name,
+        tokens_per_s=mean("tokens_per_s"),
+        blocked=mean("blocked_frac"),
+        queue=mean("queue_frac"),
+        reload_seconds=mean("reload_s"),
+        step=number(rows[-1], f"gen/{name}/step"),
+    )
 
 
-def _gone(rows: Sequence[Known], events: Sequence[Known]) -> list[str]:
-    """Generators that were heard in these rows or left since, and are not heard now."""
-    up, left = _attendance(events)
-    silent = {name for row in rows for name in _names(row)} - _names(rows[-1])
-    since = figure(rows[0], "time")
-    return sorted(silent - up.keys() | {name for name, moment in left.items() if moment >= since})
+def _gone(rows: Rows, events: Rows) -> list[str]:
+    """Generators that reported in these rows and do not now, or left since the first row."""
+    up, left = _membership(events)
+    silent = {name for row in rows for name in _reporting(row)} - _reporting(rows[-1])
+    since = number(rows[0], "time")
+    return sorted(silent - up.keys() | {name for name, time in left.items() if time >= since})
 
 
-def _attendance(events: Sequence[Known]) -> tuple[dict[str, float], dict[str, float]]:
-    """Who is up of those who joined, and who left: each with the moment."""
+def _membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
+    """Generators that are up and those that left, with the time of the event."""
     up: dict[str, float] = {}
     left: dict[str, float] = {}
-    boots: dict[str, object] = {}  # of the newest start of each
-    for each in events:
-        name, incarnation = str(each.get("generator")), each.get("incarnation")
-        if each.get("event") == "join":
-            up[name], boots[name] = figure(each, "time"), incarnation
+    incarnations: dict[str, object] = {}  # newest of each generator
+    for event in events:
+        name, incarnation = str(event.get("generator")), event.get("incarnation")
+        if event.get("event") == "join":
+            up[name], incarnations[name] = number(event, "time"), incarnation
             left.pop(name, None)
-        elif each.get("event") == "leave" and boots.get(name, incarnation) == incarnation:
+        elif event.get("event") == "leave" and incarnations.get(name, incarnation) == incarnation:
             up.pop(name, None)
-            left[name] = figure(each, "time")
+            left[name] = number(event, "time")
     return up, left
-
-
-def _quiet_seconds(row: Known, events: Sequence[Known], now: float | None) -> float:
-    """Since a step could have come; NaN for a run that takes none now."""
-    session = session_of(events)
-    if now is None or is_over(events) or session.evaluates:
-        return math.nan
-    moments = [figure(row, "time"), session.awake]
-    return now - max((each for each in moments if math.isfinite(each)), default=now)
-
-
-def is_over(events: Sequence[Known]) -> bool:
-    """Whether the newest session was ended; nobody hears its generators any more."""
-    sessions = [each.get("event") for each in events if each.get("event") in (*BEGINS, *ENDS)]
-    return bool(sessions) and sessions[-1] in ENDS

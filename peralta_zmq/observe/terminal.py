@@ -1,7 +1,4 @@
-"""A run one can watch: a live table on a terminal, one plain line per step anywhere else.
-
-Knows metric rows and a stream; knows nothing of where the rows come from.
-"""
+"""Terminal output of a run: a live table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import math
 import os
 import re
 import sys
+import time
 from collections import deque
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.bar import Bar
@@ -21,45 +19,42 @@ from rich.table import Table
 from rich.text import Text
 
 from peralta_zmq.observe.metrics import Row, number
-from peralta_zmq.observe.progress import Progress, duration
-from peralta_zmq.observe.run_state import WINDOW, seconds_left
+from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
-NUM_SHOWN = 12
-NUM_FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, one to spare
-REPEAT_SECONDS = 60.0  # off a terminal, between two verdicts that come and go
+MAX_TABLE_ROWS = 12
+FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, one to spare
+REPEAT_SECONDS = 60.0  # off a terminal, before the same kind of verdict is printed again
+PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
+PROGRESS_SECONDS = {True: 0.2, False: 10.0}  # between two updates: drawn in place, and as lines
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-logger = logging.getLogger(__name__)
 COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
+PACKAGES = {"package": "peralta_zmq", "python": "Python", "torch": "torch",
+            "transformers": "transformers"}  # fmt: skip
+logger = logging.getLogger(__name__)
 
 
 class Terminal:
-    """Shows a run on `stream` (standard output by default) while the `with` block lasts."""
+    """Shows a run on `stream` (default: standard output). Use with `with`."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
-        self._max_steps = max_steps
-        self._run = run
+        self._max_steps, self._run = max_steps, run
         self._stream = stream or sys.stdout
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
-        self._shown: RenderableType = Text("waiting for the first step")
-        self._said: dict[str, float] = {}  # kind of verdict -> time of the row it was said at
+        self._content: RenderableType = Text("waiting for the first step")
+        self._printed: dict[str, float] = {}  # kind of verdict -> unix seconds
         self._kind = ""  # of the newest verdict
         console = Console(file=self._stream, highlight=False)
-        lively = self._stream.isatty() and not console.is_dumb_terminal
-        self._live = Live(console=console, auto_refresh=False) if lively else None
+        is_live = self._stream.isatty() and not console.is_dumb_terminal
+        self._live = Live(console=console, auto_refresh=False) if is_live else None
 
     def __enter__(self) -> Terminal:
         if self._live:
             self._live.start()
-            self._live.update(self._shown, refresh=True)
+            self._live.update(self._content, refresh=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -69,120 +64,185 @@ class Terminal:
             self._live.console.print(text, markup=False, soft_wrap=True)
             self._live.refresh()
         else:
-            self._say(text)
+            self._print(text)
 
-    def progress(self, what: str, total: int) -> Progress:
-        """Show how far something is, below the table if there is one."""
-        return Progress(what, total, show=self._show_progress, lively=self._live is not None)
+    def progress(self, description: str, total: int) -> Progress:
+        """Progress of an operation, below the table if there is one."""
+        in_place = self._live is not None
+        return Progress(description, total, show=self._show_progress, in_place=in_place)
+
+    def step(self, row: Row, verdict: Verdict | None = None) -> None:
+        """Show one row of metrics.jsonl, and the verdict when its kind has changed."""
+        self._rows.append(row)
+        if not self._live:
+            self._print(self._step_line(row))
+        self._show_verdict(verdict, number(row, "time", 0.0))
+
+    def stall(self, verdict: Verdict, *, now: float) -> None:
+        """Show the verdict between two steps; off a terminal only a bad one."""
+        if self._live or verdict.level == "bad":
+            self._show_verdict(verdict, now)
+
+    def close(self, text: str) -> None:
+        """Print the closing report below the table, which stays visible."""
+        if self._live:
+            self._live.stop()
+        self._print(text)
+
+    def _show_verdict(self, verdict: Verdict | None, now: float) -> None:
+        if self._live:
+            text = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
+            self._content = Group(self._table(self._live), text) if self._rows else text
+            self._live.update(self._content, refresh=True)
+        elif verdict and self._is_new(verdict, now):
+            self._print(f"verdict: {verdict.text}")
 
     def _show_progress(self, text: str) -> None:
         if self._live:
-            self._live.update(Group(self._shown, Text(text)) if text else self._shown, refresh=True)
+            content = Group(self._content, Text(text)) if text else self._content
+            self._live.update(content, refresh=True)
         else:
-            self._say(text)
+            self._print(text)
 
-    def end(self, text: str) -> None:
-        """The last words, below the table, which stays as it is."""
-        if self._live:
-            self._live.stop()
-        self._say(text)
-
-    def step(self, row: Row, verdict: Verdict | None = None) -> None:
-        """Show one row of metrics.jsonl (its `num_rollouts` and `step_time` give rollouts/s).
-
-        The verdict stands under the table; off a terminal it is a line whenever another one holds.
-        """
-        self._rows.append(row)
-        if self._live:
-            self._show(self._live, verdict)
-            return
-        self._say(self._line())
-        if verdict is not None and self._is_news(verdict, number(row, "time", 0.0)):
-            self._say(f"verdict: {verdict.text}")
-
-    def judge(self, verdict: Verdict, *, now: float) -> None:
-        """Between two steps: the verdict at `now` (unix seconds); off a terminal a bad one only."""
-        if self._live:
-            self._show(self._live, verdict)
-        elif verdict.level == "bad" and self._is_news(verdict, now):
-            self._say(f"verdict: {verdict.text}")
-
-    def _show(self, live: Live, verdict: Verdict | None) -> None:
-        told = Text(verdict.text, COLORS[verdict.level]) if verdict else Text()
-        self._shown = Group(self._table(), told) if self._rows else told
-        live.update(self._shown, refresh=True)
-
-    def _is_news(self, verdict: Verdict, now: float) -> bool:
-        """Whether another thing holds than a step ago, numbers aside, unsaid for a minute."""
-        kind, before = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
+    def _is_new(self, verdict: Verdict, now: float) -> bool:
+        """True if the verdict changed kind and was not printed in the last minute."""
+        kind, previous = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
         self._kind = kind
-        if kind == before or now - self._said.get(kind, float("-inf")) < REPEAT_SECONDS:
+        if kind == previous or now - self._printed.get(kind, -math.inf) < REPEAT_SECONDS:
             return False
-        self._said[kind] = now
+        self._printed[kind] = now
         return True
 
-    def _say(self, text: str) -> None:
-        """Print a line; a full disk behind the stream ends the talk, not the run."""
+    def _print(self, text: str) -> None:
+        """Print a line; a write error ends the output, not the run."""
         try:
             self._stream.write(f"{text}\n")
             self._stream.flush()
         except OSError as error:
-            logger.warning("no more output here: %s", error.strerror)
-            silenced = os.open(os.devnull, os.O_WRONLY)  # what is still buffered must go somewhere
-            os.dup2(silenced, self._stream.fileno())
-            os.close(silenced)
+            logger.warning("no more output on this terminal: %s", error.strerror)
+            null = os.open(os.devnull, os.O_WRONLY)  # closing would fail with a filled buffer
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
-    def _line(self) -> str:
-        row = self._rows[-1]
-        names = ("no_signal", "staleness", "queue", "wait", "rollouts/s", "generators")
-        fields = " ".join(f"{name}={text}" for name, text in zip(names, _cells(row), strict=True))
-        reward = _text(number(row, "reward"), ".2f")
-        progress = f"step={number(row, 'step'):.0f}/{self._max_steps}"
-        return f"{progress} reward={reward} {fields} eta={self._eta()}"
+    def _step_line(self, row: Row) -> str:
+        names = [name.replace(" ", "_") for name in COLUMNS]
+        fields = " ".join(f"{name}={cell}" for name, cell in zip(names, _cells(row), strict=True))
+        reward = _format(number(row, "reward"), ".2f")
+        step = f"{number(row, 'step'):.0f}/{self._max_steps}"
+        return f"step={step} reward={reward} {fields} eta={self._eta()}"
 
-    def _table(self) -> Table:
-        assert self._live
-        table = Table(title=self._title(), title_justify="left")
+    def _table(self, live: Live) -> Table:
+        step = number(self._rows[-1], "step")
+        share = f"{100 * step / self._max_steps:.0f}%"
+        title = f"{self._run}  step {step:.0f} of {self._max_steps} ({share})  {self._eta()} left"
+        table = Table(title=title.strip(), title_justify="left")
         table.add_column("step", justify="right", no_wrap=True)
         table.add_column("reward", justify="right", no_wrap=True)
         table.add_column("", width=10)
         for name in COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
-        num_lines = max(1, min(NUM_SHOWN, self._live.console.height - NUM_FRAME_LINES))
-        for row in list(self._rows)[-num_lines:]:
+        num_rows = max(1, min(MAX_TABLE_ROWS, live.console.height - FRAME_LINES))
+        for row in list(self._rows)[-num_rows:]:
             reward = number(row, "reward")
             bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
-            step, shown = f"{number(row, 'step'):.0f}", _text(reward, ".2f")
-            table.add_row(step, shown, "" if math.isnan(reward) else bar, *_cells(row))
+            cells = f"{number(row, 'step'):.0f}", _format(reward, ".2f")
+            table.add_row(*cells, "" if math.isnan(reward) else bar, *_cells(row))
         return table
-
-    def _title(self) -> str:
-        done = number(self._rows[-1], "step")
-        share = 100 * done / self._max_steps
-        progress = f"step {done:.0f} of {self._max_steps} ({share:.0f}%)"
-        return f"{self._run}  {progress}  {self._eta()} left".strip()
 
     def _eta(self) -> str:
         steps_left = self._max_steps - number(self._rows[-1], "step")
-        return duration(seconds_left(self._rows, steps_left))
+        return format_duration(seconds_left(self._rows, steps_left))
+
+
+class Progress:
+    """Progress with ETA for operations longer than two seconds. Use with `with`.
+
+    `show` receives each text; if it is drawn in place, an empty text removes it.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: int,
+        *,
+        show: Callable[[str], None],
+        in_place: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._description, self._total = description, total
+        self._show, self._in_place, self._clock = show, in_place, clock
+        self._start = clock()
+        self._next_update = self._start + PROGRESS_DELAY
+        self._is_shown = False
+
+    def update(self, done: int) -> None:
+        """Report that `done` of the total are done."""
+        now = self._clock()
+        if now < self._next_update or done >= self._total:
+            return
+        self._next_update = now + PROGRESS_SECONDS[self._in_place]
+        self._is_shown = True
+        seconds = (now - self._start) / max(1, done) * (self._total - done)
+        eta = f", {format_duration(seconds)} left" if done else ""
+        share = 100 * done // self._total
+        self._show(f"{self._description}: {done} of {self._total} ({share}%){eta}")
+
+    def hide(self) -> None:
+        """Remove a text drawn in place, so that something else can be printed."""
+        if self._is_shown and self._in_place:
+            self._is_shown = False
+            self._show("")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.hide()
+
+
+def progress_on(description: str, total: int, stream: TextIO | None = None) -> Progress:
+    """Progress on `stream` (default: standard error)."""
+    out = stream or sys.stderr
+    in_place = out.isatty()
+
+    def show(text: str) -> None:
+        out.write(f"\r{text}\x1b[K" if in_place else f"{text}\n")
+        out.flush()
+
+    return Progress(description, total, show=show, in_place=in_place)
+
+
+def worker_info_text(name: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
+    """'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
+
+    Lists the versions that differ from the trainer's. `info` comes from another machine: absent
+    fields are left out, and unprintable characters are replaced.
+    """
+    device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
+    threads = f", threads: {info['threads']}" if "threads" in info else ""
+    versions = [
+        f"{label} {info[key]} (trainer: {trainer.get(key, 'unknown')})"
+        for key, label in PACKAGES.items()
+        if key in info and info[key] != trainer.get(key)
+    ]
+    comparison = ", ".join(versions) or "same versions as the trainer"
+    text = f"generator {name}: {device}{threads}; {comparison}"
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     """One text for each of COLUMNS."""
+    seconds = number(row, "step_time")
+    rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
     return (
-        _text(100 * number(row, "frac_reward_zero_std"), ".0f", "%"),
-        _text(number(row, "staleness/mean"), ".1f"),
-        _text(number(row, "queue/depth"), ".0f"),
-        _text(number(row, "time/wait_for_batch"), ".2f", "s"),
-        _text(_rollouts_per_second(row), ".0f"),
-        _text(number(row, "generators"), ".0f"),
+        _format(100 * number(row, "frac_reward_zero_std"), ".0f", "%"),
+        _format(number(row, "staleness/mean"), ".1f"),
+        _format(number(row, "queue/depth"), ".0f"),
+        _format(number(row, "time/wait_for_batch"), ".2f", "s"),
+        _format(rollouts_per_s, ".0f"),
+        _format(number(row, "generators"), ".0f"),
     )
 
 
-def _rollouts_per_second(row: Row) -> float:
-    seconds = number(row, "step_time")
-    return number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
-
-
-def _text(value: float, form: str, unit: str = "") -> str:
-    return "-" if math.isnan(value) else f"{value:{form}}{unit}"
+def _format(value: float, spec: str, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:{spec}}{unit}"

@@ -1,8 +1,7 @@
-"""The run's metrics for TensorBoard, trackio and Weights & Biases: the one door to each of them.
+"""Experiment trackers: copies of the run's metrics in TensorBoard, trackio or Weights & Biases.
 
-Knows rows and three packages; knows nothing of training. A tracker lives in a thread of its own,
-from its opening to its end: whatever it does there, it costs training nothing but one line.
-Nothing leaves this machine unless the user says so (WANDB_MODE, TRACKIO_SPACE_ID and the like).
+Each tracker works in its own thread, so that a slow or failing one costs training one log line.
+Nothing leaves this machine unless the user enables it (WANDB_MODE, TRACKIO_SPACE_ID and the like).
 """
 
 # the packages annotate themselves only in part
@@ -21,16 +20,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from time import time_ns
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 from peralta_zmq.errors import ConfigError, described
+from peralta_zmq.observe.metrics import number
 
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 PROJECT = "peralta_zmq"
-MAX_WAITING = 1000  # rows that a tracker may be behind
-CLOSE_SECONDS = 20.0  # that the end of a run waits for one
-AXES = ("step", "time")  # of the curves, not curves themselves
+MAX_PENDING_ROWS = 1000
+CLOSE_SECONDS = 20.0  # that the end of a run waits for a tracker
+AXES = ("step", "time")  # x axes of the curves, not curves
 Numbers: TypeAlias = dict[str, float]
 logger = logging.getLogger(__name__)
 
@@ -39,19 +38,19 @@ class Sink(Protocol):
     """An open tracker."""
 
     def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """Take the numbers of a step; `time` in unix seconds, NaN for now."""
+        """Add one point to each curve; `time` in unix seconds, NaN for now."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         ...
 
 
-Open: TypeAlias = Callable[[int], Sink]  # with the first step that it will be told
+OpenSink: TypeAlias = Callable[[int], Sink]  # called with the first step that will be logged
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises ConfigError when the package of one of them is not installed."""
+    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
@@ -63,57 +62,50 @@ def check_trackers(names: Iterable[str]) -> None:
 def open_trackers(
     names: Iterable[str], *, folder: Path, run_id: str, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """A tracker for each name; `settings` are shown beside the curves."""
-    opens: dict[str, Open] = {
-        "tensorboard": lambda first: TensorBoard(folder, first_step=first),
-        "trackio": lambda first: Trackio(run_id, settings),
-        "wandb": lambda first: Wandb(folder, run_id, settings),
+    """A tracker for each name; `settings` are recorded with the run."""
+    sinks: dict[str, OpenSink] = {
+        "tensorboard": lambda first_step: TensorBoard(folder, first_step=first_step),
+        "trackio": lambda first_step: Trackio(run_id, settings),
+        "wandb": lambda first_step: Wandb(folder, run_id, settings),
     }
-    return [Tracker(name, opens[name]) for name in dict.fromkeys(names)]
+    return [Tracker(name, sinks[name]) for name in dict.fromkeys(names)]
 
 
 class Tracker:
-    """Hands rows to a thread; after a failure it is silent. Use with `with`."""
+    """Sends rows to a sink from a thread; stops after a failure. Use with `with`."""
 
-    def __init__(self, name: str, opens: Open) -> None:
-        self._name, self._opens = name, opens
-        self._rows: queue.Queue[tuple[int, Numbers, float] | None] = queue.Queue(MAX_WAITING)
+    def __init__(self, name: str, open_sink: OpenSink) -> None:
+        self._name, self._open_sink = name, open_sink
+        self._rows: queue.Queue[tuple[int, Numbers, float] | None] = queue.Queue(MAX_PENDING_ROWS)
         self._failed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
     def log(self, step: int, row: Mapping[str, object]) -> None:
-        """Take the numbers of a row; never waits, never fails."""
-        numbers = {
-            key: float(value)
-            for key, value in row.items()
-            if isinstance(value, (int, float)) and math.isfinite(value) and key not in AXES
-        }
-        moment = row.get("time")
-        moment = float(moment) if isinstance(moment, (int, float)) else math.nan
-        if not self._failed.is_set():
-            try:
-                self._rows.put_nowait((step, numbers, moment))
-            except queue.Full:
-                self._give_up(f"it has not taken {MAX_WAITING} rows")
+        """Queue the finite numbers of a row; never waits, never raises."""
+        numbers = {key: number(row, key) for key in row if key not in AXES}
+        numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        self._put((step, numbers, number(row, "time")))
 
-    def _work(self) -> None:
+    def _put(self, row: tuple[int, Numbers, float] | None) -> None:
         try:
-            self._serve()
-        except Exception as error:  # noqa: BLE001  the code of others may raise anything
-            self._give_up(described(error))
+            if not self._failed.is_set():
+                self._rows.put_nowait(row)
+        except queue.Full:
+            self._fail(f"{MAX_PENDING_ROWS} rows are pending")
 
-    def _serve(self) -> None:
-        row = self._rows.get()
-        if row is None:
-            return
-        sink = self._opens(row[0])
-        while row is not None:
-            step, numbers, moment = row
-            sink.log(step, numbers, time=moment)
-            row = self._rows.get()
-        sink.close()
+    def _run(self) -> None:
+        try:
+            if row := self._rows.get():
+                sink = self._open_sink(row[0])
+                while row:
+                    step, numbers, time = row
+                    sink.log(step, numbers, time=time)
+                    row = self._rows.get()
+                sink.close()
+        except Exception as error:  # noqa: BLE001 - a third-party package may raise anything
+            self._fail(described(error))
 
-    def _give_up(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._failed.is_set():
             self._failed.set()
             logger.warning("no more metrics for %s: %s", self._name, reason)
@@ -122,92 +114,78 @@ class Tracker:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
+        self._put(None)
         if not self._failed.is_set():
-            try:
-                self._rows.put_nowait(None)
-            except queue.Full:
-                self._give_up(f"it has not taken {MAX_WAITING} rows")
-                return
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
-                self._give_up(f"it has not ended within {CLOSE_SECONDS:.0f} s")
+                self._fail(f"not closed within {CLOSE_SECONDS:.0f} s")
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; steps that are trained anew replace the earlier ones."""
+    """Event files in RUN/tensorboard; steps trained again replace the earlier ones."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from tensorboardX import SummaryWriter
 
-        # By its own name, two sessions begun in one second would share a file.
+        # With the default suffix, two sessions started in the same second would share a file.
         self._writer = SummaryWriter(
             str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{time_ns()}"
         )
 
     def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """One point of each curve."""
-        moment = None if math.isnan(time) else time
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step, walltime=moment)
+        """Add one point to each curve."""
+        walltime = None if math.isnan(time) else time
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step, walltime=walltime)
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
 class Trackio:
-    """A local project, shown by `trackio show`; its words go to standard error."""
+    """A local project, shown by `trackio show`; its output goes to standard error."""
 
     def __init__(self, run_id: str, settings: Mapping[str, Any]) -> None:
         import trackio
 
         if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
-            # It asks Hugging Face whose token lies on this machine, for a local run too.
-            trackio.Run._get_username = _nobody
+            # It would query Hugging Face for the token's owner, even for a local run.
+            trackio.Run._get_username = lambda run: None
         self._trackio = trackio
         with redirect_stdout(sys.stderr):
             self._run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
 
     def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         self._run.log(dict(numbers), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
 
 
-def _nobody(run: object) -> None:
-    """The name of a local run's owner."""
-
-
 class Wandb:
-    """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE says otherwise."""
+    """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
 
     def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own faults, to its makers
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
         import wandb
 
-        self._run = wandb.init(
-            project=PROJECT, id=run_id, name=run_id, dir=str(folder), resume="allow",
-            config=dict(settings), settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
-        # Evaluations come late, and its own step never goes back.
+        names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
+        quiet = wandb.Settings(console="off", silent=True)
+        self._run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
+        # Evaluations arrive after later steps, and wandb's own step only increases.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         self._run.log({**numbers, "step": step})
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         self._run.finish()

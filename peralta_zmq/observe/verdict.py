@@ -1,364 +1,313 @@
-"""Who waits for whom, in one sentence: a pure function of a run's newest rows and events.
+"""The verdict: one sentence on a run's bottleneck or fault, with advice.
 
-Knows this project's knobs; knows nothing of files, terminals or pages. The first finding that holds
-is the verdict, what is bad before all else.
+A pure function of the newest metrics rows and events. Each finding below yields a verdict if its
+condition holds; the first bad one is returned, else the first one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 from typing import Literal, TypeAlias
 
-from peralta_zmq.observe.progress import duration
-from peralta_zmq.observe.run_state import (  # fmt: skip
-    ENOUGH,
+from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.run_state import (
+    MIN_ROWS,
+    STALL_SECONDS,
     WINDOW,
     GeneratorStats,
-    Known,
+    Rows,
+    RunState,
     Session,
-    View,
-    figure,
-    is_over,
-    observed,
+    format_duration,
+    run_state,
     session_of,
+    stall_limit,
 )
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
-WAITS = 0.25  # share of the time from which waiting is worth a word
-BLOCKED_ALONE = 0.5  # share of its time from which one blocked generator is its own case
-STALLS = 0.15  # the same for publishing and for the journal
-LATE = 0.10  # share of groups that come to nothing
-SILENCE_SECONDS, SILENCE_STEPS = 30.0, 10.0  # without a step, whichever is longer
+WAITING = 0.25  # share of the time from which waiting is reported
+ONE_BLOCKED = 0.5  # the same for one generator among others that are not blocked
+STALLED = 0.15  # the same for publishing and for the journal
+LOST_GROUPS = 0.10  # share of groups dropped or without a reward from which it is reported
 FIRST_STEP_SECONDS = 120.0  # after the first generator has joined
-START_ONE = "start one: bin/generator @ CONFIG"
-STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights, both
-SATURATED_SECONDS = 0.5  # a version that is out sooner is no burden
+STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights; both must be exceeded
+SATURATED_SECONDS = 0.5  # publishing faster than this is never a bottleneck
 SLOW = 0.5  # of the median generator's speed
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward
+START_GENERATOR = "start one: bin/generator @ CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What holds, what to change (empty when nothing need be), and how bad it is."""
+    """The finding, what to change (empty if nothing), and how serious it is."""
 
     sentence: str
     advice: str
-    level: Level
+    level: Level = "warn"
 
     @property
     def text(self) -> str:
-        """Sentence and advice as one line."""
+        """Sentence and advice on one line."""
         return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
 
 
-def verdict(
-    rows: Sequence[Known], events: Sequence[Known] = (), *, now: float | None = None
-) -> Verdict:
-    """The one sentence about a run, from rows of metrics.jsonl and events.jsonl, oldest first.
+def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
+    """The verdict on a run, from rows of metrics.jsonl and events.jsonl, oldest first.
 
-    Only the last WINDOW rows count. `now` (unix seconds) is for a run that is under way: with it,
-    a run that has stopped making steps is told.
+    Only the last WINDOW rows count. `now` (unix seconds) is for a running trainer: with it, a run
+    that takes no more steps is reported.
     """
-    view = observed(rows, events, now=now)
-    if view is None:
-        return _before_the_first_step(events, now)
-    found = [each for look in FINDINGS if (each := look(view)) is not None]
-    return next((each for each in found if each.level == "bad"), found[0])
+    state = run_state(rows, events, now=now)
+    if state is None:
+        return _before_first_step(events, now)
+    findings = list(chain.from_iterable(find(state) for find in FINDINGS))
+    return next((finding for finding in findings if finding.level == "bad"), findings[0])
 
 
-def waiting(rows: Sequence[Known], events: Sequence[Known] = ()) -> tuple[float, int]:
-    """The share of its time that the trainer waits, and of how many rows: those of the verdict.
+def waiting(rows: Rows, events: Rows = ()) -> tuple[float, int]:
+    """The share of its time that the trainer waits, and the number of rows it was taken from.
 
-    NaN where there is none to count.
+    The verdict uses the same share. NaN before the first step.
     """
-    view = observed(rows, events)
-    return (view.waiting, len(view.rows)) if view else (math.nan, 0)
+    state = run_state(rows, events)
+    return (state.waiting, len(state.rows)) if state else (math.nan, 0)
 
 
-def _before_the_first_step(events: Sequence[Known], now: float | None) -> Verdict:
+def _before_first_step(events: Rows, now: float | None) -> Verdict:
     session = session_of(events)
-    if now is not None and not is_over(events):
-        if session.evaluates:
-            return Verdict("the untrained model is evaluated before the first step", "", "ok")
-        if nobody := _nobody(session, now):
-            return Verdict(f"no step yet: {nobody}", START_ONE, "bad")
-        waited = now - min(session.up.values(), default=now)
-        if waited > FIRST_STEP_SECONDS:
+    if now is not None and not session.is_over:
+        if session.is_evaluating:
+            return Verdict("evaluating the untrained model before the first step", "", "ok")
+        if reason := _no_generator(session, now):
+            return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
+        seconds = now - min(session.up.values(), default=now)
+        if seconds > FIRST_STEP_SECONDS:
             return Verdict(
-                f"no step yet: {', '.join(sorted(session.up))} joined, {duration(waited)} ago",
-                "a large model's first step takes long; else look at the trainer's last lines "
-                "and at theirs", "warn",
-            )  # fmt: skip
+                f"no step yet: {', '.join(sorted(session.up))} joined {format_duration(seconds)} "
+                "ago",
+                "the first step of a large model takes long; otherwise check the last lines of "
+                "the trainer's and the generators' logs",
+            )
     return Verdict("waiting for the first step", "", "ok")
 
 
-def _nobody(session: Session, now: float) -> str:
-    """Why nobody is up in a session without a step; empty while somebody is, or may still come."""
+def _no_generator(session: Session, now: float) -> str:
+    """Why no generator is up; empty if one is, or may still join."""
     if session.up:
         return ""
     if session.left:
-        return f"{', '.join(session.left)} left"
-    seconds = now - session.awake
-    return f"no generator has come in {duration(seconds)}" if seconds > SILENCE_SECONDS else ""
+        return f"{', '.join(sorted(session.left))} left"
+    seconds = now - session.active_since
+    waited = f"no generator has joined in {format_duration(seconds)}"
+    return waited if seconds > STALL_SECONDS else ""
 
 
-# What may be found. Each returns None when it does not hold.
+def _stalled(state: RunState) -> Iterator[Verdict]:
+    session, seconds = state.session, state.idle_seconds
+    is_new = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
+    if is_new and (reason := _no_generator(session, session.active_since + seconds)):
+        yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
+    if seconds > stall_limit(state.step_seconds):
+        sentence = f"no step for {format_duration(seconds)}"
+        if state.gone and not state.generators:
+            sentence += f": no generator is up, {', '.join(state.gone)} left"
+            yield Verdict(sentence, START_GENERATOR, "bad")
+        advice = "check the newest event and the last lines of the trainer's log"
+        yield Verdict(sentence, advice, "bad")
 
 
-def _stopped(view: View) -> Verdict | None:
-    """No step for a long time."""
-    if not view.quiet_seconds > max(SILENCE_SECONDS, SILENCE_STEPS * view.step_seconds):
-        return None
-    sentence = f"no step for {duration(view.quiet_seconds)}"
-    if view.gone and not view.fares:
-        return Verdict(
-            f"{sentence}: no generator is up, {', '.join(view.gone)} left", START_ONE, "bad"
-        )
-    return Verdict(sentence, "look at the newest event and at the trainer's last lines", "bad")
+def _gone(state: RunState) -> Iterator[Verdict]:
+    # `gone` covers WINDOW steps only, so it hides other findings for a short time.
+    if state.gone:
+        verb, pronoun = ("is", "it") if len(state.gone) == 1 else ("are", "them")
+        sentence = f"{', '.join(state.gone)} {verb} gone, {len(state.generators)} still up"
+        if state.generators:
+            yield Verdict(sentence, f"restart {pronoun}; the others continue")
+        else:
+            yield Verdict(sentence, f"restart {pronoun}", "bad")
 
 
-def _resumed(view: View) -> Verdict | None:
-    """The session has taken no step, and nobody is up to make one."""
-    session = view.session
-    if math.isnan(view.quiet_seconds) or not session.begun > figure(view.rows[-1], "time"):
-        return None
-    nobody = _nobody(session, session.awake + view.quiet_seconds)
-    return Verdict(f"no step since the resume: {nobody}", START_ONE, "bad") if nobody else None
-
-
-def _no_signal(view: View) -> Verdict | None:
-    """Groups whose rewards are all equal teach nothing."""
-    share, reward = _equal_groups(view)
+def _no_signal(state: RunState) -> Iterator[Verdict]:
+    share, reward = _equal_groups(state)
     if share < NO_SIGNAL or reward >= SOLVED:
-        return None
-    told = f"{_percent(share)} of groups have equal rewards, mean reward {reward:.2f}"
+        return
+    sentence = f"{_percent(share)} of groups have equal rewards, mean reward {reward:.2f}"
+    advice = "raise sampling.temperature or sampling.num_generations"
     if reward <= HOPELESS:
-        advice = "check the reward; else easier problems, or more sampling.num_generations"
+        advice = (
+            "check the reward function; if it is right, use easier problems or raise "
+            "sampling.num_generations"
+        )
+    if share == 1.0 and len(state.rows) >= WINDOW:
+        yield Verdict(f"no learning signal: {sentence}", advice, "bad")
     else:
-        advice = "raise sampling.temperature or sampling.num_generations"
-    if share == 1.0 and len(view.rows) >= WINDOW:
-        return Verdict(f"no learning signal: {told}", advice, "bad")
-    return Verdict(f"little learning signal: {told}", advice, "warn")
+        yield Verdict(f"little learning signal: {sentence}", advice)
 
 
-def _solved(view: View) -> Verdict | None:
-    """The same, since all answers are right: who waits for whom is told, but matters no more."""
-    share, reward = _equal_groups(view)
-    if share < NO_SIGNAL or reward < SOLVED:
-        return None
-    return Verdict(
-        f"the task is solved: mean reward {reward:.2f}, {_percent(share)} of groups have equal "
-        f"rewards; {_balance(view).sentence}",
-        "stop here, or train on harder problems", "ok",
-    )  # fmt: skip
+def _solved(state: RunState) -> Iterator[Verdict]:
+    share, reward = _equal_groups(state)
+    if share >= NO_SIGNAL and reward >= SOLVED:
+        yield Verdict(
+            f"the task is solved: mean reward {reward:.2f}, {_percent(share)} of groups have equal "
+            f"rewards; {next(_balance(state)).sentence}",
+            "stop here, or train on harder problems",
+            "ok",
+        )
 
 
-def _equal_groups(view: View) -> tuple[float, float]:
-    """The share of groups with equal rewards, 0 while it is too early to tell; the mean reward."""
-    shares = [figure(row, "frac_reward_zero_std", 0.0) for row in view.rows]
-    reward = fmean(figure(row, "reward", 0.5) for row in view.rows)
-    return fmean(shares) if len(shares) >= ENOUGH else 0.0, reward
+def _equal_groups(state: RunState) -> tuple[float, float]:
+    """The share of groups with equal rewards, 0 while rows are too few, and the mean reward."""
+    shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
+    reward = fmean(number(row, "reward", 0.5) for row in state.rows)
+    return fmean(shares) if len(shares) >= MIN_ROWS else 0.0, reward
 
 
-def _left(view: View) -> Verdict | None:
-    """A generator is not heard any more."""
-    if not view.gone:
-        return None
-    one = len(view.gone) == 1
-    sentence = f"{', '.join(view.gone)} {'is' if one else 'are'} gone, {len(view.fares)} still up"
-    advice = f"restart {'it' if one else 'them'}"
-    if not view.fares:
-        return Verdict(sentence, advice, "bad")
-    return Verdict(sentence, f"{advice}; the others go on", "warn")
+def _lost_groups(state: RunState) -> Iterator[Verdict]:
+    failed = {one.name: state.growth(f"gen/{one.name}/unjudged") for one in state.generators}
+    num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
+    if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
+        yield Verdict(
+            f"{_percent(share)} of groups got no reward, most of them on "
+            f"{max(failed, key=failed.__getitem__)}",
+            "check its log: the reward function fails or exceeds task.reward_timeout",
+        )
+    if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LOST_GROUPS:
+        senders = [
+            str(event.get("sender")).rpartition("/")[0]
+            for event in state.events
+            if (event.get("event"), event.get("outcome")) == ("drop", "stale")
+            and number(event, "time") >= number(state.rows[0], "time")
+        ]
+        most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
+        source = f", most of them from {most}" if most else ""
+        yield Verdict(
+            f"{_percent(share)} of groups were dropped as stale{source}",
+            "raise train.max_off_policy_steps, or remove the slowest generator",
+        )
 
 
-def _unjudged(view: View) -> Verdict | None:
-    """Groups that got no reward."""
-    lost = {fare.name: view.growth(f"gen/{fare.name}/unjudged") for fare in view.fares}
-    num_lost = sum(lost.values())
-    share = num_lost / max(1.0, num_lost + view.num_groups)
-    if share < LATE:
-        return None
-    most = max(lost, key=lost.__getitem__)
-    return Verdict(
-        f"{_percent(share)} of groups got no reward, most of them at {most}",
-        "read its log; the reward fails, or takes longer than task.reward_timeout", "warn",
-    )  # fmt: skip
-
-
-def _late(view: View) -> Verdict | None:
-    """Groups dropped because they were too old."""
-    num_late = view.growth("dropped/stale")
-    share = num_late / max(1.0, num_late + view.num_groups)
-    if share < LATE:
-        return None
-    senders = [
-        str(each.get("sender")).rpartition("/")[0]
-        for each in view.events
-        if each.get("event") == "drop"
-        and each.get("outcome") == "stale"
-        and figure(each, "time") >= figure(view.rows[0], "time")
-    ]
-    most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
-    whose = f", most of them from {most}" if most else ""
-    return Verdict(
-        f"{_percent(share)} of groups came too late and were dropped{whose}",
-        "raise train.max_off_policy_steps, or take away the slowest generator", "warn",
-    )  # fmt: skip
-
-
-def _behind(view: View) -> Verdict | None:
-    """A generator samples from old weights although there are newer ones."""
-    told = [fare for fare in view.fares if math.isfinite(fare.step)]
-    if not told:
-        return None
-    oldest = min(told, key=lambda fare: fare.step)
-    steps = figure(view.rows[-1], "step") - oldest.step
-    seconds = steps * view.step_seconds
-    if steps < STALE_STEPS or seconds < STALE_SECONDS:
-        return None
-    return Verdict(
-        f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, "
-        f"{steps:.0f} steps or {seconds:.0f} s old",
-        "check its link to weights.dir: bin/doctor there", "warn",
-    )  # fmt: skip
-
-
-def _publishing(view: View) -> Verdict | None:
-    """Publishing holds the trainer up, or cannot keep pace with it."""
-    if (stall := view.share("time/publish")) >= STALLS:
-        return Verdict(
-            f"publishing holds the trainer up for {_percent(stall)} of its time",
+def _weights(state: RunState) -> Iterator[Verdict]:
+    reported = [one for one in state.generators if math.isfinite(one.step)]
+    oldest = min(reported, key=lambda one: one.step, default=None)
+    steps = number(state.rows[-1], "step") - oldest.step if oldest else 0.0
+    seconds = steps * state.step_seconds
+    if oldest and steps >= STALE_STEPS and seconds >= STALE_SECONDS:
+        yield Verdict(
+            f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, which are "
+            f"{steps:.0f} steps or {seconds:.0f} s old",
+            "check its link to weights.dir with bin/doctor on that machine",
+        )
+    if (stall := state.share("time/publish")) >= STALLED:
+        yield Verdict(
+            f"publishing blocks the trainer {_percent(stall)} of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
-            "warn",
         )
-    spent = [
-        figure(row, "weights/encode_seconds", 0.0) + figure(row, "weights/write_seconds", 0.0)
-        for row in view.rows
-    ]
-    seconds = median(spent)
-    if seconds < max(SATURATED_SECONDS, view.step_seconds):
-        return None
-    size = median(figure(row, "weights/bytes", 0.0) for row in view.rows)
-    return Verdict(
-        f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
-        f"{seconds:.1f} s to publish, a step {view.step_seconds:.1f} s",
-        "raise weights.keyframe_interval or weights.max_mbit_per_s, or take a faster weights.dir",
-        "warn",
-    )
-
-
-def _reloading(view: View) -> Verdict | None:
-    """A change of weights takes a generator long beside a step; it may leave versions out."""
-    if not view.fares:
-        return None
-    slowest = max(view.fares, key=lambda fare: fare.reload_seconds)
-    share = slowest.reload_seconds / max(1e-9, view.step_seconds)
-    if share < WAITS:
-        return None
-    return Verdict(
-        f"{slowest.name} takes {slowest.reload_seconds:.1f} s to change weights, a step "
-        f"{view.step_seconds:.1f} s",
-        "raise train.batch_size for fewer versions", "warn",
-    )  # fmt: skip
-
-
-def _journaling(view: View) -> Verdict | None:
-    """The run's own disk is slow."""
-    if (share := view.share("time/journal")) < STALLS:
-        return None
-    return Verdict(
-        f"the disk of run.dir is saturated: the journal takes {_percent(share)} of the "
-        "trainer's time",
-        "move run.dir to a local disk", "warn",
-    )  # fmt: skip
-
-
-def _balance(view: View) -> Verdict:
-    """Who waits for whom."""
-    if len(view.rows) < ENOUGH:
-        return Verdict("too early to say who waits for whom", "", "ok")
-    if (found := _one_blocked(view)) is not None:
-        return found
-    waiting = view.waiting
-    blocked = fmean(fare.blocked for fare in view.fares) if view.fares else 0.0
-    queue = fmean(fare.queue for fare in view.fares) if view.fares else 0.0
-    trainer, generators = _percent(waiting), _percent(blocked)
-    if waiting >= WAITS and queue >= WAITS:
-        return Verdict(
-            f"the link to the trainer is saturated: generators wait {_percent(queue)} of their "
-            f"time for room in their queue, the trainer {trainer} for rollouts",
-            "raise wire.hwm, or put them on a faster network", "warn",
-        )  # fmt: skip
-    if waiting >= WAITS and blocked >= WAITS:
-        return Verdict(
-            f"they take turns: the trainer waits {trainer} of its time for rollouts, "
-            f"generators {generators} for the trainer",
-            "raise train.max_async_level", "warn",
-        )  # fmt: skip
-    if waiting >= WAITS:
-        return _too_few_rollouts(view)
-    if blocked >= WAITS:
-        return _too_many_rollouts(view)
-    return Verdict(
-        f"balanced: the trainer waits {trainer} of its time for rollouts, "
-        f"generators {generators} for the trainer", "", "ok",
-    )  # fmt: skip
-
-
-def _one_blocked(view: View) -> Verdict | None:
-    """One generator alone is held up, which a mean of all would hide."""
-    worst = max(view.fares, key=lambda fare: fare.blocked, default=None)
-    if worst is None or len(view.fares) < 2 or worst.blocked < BLOCKED_ALONE:
-        return None
-    others = fmean(fare.blocked for fare in view.fares if fare is not worst)
-    if others >= WAITS:
-        return None
-    return Verdict(
-        f"{worst.name} alone is blocked {_percent(worst.blocked)} of its time {_why(worst)}, the "
-        f"others {_percent(others)}; the trainer waits {_percent(view.waiting)} for rollouts",
-        "check its link to the trainer: bin/doctor there"
-        if _is_full(worst)
-        else "raise train.max_async_level: it can do more than its share",
-        "warn",
-    )
-
-
-def _too_few_rollouts(view: View) -> Verdict:
-    sentence = f"the trainer waits {_percent(view.waiting)} of its time for rollouts"
-    slowest = min(view.fares, key=lambda fare: fare.speed, default=None)
-    typical = median(fare.speed for fare in view.fares) if view.fares else 0.0
-    if slowest is not None and slowest.speed < SLOW * typical:
-        sentence += (
-            f"; {slowest.name} is slow, {slowest.tokens_per_s:.0f} of all "
-            f"{sum(fare.tokens_per_s for fare in view.fares):.0f} tokens/s"
+    keys = ("weights/encode_seconds", "weights/write_seconds")
+    seconds = median(sum(number(row, key, 0.0) for key in keys) for row in state.rows)
+    if seconds >= max(SATURATED_SECONDS, state.step_seconds):
+        size = median(number(row, "weights/bytes", 0.0) for row in state.rows)
+        yield Verdict(
+            f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
+            f"{seconds:.1f} s to publish, a step {state.step_seconds:.1f} s",
+            "raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
+            "weights.dir",
         )
-    advice = "add a generator on another machine, or raise engine.slots"
-    return Verdict(sentence, advice, "warn")
+    slowest = max(state.generators, key=lambda one: one.reload_seconds, default=None)
+    if slowest and slowest.reload_seconds >= WAITING * max(1e-9, state.step_seconds):
+        yield Verdict(
+            f"{slowest.name} takes {slowest.reload_seconds:.1f} s to load new weights, a step "
+            f"takes {state.step_seconds:.1f} s",
+            "raise train.batch_size for fewer versions",
+        )
 
 
-def _too_many_rollouts(view: View) -> Verdict:
-    worst = max(view.fares, key=lambda fare: fare.blocked)
-    return Verdict(
-        f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of its "
-        f"time {_why(worst)}",
-        "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
-        "warn",
-    )
+def _journal(state: RunState) -> Iterator[Verdict]:
+    if (share := state.share("time/journal")) >= STALLED:
+        yield Verdict(
+            f"the disk of run.dir is saturated: the journal takes {_percent(share)} of the "
+            "trainer's time",
+            "move run.dir to a local disk",
+        )
 
 
-def _is_full(fare: GeneratorStats) -> bool:
-    """Whether it is blocked by its queue rather than by the trainer's pace."""
-    return fare.queue > fare.blocked / 2
+def _balance(state: RunState) -> Iterator[Verdict]:
+    """Always yields: whether trainer or generators wait for the other."""
+    if len(state.rows) < MIN_ROWS:
+        yield Verdict("too few steps to name a bottleneck", "", "ok")
+        return
+    yield from _one_blocked(state)
+    blocked = fmean([one.blocked for one in state.generators] or [0.0])
+    queue = fmean([one.queue for one in state.generators] or [0.0])
+    trainer, generators = _percent(state.waiting), _percent(blocked)
+    if state.waiting >= WAITING and queue >= WAITING:
+        yield Verdict(
+            f"the link to the trainer is saturated: generators are blocked {_percent(queue)} of "
+            f"their time by a full send queue, the trainer waits {trainer} for rollouts",
+            "raise wire.hwm, or use a faster network",
+        )
+    elif state.waiting >= WAITING and blocked >= WAITING:
+        yield Verdict(
+            f"trainer and generators alternate: the trainer waits {trainer} of its time for "
+            f"rollouts, generators {generators} for the trainer",
+            "raise train.max_async_level",
+        )
+    elif state.waiting >= WAITING:
+        advice = "add a generator on another machine, or raise engine.slots"
+        yield Verdict(f"the trainer waits {trainer} of its time for rollouts{_slow(state)}", advice)
+    elif blocked >= WAITING:
+        worst = max(state.generators, key=lambda one: one.blocked)
+        yield Verdict(
+            f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of "
+            f"its time {_cause(worst)}",
+            "use a faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
+        )
+    else:
+        yield Verdict(
+            f"balanced: the trainer waits {trainer} of its time for rollouts, generators "
+            f"{generators} for the trainer",
+            "",
+            "ok",
+        )
 
 
-def _why(fare: GeneratorStats) -> str:
-    return "on a full queue" if _is_full(fare) else "until the trainer needs more"
+def _one_blocked(state: RunState) -> Iterator[Verdict]:
+    """One generator is blocked, which the mean of all would hide."""
+    worst = max(state.generators, key=lambda one: one.blocked, default=None)
+    if worst is None or len(state.generators) < 2 or worst.blocked < ONE_BLOCKED:
+        return
+    others = fmean(one.blocked for one in state.generators if one is not worst)
+    if others < WAITING:
+        yield Verdict(
+            f"only {worst.name} is blocked, {_percent(worst.blocked)} of its time "
+            f"{_cause(worst)}, the others {_percent(others)}; the trainer waits "
+            f"{_percent(state.waiting)} for rollouts",
+            "check its link to the trainer with bin/doctor on that machine"
+            if _is_queue_full(worst)
+            else f"raise train.max_async_level: {worst.name} has spare capacity",
+        )
+
+
+def _slow(state: RunState) -> str:
+    slowest = min(state.generators, key=lambda one: one.speed, default=None)
+    if slowest is None or slowest.speed >= SLOW * median(one.speed for one in state.generators):
+        return ""
+    total = sum(one.tokens_per_s for one in state.generators)
+    return f"; {slowest.name} is slow: {slowest.tokens_per_s:.0f} of {total:.0f} tokens/s"
+
+
+def _is_queue_full(generator: GeneratorStats) -> bool:
+    """Whether it is blocked by its send queue rather than by the trainer's pace."""
+    return generator.queue > generator.blocked / 2
+
+
+def _cause(generator: GeneratorStats) -> str:
+    return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
 
 
 def _percent(share: float) -> str:
@@ -369,8 +318,4 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
 
 
-# A generator that left is news for WINDOW steps only, so it hides no other finding for long.
-FINDINGS: tuple[Callable[[View], Verdict | None], ...] = (
-    _resumed, _stopped, _left, _no_signal, _unjudged, _late, _behind, _publishing, _reloading,
-    _journaling, _solved, _balance,
-)  # fmt: skip
+FINDINGS = (_stalled, _gone, _no_signal, _lost_groups, _weights, _journal, _solved, _balance)

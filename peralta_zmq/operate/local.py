@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from peralta_zmq.config import earlier_config
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.metrics import EVENTS, Events
+from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.operate.process_group import BAD_CONFIG, ProcessGroup, Record, Worker, supervise
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def event_recorder(folder: Path) -> Record:
 
     def record(event: str, **fields: object) -> None:
         try:
-            with Events(folder / EVENTS) as events:
-                events.record(event, **fields)
+            with JsonLines(folder / EVENTS) as events:
+                events.append_event(event, **fields)
         except OSError as error:  # a full disk must not stop the workers
             sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
 

@@ -53,7 +53,7 @@ class EvaluationCoordinator:
                 answers = evaluate(
                     self._engine, self._tokenizer, problems, self._held_out.reward,
                     sampling=build.make_eval_sampling(config, seed=config.run.seed),
-                    num_generations=config.eval.rollouts_per_example, reach=progress.reach,
+                    num_generations=config.eval.rollouts_per_example, reach=progress.update,
                     between_steps=self._look_for_stop,
                 )  # fmt: skip
             if self._stop.asked:

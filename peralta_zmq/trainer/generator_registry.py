@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from peralta_zmq import wire
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.observe.worker_info import worker_info_text
+from peralta_zmq.observe.terminal import worker_info_text
 
 SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
 SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
@@ -93,7 +93,7 @@ class GeneratorRegistry:
             self._say_twins(name)
         if hello and sender not in self._greeted:
             self._greeted.add(sender)
-            self._books.note(worker_info_text(name, hello, here=self._hello))
+            self._books.note(worker_info_text(name, hello, trainer=self._hello))
             if not is_new:
                 self._books.event("hello", **facts, hello=dict(hello))
         self._heard[sender] = time.monotonic()

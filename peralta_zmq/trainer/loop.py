@@ -144,7 +144,7 @@ class Trainer:
         newest, left_behind = self._broadcast.store.newest(), self._intake.admission.abandoned
         if (
             newest is None
-            or (newest.step, newest.line) != (step, self._books.line)
+            or (newest.step, newest.line) != (step, self._books.lineage)
             or newest.weights_id in left_behind
         ):
             self._publish()
@@ -201,7 +201,7 @@ class Trainer:
         if not (complete and self._evaluations.evaluate(step)):
             self._books.end("stop", step=step)
             self._books.note(f"stopped after step {step}, saved; the same command resumes it")
-            self._books.draw()
+            self._books.write_report()
             return
         self._roster.hear_last(step=step)
         self._books.end("complete", step=step)
@@ -306,7 +306,7 @@ class Trainer:
     def _meanwhile(self, idle: bool) -> None:
         """Between two groups."""
         self._broadcast.take_reports()
-        self._books.look()
+        self._books.check_stall()
         if idle and self._roster.wants_keyframe:  # perhaps nobody can work without it
             self._publish()
 
@@ -436,7 +436,7 @@ class Trainer:
                     return False
                 groups = self._intake.take()
                 self._record(groups, self._learn(groups), step_time=0.0)
-                progress.reach(self._learner.step - begin)
+                progress.update(self._learner.step - begin)
         self._learner.learning_rate = build.learning_rate_schedule(self._config)
         if self._earlier != self._config:
             try:

@@ -71,7 +71,7 @@ class WeightPublishing:
 
     def begin_line(self) -> None:
         """From now on versions say how often the run was rolled back."""
-        self._about["line"] = self._books.line
+        self._about["line"] = self._books.lineage
 
     def publish(self, step: int, weights: Mapping[str, Tensor], *, whole: bool) -> float:
         """Hand over a step's weights; returns the seconds it took. `whole` asks for a keyframe."""

@@ -21,7 +21,7 @@ from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
-from peralta_zmq.observe.progress import progress_on
+from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import adapter_files, checkpoint, journal
 from peralta_zmq.weights.backends import open_backend
@@ -107,7 +107,7 @@ def replay(
             progress.hide()
             if first is None or learner.step >= first:
                 yield learner.step, metrics, fingerprint(lora.published_weights(model))
-            progress.reach(learner.step - begin)
+            progress.update(learner.step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
 
@@ -241,7 +241,7 @@ def _published(config: Config) -> dict[int, str]:
             found = {step: each for step, each in found.items() if step < version.step}
             with store.load(version) as local:
                 found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
-            progress.reach(count)
+            progress.update(count)
     return found
 
 

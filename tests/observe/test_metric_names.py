@@ -1,17 +1,17 @@
-"""The names of metrics and docs/metrics.md say the same."""
+"""docs/metrics.md lists exactly the metrics of metric_names."""
 
 from pathlib import Path
 
 import pytest
 
-from peralta_zmq.observe.metric_names import SECTIONS, meaning_of, table
+from peralta_zmq.observe.metric_names import SECTIONS, markdown, meaning_of
 
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_the_document_has_every_name_and_no_other() -> None:
+def test_document_contains_the_generated_tables() -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text("utf-8")
-    assert table() in text, "put what table() gives there"
+    assert markdown() in text, "paste the output of markdown() into docs/metrics.md"
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,11 @@ def test_the_document_has_every_name_and_no_other() -> None:
         ("gen/local-0/tokens_per_s", "gen/NAME/tokens_per_s"),
     ],
 )  # fmt: skip
-def test_a_key_is_found_by_its_documented_name(key: str, name: str) -> None:
-    found = meaning_of(key)
-    assert found is not None
-    assert found == (name, next(each[name] for each in SECTIONS.values() if name in each))
+def test_meaning_of_finds_the_documented_name(key: str, name: str) -> None:
+    meaning = next(names[name] for names in SECTIONS.values() if name in names)
+    assert meaning_of(key) == (name, meaning)
 
 
 @pytest.mark.parametrize("key", ["rewards", "gen/a/mood", "my_own", "reward_", "rewards//mean"])
-def test_a_key_of_nobody_is_not_found(key: str) -> None:
+def test_meaning_of_unknown_key_is_none(key: str) -> None:
     assert meaning_of(key) is None

@@ -1,4 +1,4 @@
-"""A row as Prometheus reads it: by its own parser, and letter by letter."""
+"""Prometheus text format, checked literally and with the parser of prometheus-client."""
 
 import math
 import re
@@ -21,36 +21,36 @@ TEXT = """\
 # HELP peralta_step optimizer steps taken
 # TYPE peralta_step gauge
 peralta_step{run="demo"} 12.0
-# HELP peralta_reward mean reward of all rollouts that the step took
+# HELP peralta_reward mean reward of all rollouts in the batch
 # TYPE peralta_reward gauge
 peralta_reward{run="demo"} 0.71
-# HELP peralta_time_publish seconds for which publishing held the step up
+# HELP peralta_time_publish seconds for which publishing blocked the step
 # TYPE peralta_time_publish gauge
 peralta_time_publish{run="demo"} 1e-05
 # HELP peralta_dropped_stale_total groups dropped so far for being older than train.max_off_policy_steps
 # TYPE peralta_dropped_stale_total counter
 peralta_dropped_stale_total{run="demo"} 3.0
-# HELP peralta_gen_tokens_per_s tokens it generates in a second
+# HELP peralta_gen_tokens_per_s generated tokens per second
 # TYPE peralta_gen_tokens_per_s gauge
 peralta_gen_tokens_per_s{run="demo",generator="local-0"} 410.5
 peralta_gen_tokens_per_s{run="demo",generator="local-1"} 80.0
-# HELP peralta_rewards_mean mean of a part of the reward, or of an environment's rewards when there are several
+# HELP peralta_rewards_mean mean of one reward component, or of one environment's rewards if there are several
 # TYPE peralta_rewards_mean gauge
 peralta_rewards_mean{run="demo",reward="format"} 0.5
-# HELP peralta_loss what the step made smaller; near 0 without meaning anything for some losses
+# HELP peralta_loss value of the loss; near 0 without a meaning for some losses
 # TYPE peralta_loss gauge
 peralta_loss{run="demo"} NaN
-# HELP peralta_kl mean distance (k3) to the reference
+# HELP peralta_kl mean KL estimate (k3) to the reference model
 # TYPE peralta_kl gauge
 peralta_kl{run="demo"} +Inf
-# HELP peralta_my_own a metric of the loss's own
+# HELP peralta_my_own a metric added by the loss
 # TYPE peralta_my_own gauge
 peralta_my_own{run="demo"} -Inf
 """  # noqa: E501
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """What Prometheus' own parser reads: (name, the last label) -> value."""
+    """Parsed samples: (name, last label) -> value."""
     return {
         (sample.name, list(sample.labels.values())[-1]): sample.value
         for family in parser.text_string_to_metric_families(text)
@@ -58,11 +58,11 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def test_a_row_is_written_letter_by_letter() -> None:
+def test_exposition_of_a_row() -> None:
     assert exposition({"demo": ROW}) == TEXT
 
 
-def test_prometheus_reads_back_every_number() -> None:
+def test_prometheus_parser_reads_every_number() -> None:
     read = samples(exposition({"demo": ROW}))
     assert math.isnan(read.pop(("peralta_loss", "demo")))
     assert read == {
@@ -76,7 +76,7 @@ def test_prometheus_reads_back_every_number() -> None:
 
 
 @pytest.mark.parametrize("hostile", ['a"} 1\nb{c="', "back\\slash", "new\nline", "\\n", "é/x/y"])
-def test_a_hostile_name_stays_one_label(hostile: str) -> None:
+def test_hostile_name_stays_one_label(hostile: str) -> None:
     text = exposition({hostile: {f"gen/{hostile}/tokens_per_s": 1.0}})
     assert len(text.splitlines()) == 3
     (family,) = parser.text_string_to_metric_families(text)
@@ -84,17 +84,17 @@ def test_a_hostile_name_stays_one_label(hostile: str) -> None:
     assert sample.labels == {"run": hostile, "generator": hostile}
 
 
-def test_a_strange_name_becomes_a_lawful_one() -> None:
+def test_illegal_characters_of_a_name_are_replaced() -> None:
     lines = exposition({"r": {"été/9 lives{}": 1.0}}).splitlines()
     assert re.fullmatch(r'peralta_[a-zA-Z0-9_]+\{run="r"\} 1\.0', lines[-1])
 
 
-def test_no_sample_is_told_twice() -> None:
+def test_equal_names_yield_one_sample() -> None:
     text = exposition({"r": {"time/publish": 1.0, "time_publish": 2.0}})
     assert text.count('peralta_time_publish{run="r"}') == text.count("# TYPE") == 1
 
 
-def test_an_empty_row_is_no_text() -> None:
+def test_empty_row_has_no_samples() -> None:
     assert exposition({"r": {}}) == ""
 
 
@@ -104,7 +104,7 @@ def test_two_runs_share_the_head_of_a_metric() -> None:
         "# TYPE peralta_step gauge",
         'peralta_step{run="a"} 1.0',
         'peralta_step{run="b"} 2.0',
-        "# HELP peralta_my_own a metric of the loss's own",
+        "# HELP peralta_my_own a metric added by the loss",
         "# TYPE peralta_my_own gauge",
         'peralta_my_own{run="b"} 3.0',
     ]

@@ -1,4 +1,4 @@
-"""What a run has come to, worked out by hand from a few rows."""
+"""Summary, plot and closing report of a small synthetic run."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ from peralta_zmq.rollout import Answer
 pytestmark = pytest.mark.timeout(60)
 
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
-VERDICT = Verdict("balanced: nobody waits", "", "ok")
+VERDICT = Verdict("balanced", "", "ok")
 ACCOUNTING = {"made": 9, "trained": 6, "no_signal": 2, "lost": 0, "in_flight": 1, "duplicates": 3}
 LAST = {"ann/aa": 9}
 CLOSING: Any = {"accounting": ACCOUNTING, "last_reports": LAST, "verdict": VERDICT}
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_summary_has_its_fields(folder: Path) -> None:
+def test_summary_fields(folder: Path) -> None:
     summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     assert summary == {
         "reward_first": 0.3,
@@ -56,25 +56,25 @@ def test_the_summary_has_its_fields(folder: Path) -> None:
         "restarts": 1,
         "accounting": ACCOUNTING,
         "last_reports": LAST,
-        "verdict": {"sentence": "balanced: nobody waits", "advice": "", "level": "ok"},
+        "verdict": {"sentence": "balanced", "advice": "", "level": "ok"},
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 
-def test_a_run_without_rows_has_a_summary_of_nulls(tmp_path: Path) -> None:
+def test_summary_of_a_run_without_rows_has_nulls(tmp_path: Path) -> None:
     summary = write_summary(tmp_path, eval_before=None, eval_after=None, **CLOSING)
     assert (summary["reward_first"], summary["reward_last5"]) == (None, None)
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
-def test_a_summary_replaces_the_earlier_one_and_leaves_no_other_file(folder: Path) -> None:
+def test_summary_replaces_the_earlier_one(folder: Path) -> None:
     write_summary(folder, eval_before=0.5, eval_after=None, **CLOSING)
     write_summary(folder, eval_before=0.5, eval_after=0.9, **CLOSING)
     assert json.loads((folder / "summary.json").read_text())["eval_after"] == 0.9
     assert {path.name for path in folder.iterdir()} == {METRICS, EVENTS, "summary.json"}
 
 
-def test_the_plot_is_a_png_of_a_readable_size(folder: Path) -> None:
+def test_plot_is_a_png(folder: Path) -> None:
     write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     path = write_reward_plot(folder)
     assert path == folder / "reward.png"
@@ -83,20 +83,20 @@ def test_the_plot_is_a_png_of_a_readable_size(folder: Path) -> None:
     assert struct.unpack(">II", head[16:24]) == (1350, 720)
 
 
-def test_evaluations_and_resumes_are_drawn(folder: Path) -> None:
-    def drawn() -> bytes:
+def test_plot_draws_evaluations_and_resumes(folder: Path) -> None:
+    def plot() -> bytes:
         path = write_reward_plot(folder)
         assert path
         return path.read_bytes()
 
-    with_resume = drawn()
+    with_resume = plot()
     write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
-    with_both = drawn()
+    with_both = plot()
     (folder / EVENTS).unlink()
-    assert len({with_resume, with_both, drawn()}) == 3
+    assert len({with_resume, with_both, plot()}) == 3
 
 
-def test_without_matplotlib_there_is_no_plot_and_no_error(folder: Path) -> None:
+def test_plot_without_matplotlib_is_none(folder: Path) -> None:
     program = (
         "import sys, pathlib; sys.modules['matplotlib'] = None\n"
         "from peralta_zmq.observe.report import write_reward_plot\n"
@@ -109,7 +109,7 @@ def test_without_matplotlib_there_is_no_plot_and_no_error(folder: Path) -> None:
     assert not (folder / "reward.png").exists()
 
 
-def test_the_report_is_imported_without_matplotlib_and_torch() -> None:
+def test_report_imports_neither_matplotlib_nor_torch() -> None:
     program = (
         "import sys, peralta_zmq.observe.report, peralta_zmq.observe.terminal\n"
         "print({'matplotlib', 'torch'} & set(sys.modules))"
@@ -120,7 +120,7 @@ def test_the_report_is_imported_without_matplotlib_and_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder: Path) -> None:
+def test_closing_text_shows_answers_and_results(folder: Path) -> None:
     summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
     write_reward_plot(folder)
     before = [Answer("add 3 to 5", "3 5 +", 0.0), Answer("x" * 60, "the result\nis 8.", 0.0)]
@@ -132,14 +132,16 @@ def test_the_closing_words_set_answers_side_by_side_and_show_how_to_load(folder:
     assert lines[1].index("3 5 +") < lines[1].index("3 + 5") < lines[1].index("0 -> 1")
     assert lines[2].startswith("x" * 41 + "...  the result is 8.")
     assert "held-out accuracy  0.500 -> 0.970" in lines
-    assert "verdict            balanced: nobody waits" in lines
+    assert "verdict            balanced" in lines
+    outcomes = "6 trained + 2 without signal + 1 in flight; 3 received twice and counted once"
+    assert f"groups             9 made = {outcomes}" in lines
     assert f"plot               {folder / 'reward.png'}" in lines
     assert f"metrics            {folder / METRICS}" in lines
     load = f'model = AutoModelForCausalLM.from_pretrained("{folder / "weights/step_000006"}")'
     assert lines[-3:-1] == ["from transformers import AutoModelForCausalLM, AutoTokenizer", load]
 
 
-def test_a_run_without_base_evaluation_closes_with_a_dash(folder: Path) -> None:
+def test_closing_text_without_base_evaluation_has_a_dash(folder: Path) -> None:
     summary = write_summary(folder, eval_before=None, eval_after=0.97, **CLOSING)
     text = closing_text(folder, summary, [], [], folder)
     assert "held-out accuracy  - -> 0.970" in text

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, on a real pseudo-terminal and off one."""
+"""Terminal output on a pseudo-terminal and in a plain stream; progress; worker info."""
 
 import io
 import os
@@ -10,7 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.observe.terminal import (
+    Progress,
+    Terminal,
+    progress_on,
+    worker_info_text,
+)
 from peralta_zmq.observe.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(20)
@@ -31,37 +36,37 @@ def plain(*rows: Row, max_steps: int = 60) -> list[str]:
 
 
 def on_a_terminal(show: Callable[[Terminal], None]) -> str:
-    """What `show` leaves on a real terminal, control sequences taken out."""
-    ours, theirs = pty.openpty()
-    seen: list[bytes] = []
+    """Output of `show` on a pseudo-terminal, without control sequences."""
+    master, slave = pty.openpty()
+    output: list[bytes] = []
 
     def read() -> None:
         while True:
             try:
-                piece = os.read(ours, 65536)
-            except OSError:  # EIO: the other side is closed
+                block = os.read(master, 65536)
+            except OSError:  # EIO: the slave side is closed
                 return
-            if not piece:
+            if not block:
                 return
-            seen.append(piece)
+            output.append(block)
 
     reader = threading.Thread(target=read)
     reader.start()
-    with os.fdopen(theirs, "w") as stream, Terminal(60, stream, run="demo") as terminal:
+    with os.fdopen(slave, "w") as stream, Terminal(60, stream, run="demo") as terminal:
         show(terminal)
     reader.join()
-    os.close(ours)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(seen).decode())
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(output).decode())
 
 
 @pytest.fixture(autouse=True)
-def an_ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("LINES", "40")
 
 
-def test_off_a_terminal_a_step_is_one_plain_line() -> None:
+def test_step_is_one_line_off_a_terminal() -> None:
     # 48 steps left at 0.875 s are 42 s; 128 rollouts in 0.875 s are 146 in one
     assert plain(ROW) == [
         "step=12/60 reward=0.71 no_signal=12% staleness=0.9 queue=3 wait=0.21s "
@@ -69,26 +74,26 @@ def test_off_a_terminal_a_step_is_one_plain_line() -> None:
     ]
 
 
-def test_the_time_left_follows_the_clock_and_not_the_first_step() -> None:
+def test_eta_follows_the_measured_pace() -> None:
     # 2 steps in 5 s: 46 left take 115 s
     lines = plain(ROW, ROW | {"step": 14, "time": 1005.0})
     assert lines[1].endswith("eta=1m55s")
 
 
-def test_a_value_that_is_missing_or_null_is_a_dash() -> None:
+def test_missing_or_null_value_is_a_dash() -> None:
     assert plain({"step": 1, "reward": None, "step_time": 0.0}) == [
         "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=-"
     ]
 
 
-def test_off_a_terminal_a_note_is_its_own_line() -> None:
+def test_note_is_one_line_off_a_terminal() -> None:
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
         terminal.note("resumed: step=[12]")
     assert stream.getvalue() == "resumed: step=[12]\n"
 
 
-def test_on_a_terminal_the_table_names_run_progress_and_time_left() -> None:
+def test_table_shows_run_progress_and_eta() -> None:
     seen = on_a_terminal(lambda terminal: terminal.step(ROW))
     assert "demo  step 12 of 60 (20%)  42s left" in seen
     for heading in ("step", "reward", "no signal", "staleness", "queue", "wait", "rollouts/s"):
@@ -101,7 +106,7 @@ BALANCED = Verdict("balanced: the trainer waits 8%", "", "ok")
 
 
 def verdicts(*shown: tuple[float, Verdict]) -> list[str]:
-    """Lines beside those of the steps, for verdicts at these times."""
+    """Lines other than steps, for verdicts at these times."""
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
         for moment, verdict in shown:
@@ -109,7 +114,7 @@ def verdicts(*shown: tuple[float, Verdict]) -> list[str]:
     return [line for line in stream.getvalue().splitlines() if not line.startswith("step=")]
 
 
-def test_off_a_terminal_a_verdict_is_a_line_when_another_one_holds() -> None:
+def test_verdict_is_printed_when_its_kind_changes() -> None:
     later = Verdict("the trainer waits 63% of its time for rollouts", "add a generator", "warn")
     assert verdicts((1, WAITS), (2, later), (3, BALANCED), (4, BALANCED)) == [
         "verdict: the trainer waits 60% of its time for rollouts; add a generator",
@@ -117,43 +122,43 @@ def test_off_a_terminal_a_verdict_is_a_line_when_another_one_holds() -> None:
     ]
 
 
-def test_verdicts_that_come_and_go_are_told_once_a_minute() -> None:
+def test_alternating_verdicts_are_printed_once_a_minute() -> None:
     flicker = [(float(second), (WAITS, BALANCED)[second % 2]) for second in range(100)]
     assert [line[9:12] for line in verdicts(*flicker)] == ["the", "bal", "the", "bal"]
 
 
-def silent(seconds: str) -> Verdict:
-    return Verdict(f"no step for {seconds}", "look at the newest event", "bad")
+def stalled(seconds: str) -> Verdict:
+    return Verdict(f"no step for {seconds}", "check the newest event", "bad")
 
 
-def test_off_a_terminal_a_silence_is_told_once_however_long_it_lasts() -> None:
+def test_stall_is_printed_once_off_a_terminal() -> None:
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
-        terminal.judge(BALANCED, now=1000.0)
-        for second, told in ((1031.0, "31s"), (1100.0, "1m40s"), (9000.0, "2h13m")):
-            terminal.judge(silent(told), now=second)
-    assert stream.getvalue() == "verdict: no step for 31s; look at the newest event\n"
+        terminal.stall(BALANCED, now=1000.0)
+        for second, duration in ((1031.0, "31s"), (1100.0, "1m40s"), (9000.0, "2h13m")):
+            terminal.stall(stalled(duration), now=second)
+    assert stream.getvalue() == "verdict: no step for 31s; check the newest event\n"
 
 
-def test_on_a_terminal_a_silence_stands_below_the_table_and_before_the_first_step() -> None:
+def test_stall_is_shown_below_the_table() -> None:
     def show(terminal: Terminal) -> None:
-        terminal.judge(silent("31s"), now=1031.0)
+        terminal.stall(stalled("31s"), now=1031.0)
         terminal.step(ROW, BALANCED)
-        terminal.judge(silent("1m01s"), now=1061.0)
+        terminal.stall(stalled("1m01s"), now=1061.0)
 
     seen = on_a_terminal(show)
-    first, _, rest = seen.partition("no step for 31s; look at the newest event")
+    first, _, rest = seen.partition("no step for 31s; check the newest event")
     assert "step 12 of 60" not in first
-    assert rest.rindex("0.71") < rest.rindex("no step for 1m01s; look at the newest event")
+    assert rest.rindex("0.71") < rest.rindex("no step for 1m01s; check the newest event")
 
 
-def test_on_a_terminal_the_verdict_stands_below_the_table() -> None:
+def test_verdict_is_shown_below_the_table() -> None:
     seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS))
-    told = "the trainer waits 60% of its time for rollouts; add a generator"
-    assert seen.index("0.71") < seen.index(told)
+    text = "the trainer waits 60% of its time for rollouts; add a generator"
+    assert seen.index("0.71") < seen.index(text)
 
 
-def test_the_table_keeps_the_last_twelve_steps() -> None:
+def test_table_keeps_the_last_twelve_steps() -> None:
     def show(terminal: Terminal) -> None:
         for step in range(101, 114):
             terminal.step(ROW | {"step": step})
@@ -163,33 +168,33 @@ def test_the_table_keeps_the_last_twelve_steps() -> None:
     assert "101" not in last_table
 
 
-def test_on_a_terminal_a_note_is_printed_as_it_is() -> None:
+def test_note_is_printed_without_markup_on_a_terminal() -> None:
     seen = on_a_terminal(lambda terminal: terminal.note("held-out [before] 0.5"))
     assert "held-out [before] 0.5" in seen
 
 
-def test_last_words_stand_below_the_table() -> None:
+def test_closing_report_is_printed_below_the_table() -> None:
     def show(terminal: Terminal) -> None:
         terminal.step(ROW)
-        terminal.end("the last words")
+        terminal.close("closing report")
 
     seen = on_a_terminal(show)
-    assert seen.rstrip().endswith("the last words")
-    assert seen.index("0.71") < seen.index("the last words")
+    assert seen.rstrip().endswith("closing report")
+    assert seen.index("0.71") < seen.index("closing report")
 
 
-def test_a_full_disk_behind_the_output_ends_the_talk_and_not_the_run(
+def test_full_disk_ends_the_output_without_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # Closing the file would fail, were anything still buffered.
+    # Closing the file would fail if data were still buffered.
     with open("/dev/full", "w") as full, Terminal(3, full) as terminal:
-        terminal.note("said in vain")
+        terminal.note("lost")
         terminal.step({"step": 1})
-        terminal.end("the last words")
-    assert caplog.messages == ["no more output here: No space left on device"]
+        terminal.close("closing report")
+    assert caplog.messages == ["no more output on this terminal: No space left on device"]
 
 
-def test_on_a_terminal_progress_stands_below_the_table_and_goes_away() -> None:
+def test_progress_is_shown_below_the_table_and_removed() -> None:
     def show(terminal: Terminal) -> None:
         terminal.step(ROW, BALANCED)
         terminal._show_progress("evaluating step 12: 5 of 10")
@@ -201,8 +206,88 @@ def test_on_a_terminal_progress_stands_below_the_table_and_goes_away() -> None:
     assert "evaluating" not in after
 
 
-def test_off_a_terminal_progress_is_a_line_in_its_time() -> None:
+def test_short_operation_shows_no_progress_off_a_terminal() -> None:
     stream = io.StringIO()
     with Terminal(60, stream) as terminal, terminal.progress("evaluating step 0", 10) as progress:
-        progress.reach(5)  # at once: nobody waits yet
+        progress.update(5)
     assert stream.getvalue() == ""
+
+
+class Walk:
+    """Records the progress of 100 items that take one second each."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        self.texts: list[str] = []
+        self._now = 0.0
+        show, clock = self.texts.append, lambda: self._now
+        with Progress("walking", 100, show=show, in_place=in_place, clock=clock) as progress:
+            for done in range(1, 101):
+                self._now = float(done)
+                progress.update(done)
+
+
+def test_progress_off_a_terminal_is_a_line_every_ten_seconds() -> None:
+    texts = Walk(in_place=False).texts
+    assert texts[:2] == [
+        "walking: 2 of 100 (2%), 1m38s left", "walking: 12 of 100 (12%), 1m28s left",
+    ]  # fmt: skip
+    assert texts[-1] == "walking: 92 of 100 (92%), 8s left"
+    assert len(texts) == 10
+
+
+def test_progress_on_a_terminal_is_redrawn_and_removed() -> None:
+    texts = Walk(in_place=True).texts
+    assert len(texts) == 99  # 2 to 99, and the removal
+    assert texts[-2:] == ["walking: 99 of 100 (99%), 1s left", ""]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_progress_shows_nothing_within_two_seconds(in_place: bool) -> None:
+    texts: list[str] = []
+    clock = iter([0.0, 0.5, 1.9]).__next__
+    with Progress("short", 3, show=texts.append, in_place=in_place, clock=clock) as progress:
+        progress.update(1)
+        progress.update(2)
+    assert texts == []
+
+
+def test_progress_without_a_finished_item_has_no_eta() -> None:
+    texts: list[str] = []
+    clock = iter([0.0, 3.0]).__next__
+    with Progress("waiting", 3, show=texts.append, in_place=False, clock=clock) as progress:
+        progress.update(0)
+    assert texts == ["waiting: 0 of 3 (0%)"]
+
+
+def test_progress_drawn_in_place_is_erased_by_hide() -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    progress = progress_on("drawing", 10, screen)
+    progress._next_update = 0.0
+    progress.update(0)
+    progress.hide()
+    progress.hide()
+    assert screen.getvalue() == "\rdrawing: 0 of 10 (0%)\x1b[K\r\x1b[K"
+
+
+TRAINER = {"package": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transformers": "5.1.0",
+           "device": "cuda:0", "dtype": "bfloat16", "threads": "8"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("info", "trainer", "text"), [
+    ({**TRAINER, "device": "cpu", "dtype": "float32", "threads": "2"}, TRAINER,
+     "cpu float32, threads: 2; same versions as the trainer"),
+    ({**TRAINER, "python": "3.10.12", "torch": "2.6.0"}, TRAINER,
+     "cuda:0 bfloat16, threads: 8; "
+     "Python 3.10.12 (trainer: 3.11.7), torch 2.6.0 (trainer: 2.13.0)"),
+    ({"torch": "3.0", "mood": "good"}, {}, "device unknown; torch 3.0 (trainer: unknown)"),
+    ({**TRAINER, "device": "\x1b[2J"}, TRAINER,
+     "?[2J bfloat16, threads: 8; same versions as the trainer"),
+])  # fmt: skip
+def test_worker_info_text_lists_device_and_differences(
+    info: dict[str, str], trainer: dict[str, str], text: str
+) -> None:
+    assert worker_info_text("ann", info, trainer=trainer) == f"generator ann: {text}"

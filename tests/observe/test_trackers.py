@@ -1,7 +1,4 @@
-"""Trackers: the same numbers elsewhere, and no fault of theirs reaches the run.
-
-.venv/bin/python -m pytest tests/observe/test_trackers.py
-"""
+"""Trackers receive the metrics, and their failures do not affect the run."""
 
 from __future__ import annotations
 
@@ -30,74 +27,76 @@ pytestmark = pytest.mark.timeout(60)
 ROW: Row = {"step": 3, "time": 1000.0, "reward": 0.5, "loss": None, "note": "x", "kl": math.inf}
 
 
-class Kept:
-    """A sink that keeps what it is told; it fails or hangs at the step it is asked to."""
+class RecordingSink:
+    """Records what is logged; fails at step `fails_at`, or blocks until `hangs` is set."""
 
     def __init__(self, *, fails_at: int = 0, hangs: threading.Event | None = None) -> None:
-        self.told: list[tuple[int, Numbers, float]] = []
+        self.logged: list[tuple[int, Numbers, float]] = []
         self.closed = False
         self._fails_at, self._hangs = fails_at, hangs
 
     def log(self, step: int, numbers: Numbers, *, time: float) -> None:
         if step == self._fails_at:
-            raise RuntimeError("the far end is gone")
+            raise RuntimeError("connection lost")
         if self._hangs is not None:
             self._hangs.wait()
-        self.told.append((step, numbers, time))
+        self.logged.append((step, numbers, time))
 
     def close(self) -> None:
         self.closed = True
 
 
-def track(sink: Kept, rows: Sequence[Row]) -> None:
-    with Tracker("kept", lambda first: sink) as tracker:
+def track(sink: RecordingSink, rows: Sequence[Row]) -> None:
+    with Tracker("recording", lambda first_step: sink) as tracker:
         for row in rows:
             tracker.log(int(str(row["step"])), row)
 
 
-def test_a_tracker_is_told_the_numbers_of_a_row_and_its_axes_apart() -> None:
-    sink = Kept()
+def test_tracker_logs_finite_numbers_without_axes() -> None:
+    sink = RecordingSink()
     track(sink, [ROW, ROW | {"step": 4, "reward": 1}])
-    assert sink.told == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
+    assert sink.logged == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
     assert sink.closed
 
 
-def test_a_tracker_that_fails_costs_one_line_and_is_told_no_more(
+def test_failing_tracker_logs_one_warning_and_stops(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sink = Kept(fails_at=2)
+    sink = RecordingSink(fails_at=2)
     track(sink, [{"step": step, "reward": 0.5} for step in range(1, 100)])
-    assert [step for step, _, _ in sink.told] == [1]
+    assert [step for step, _, _ in sink.logged] == [1]
     (line,) = caplog.messages
-    assert line.startswith("no more metrics for kept: RuntimeError: the far end is gone")
+    assert line.startswith("no more metrics for recording: RuntimeError: connection lost")
 
 
-def test_a_tracker_that_cannot_be_opened_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(first: int) -> Kept:
+def test_tracker_that_cannot_open_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(first_step: int) -> RecordingSink:
         raise OSError("no room")
 
-    with Tracker("kept", refuse) as tracker:
+    with Tracker("recording", refuse) as tracker:
         for step in range(1, 100):
             tracker.log(step, {"reward": 0.5})
     assert len(caplog.messages) == 1 and "no room" in caplog.text
 
 
-def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
+def test_hanging_tracker_blocks_neither_steps_nor_close(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
     release = threading.Event()
-    track(Kept(hangs=release), [{"step": 1, "reward": 0.5}])
-    assert caplog.messages == ["no more metrics for kept: it has not ended within 0 s"]
+    track(RecordingSink(hangs=release), [{"step": 1, "reward": 0.5}])
+    assert caplog.messages == ["no more metrics for recording: not closed within 0 s"]
     caplog.clear()
-    num_rows = trackers.MAX_WAITING + 5
-    track(Kept(hangs=release), [{"step": step, "reward": 0.5} for step in range(1, num_rows)])
+    num_rows = trackers.MAX_PENDING_ROWS + 5
+    track(
+        RecordingSink(hangs=release), [{"step": step, "reward": 0.5} for step in range(1, num_rows)]
+    )
     release.set()
-    assert caplog.messages == ["no more metrics for kept: it has not taken 1000 rows"]
+    assert caplog.messages == ["no more metrics for recording: 1000 rows are pending"]
 
 
 @pytest.mark.parametrize("name", trackers.PACKAGES)
-def test_a_missing_package_is_named_with_the_way_to_get_it(
+def test_missing_package_is_named_with_its_remedy(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, trackers.PACKAGES[name], None)
@@ -109,37 +108,37 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(
     )
 
 
-def test_trackers_are_named_in_a_list_and_an_unknown_one_is_refused() -> None:
-    def named(*arguments: str) -> tuple[str, ...]:
+def test_report_to_is_a_list_of_known_trackers() -> None:
+    def parsed(*arguments: str) -> tuple[str, ...]:
         return load_config("bin/x", list(arguments)).run.report_to
 
-    assert named() == named("--run.report-to", "") == ()
-    assert named("--run.report-to", "wandb, trackio") == ("wandb", "trackio")
+    assert parsed() == parsed("--run.report-to", "") == ()
+    assert parsed("--run.report-to", "wandb, trackio") == ("wandb", "trackio")
     with pytest.raises(ConfigError) as caught:
-        named("--run.report-to", "tb")
+        parsed("--run.report-to", "tb")
     assert str(caught.value) == (
         "run.report_to has 'tb'; choose from tensorboard, trackio, wandb, or leave it out"
     )
 
 
-def tracked_by(name: str, folder: Path) -> None:
-    """Two steps and an evaluation of a run, in two sessions, of which the first lost its tail."""
+def log_two_sessions(name: str, folder: Path) -> None:
+    """Log steps and an evaluation in two sessions, with a roll-back in between."""
     for steps in ((1, 2, 3), (2,)):
         opened = open_trackers([name], folder=folder, run_id="demo-1", settings={"seed": 0})
         if len(steps) == 1:  # as after a roll-back
             (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
-        with RunLog(folder, run="demo", max_steps=3, trackers=opened) as books:
+        with RunLog(folder, run="demo", max_steps=3, trackers=opened) as run_log:
             for step in steps:
                 row = {"step": step, "time": 1e9 + step, "reward": step / 4 + len(steps)}
-                books.step({**row, "rewards/right/mean": None}, {})
-            books.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
+                run_log.step({**row, "rewards/right/mean": None}, {})
+            run_log.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
 
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """What every request to another machine would go through; nobody may have knocked there."""
-    monkeypatch.setenv("HF_TOKEN", "hf_ours")  # of one who is logged in
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # and loads models
+    """A proxy for every request to another machine; it must not get a connection."""
+    monkeypatch.setenv("HF_TOKEN", "hf_token")  # as if logged in
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -149,7 +148,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-def test_tensorboard_reads_back_the_curves_and_what_was_rolled_back_is_purged(
+def test_tensorboard_reads_curves_without_rolled_back_steps(
     tmp_path: Path,
 ) -> None:
     reason = "pip install 'peralta_zmq[tensorboard]' tensorboard"
@@ -157,28 +156,28 @@ def test_tensorboard_reads_back_the_curves_and_what_was_rolled_back_is_purged(
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason=reason
     )
-    tracked_by("tensorboard", tmp_path)
+    log_two_sessions("tensorboard", tmp_path)
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["eval/accuracy", "eval/avg_1", "reward"]
-    curve = [(each.step, each.value, each.wall_time) for each in events.Scalars("reward")]
+    curve = [(point.step, point.value, point.wall_time) for point in events.Scalars("reward")]
     assert curve == [(1, 3.25, 1e9 + 1), (2, 1.5, 1e9 + 2)]
     assert events.Scalars("eval/accuracy")[-1].value == 0.25
 
 
-def test_trackio_keeps_the_curves_on_this_machine(
+def test_trackio_stores_the_curves_locally(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     proxy: socket.socket,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="pip install 'peralta_zmq[trackio]'")
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    tracked_by("trackio", tmp_path)
+    log_two_sessions("trackio", tmp_path)
     rows = storage.get_logs(trackers.PROJECT, "demo-1")
     curve = [(row["step"], row["reward"]) for row in rows if "reward" in row]
     assert curve == [(1, 3.25), (2, 3.5), (3, 3.75), (2, 1.5)]
     assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [0.25, 0.25]
     assert "rackio" not in capsys.readouterr().out
-    assert nobody_knocked(proxy)
+    assert not has_connection(proxy)
 
 
 def test_wandb_is_offline_and_has_the_curves(
@@ -188,40 +187,40 @@ def test_wandb_is_offline_and_has_the_curves(
     monkeypatch.setenv("WANDB_SILENT", "true")
     pytest.importorskip("wandb", reason="pip install 'peralta_zmq[wandb]'")
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    tracked_by("wandb", tmp_path)
-    told: list[Numbers] = []
+    log_two_sessions("wandb", tmp_path)
+    logged: list[Numbers] = []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
         for content in leveldb_records(file.read_bytes()):
             record = records.Record()
             record.ParseFromString(content)
-            told.append({
+            logged.append({
                 item.key or "/".join(item.nested_key): json.loads(item.value_json)
                 for item in record.history.item
             })  # fmt: skip
-    curve = [(row["step"], row["reward"]) for row in told if "reward" in row]
+    curve = [(row["step"], row["reward"]) for row in logged if "reward" in row]
     assert curve in (
         [(1, 3.25), (2, 3.5), (3, 3.75), (2, 1.5)],
         [(2, 1.5)],  # both sessions in one second have one folder
     )
-    assert {row["eval/accuracy"] for row in told if "eval/accuracy" in row} == {0.25}
+    assert {row["eval/accuracy"] for row in logged if "eval/accuracy" in row} == {0.25}
     assert os.environ["WANDB_MODE"] == "offline"
-    assert nobody_knocked(proxy)
+    assert not has_connection(proxy)
 
 
-def nobody_knocked(listening: socket.socket) -> bool:
-    return not select.select([listening], [], [], 0.0)[0]
+def has_connection(listening: socket.socket) -> bool:
+    return bool(select.select([listening], [], [], 0.0)[0])
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: 7 bytes of its own, then LevelDB's log format."""
+    """Records of a .wandb file: a 7-byte header, then LevelDB's log format."""
     block, whole, at = 32768, b"", 7
     while at + 7 <= len(content):
-        if block - at % block < 7:  # no header begins so near to the end of a block
+        if block - at % block < 7:  # a record header does not cross blocks
             at += block - at % block
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield whole
             whole = b""

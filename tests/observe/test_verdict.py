@@ -1,4 +1,4 @@
-"""The sentence about a run, for runs made up by hand: who waits, who is gone, what to change."""
+"""Verdicts on synthetic runs: bottlenecks, missing generators, stalls."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.run_state import seconds_left
+from peralta_zmq.observe.run_state import format_duration, seconds_left
 from peralta_zmq.observe.verdict import Verdict, verdict
 
 pytestmark = pytest.mark.timeout(20)
@@ -21,7 +21,7 @@ def gen(name: str, **kinds: float) -> Row:
 
 
 def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
-    """Steps of 2 s, 8 groups each, in which nobody waits for long."""
+    """Steps of 2 s with 8 groups each and little waiting."""
     rows: list[Row] = []
     for step in range(1, num_rows + 1):
         row: Row = {
@@ -30,8 +30,8 @@ def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
             "time/publish": 0.01, "weights/encode_seconds": 0.1, "weights/write_seconds": 0.1,
             "weights/bytes": 2_000_000, "dropped/stale": 0,
         }  # fmt: skip
-        for each in generators or (gen("a"), gen("b")):
-            row |= each
+        for generator in generators or (gen("a"), gen("b")):
+            row |= generator
         for name in {key.split("/")[1] for key in row if key.startswith("gen/")}:
             row |= {f"gen/{name}/groups": 4, f"gen/{name}/step": step - 1} | {
                 key: value for key, value in row.items() if key == f"gen/{name}/step"
@@ -41,7 +41,7 @@ def run(num_rows: int = 10, *generators: Row, **fields: object) -> list[Row]:
 
 
 def growing(rows: list[Row], **per_row: float) -> list[Row]:
-    """The same rows with counts that grow by so much in each."""
+    """The same rows with counts that grow by these amounts per row."""
     return [
         row | {key.replace("__", "/"): count * at for key, count in per_row.items()}
         for at, row in enumerate(rows)
@@ -49,7 +49,7 @@ def growing(rows: list[Row], **per_row: float) -> list[Row]:
 
 
 def without(rows: list[Row], name: str, *, last: int) -> list[Row]:
-    """`name` is not heard in the last rows."""
+    """`name` does not report in the last rows."""
     kept = [{k: v for k, v in row.items() if f"gen/{name}/" not in k} for row in rows[-last:]]
     return [*rows[:-last], *kept]
 
@@ -83,70 +83,70 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
             "add a generator on another machine, or raise engine.slots", "warn",
         ),
     ),
-    "a slow one among three": (
+    "slow generator among three": (
         run(10, gen("a"), gen("b"), gen("nas", tokens_per_s=40.0), time__wait_for_batch=1.24),
         [], None,
         Verdict(
-            "the trainer waits 62% of its time for rollouts; nas is slow, 40 of all 840 tokens/s",
+            "the trainer waits 62% of its time for rollouts; nas is slow: 40 of 840 tokens/s",
             "add a generator on another machine, or raise engine.slots", "warn",
         ),
     ),
-    "a generator that is held back is not slow": (
+    "blocked generator is not slow": (
         run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0, blocked_frac=0.9)), [], None,
         Verdict(
-            "c alone is blocked 90% of its time until the trainer needs more, the others 5%; the "
-            "trainer waits 8% for rollouts",
-            "raise train.max_async_level: it can do more than its share", "warn",
+            "only c is blocked, 90% of its time until the trainer catches up, the others 5%; "
+            "the trainer waits 8% for rollouts",
+            "raise train.max_async_level: c has spare capacity", "warn",
         ),
     ),
     # 90% of one are 22% of all four
-    "a full queue among four": (
+    "full queue among four": (
         run(10, gen("a", blocked_frac=0.0), gen("b", blocked_frac=0.0), gen("c", blocked_frac=0.0),
             gen("nas", blocked_frac=0.9, queue_frac=0.9)), [], None,
         Verdict(
-            "nas alone is blocked 90% of its time on a full queue, the others 0%; the trainer "
-            "waits 8% for rollouts",
-            "check its link to the trainer: bin/doctor there", "warn",
+            "only nas is blocked, 90% of its time by a full send queue, the others 0%; the "
+            "trainer waits 8% for rollouts",
+            "check its link to the trainer with bin/doctor on that machine", "warn",
         ),
     ),
-    "all are held back": (
+    "all blocked": (
         run(10, gen("a", blocked_frac=0.6), gen("b", blocked_frac=0.3)), [], None,
         Verdict(
-            "the trainer is the bottleneck: a is blocked 60% of its time until the trainer needs "
-            "more",
-            "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
+            "the trainer is the bottleneck: a is blocked 60% of its time until the trainer "
+            "catches up",
+            "use a faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
             "warn",
         ),
     ),
-    "a full queue": (
+    "full queue": (
         run(10, gen("a", blocked_frac=0.6, queue_frac=0.5)), [], None,
         Verdict(
-            "the trainer is the bottleneck: a is blocked 60% of its time on a full queue",
-            "give the trainer a faster device or train.dtype bfloat16; fewer generators would do",
+            "the trainer is the bottleneck: a is blocked 60% of its time by a full send queue",
+            "use a faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
             "warn",
         ),
     ),
     "both wait": (
         run(10, gen("a", blocked_frac=0.4), time__wait_for_batch=0.6), [], None,
         Verdict(
-            "they take turns: the trainer waits 30% of its time for rollouts, generators 40% for "
-            "the trainer",
+            "trainer and generators alternate: the trainer waits 30% of its time for rollouts, "
+            "generators 40% for the trainer",
             "raise train.max_async_level", "warn",
         ),
     ),
     "both wait and the queue is full": (
         run(10, gen("a", blocked_frac=0.4, queue_frac=0.35), time__wait_for_batch=0.6), [], None,
         Verdict(
-            "the link to the trainer is saturated: generators wait 35% of their time for room in "
-            "their queue, the trainer 30% for rollouts",
-            "raise wire.hwm, or put them on a faster network", "warn",
+            "the link to the trainer is saturated: generators are blocked 35% of their time by "
+            "a full send queue, the trainer waits 30% for rollouts",
+            "raise wire.hwm, or use a faster network", "warn",
         ),
     ),
     # weights
-    "publishing stalls": (
+    "publishing blocks": (
         run(time__publish=0.5), [], None,
         Verdict(
-            "publishing holds the trainer up for 25% of its time",
+            "publishing blocks the trainer 25% of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
             "warn",
         ),
@@ -156,18 +156,18 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         Verdict(
             "the disk or link of weights.dir is saturated: a version (1.3 GB) takes 8.2 s to "
             "publish, a step 2.0 s",
-            "raise weights.keyframe_interval or weights.max_mbit_per_s, or take a faster "
+            "raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
             "weights.dir", "warn",
         ),
     ),
     "reloading dominates": (
         run(10, gen("a"), gen("nas", reload_s=0.8)), [], None,
         Verdict(
-            "nas takes 0.8 s to change weights, a step 2.0 s",
+            "nas takes 0.8 s to load new weights, a step takes 2.0 s",
             "raise train.batch_size for fewer versions", "warn",
         ),
     ),
-    "the journal's disk": (
+    "journal disk saturated": (
         run(time__wait_for_batch=0.1, time__journal=0.8), [], None,
         Verdict(
             "the disk of run.dir is saturated: the journal takes 40% of the trainer's time",
@@ -177,23 +177,23 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "old weights": (
         run(10, gen("a"), gen("nas", step=4)), [], None,
         Verdict(
-            "nas still samples from the weights of step 4, 6 steps or 12 s old",
-            "check its link to weights.dir: bin/doctor there", "warn",
+            "nas still samples from the weights of step 4, which are 6 steps or 12 s old",
+            "check its link to weights.dir with bin/doctor on that machine", "warn",
         ),
     ),
     # 9 rows after the first: 9 groups dropped, 72 trained
-    "late groups": (
+    "stale groups": (
         growing(run(), dropped__stale=1), STALE_DROPS, None,
         Verdict(
-            "11% of groups came too late and were dropped, most of them from b",
-            "raise train.max_off_policy_steps, or take away the slowest generator", "warn",
+            "11% of groups were dropped as stale, most of them from b",
+            "raise train.max_off_policy_steps, or remove the slowest generator", "warn",
         ),
     ),
     "no reward": (
         growing(run(), gen__b__unjudged=4), [], None,
         Verdict(
-            "33% of groups got no reward, most of them at b",
-            "read its log; the reward fails, or takes longer than task.reward_timeout", "warn",
+            "33% of groups got no reward, most of them on b",
+            "check its log: the reward function fails or exceeds task.reward_timeout", "warn",
         ),
     ),
     # the signal
@@ -201,14 +201,16 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         run(21, frac_reward_zero_std=1.0, reward=0.0), [START], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
-            "check the reward; else easier problems, or more sampling.num_generations", "bad",
+            "check the reward function; if it is right, use easier problems or raise "
+            "sampling.num_generations", "bad",
         ),
     ),
     "no signal in the first steps": (
         run(20, frac_reward_zero_std=1.0, reward=0.0), [START], None,
         Verdict(
             "little learning signal: 100% of groups have equal rewards, mean reward 0.00",
-            "check the reward; else easier problems, or more sampling.num_generations", "warn",
+            "check the reward function; if it is right, use easier problems or raise "
+            "sampling.num_generations", "warn",
         ),
     ),
     "little signal": (
@@ -221,23 +223,23 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "solved": (
         run(frac_reward_zero_std=1.0, reward=0.98), [], None,
         Verdict(
-            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; balanced: "
-            "the trainer waits 8% of its time for rollouts, generators 5% for the trainer",
+            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; balanced:"
+            " the trainer waits 8% of its time for rollouts, generators 5% for the trainer",
             "stop here, or train on harder problems", "ok",
         ),
     ),
     "solved, and the trainer waits": (
         run(frac_reward_zero_std=1.0, reward=0.98, time__wait_for_batch=1.24), [], None,
         Verdict(
-            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; the trainer "
-            "waits 62% of its time for rollouts",
+            "the task is solved: mean reward 0.98, 100% of groups have equal rewards; the "
+            "trainer waits 62% of its time for rollouts",
             "stop here, or train on harder problems", "ok",
         ),
     ),
-    "solved, and publishing stalls": (
+    "solved, and publishing blocks": (
         run(frac_reward_zero_std=1.0, reward=0.98, time__publish=0.5), [], None,
         Verdict(
-            "publishing holds the trainer up for 25% of its time",
+            "publishing blocks the trainer 25% of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
             "warn",
         ),
@@ -245,12 +247,12 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     # who is gone
     "one is not in the last row": (
         without(run(), "b", last=2), [], None,
-        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+        Verdict("b is gone, 1 still up", "restart it; the others continue", "warn"),
     ),
     "one left since the last row": (
         without(run(10, gen("a"), gen("b"), gen("c")), "b", last=1),
         [{"event": "leave", "generator": "c", "incarnation": "2", "time": 1030.0}], None,
-        Verdict("b, c are gone, 1 still up", "restart them; the others go on", "warn"),
+        Verdict("b, c are gone, 1 still up", "restart them; the others continue", "warn"),
     ),
     "all are gone": (
         without(run(10, gen("a")), "a", last=1), [], None,
@@ -258,17 +260,18 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "one is gone though the task is solved": (
         without(run(frac_reward_zero_std=1.0, reward=0.98), "b", last=2), [], None,
-        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+        Verdict("b is gone, 1 still up", "restart it; the others continue", "warn"),
     ),
     "one is gone and there is little signal": (
         without(run(frac_reward_zero_std=0.85), "b", last=2), [], None,
-        Verdict("b is gone, 1 still up", "restart it; the others go on", "warn"),
+        Verdict("b is gone, 1 still up", "restart it; the others continue", "warn"),
     ),
     "one is gone and there is no signal": (
         without(run(20, frac_reward_zero_std=1.0, reward=0.0), "b", last=2), [], None,
         Verdict(
             "no learning signal: 100% of groups have equal rewards, mean reward 0.00",
-            "check the reward; else easier problems, or more sampling.num_generations", "bad",
+            "check the reward function; if it is right, use easier problems or raise "
+            "sampling.num_generations", "bad",
         ),
     ),
     "all are gone and there is no signal": (
@@ -285,7 +288,8 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "no step though somebody is up": (
         run(), [START], 1110.0,
         Verdict(
-            "no step for 1m30s", "look at the newest event and at the trainer's last lines", "bad"
+            "no step for 1m30s", "check the newest event and the last lines of the trainer's log",
+            "bad",
         ),
     ),
     # before there is much to say
@@ -293,7 +297,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "nobody came": (
         [], [START], 1045.0,
         Verdict(
-            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "no step yet: no generator has joined in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),
@@ -308,22 +312,22 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     "one came in a session before this one": (
         [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
         Verdict(
-            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "no step yet: no generator has joined in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),
     "two came and are silent": (
         [], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0,
         Verdict(
-            "no step yet: a, b joined, 2m30s ago",
-            "a large model's first step takes long; else look at the trainer's last lines and "
-            "at theirs", "warn",
+            "no step yet: a, b joined 2m30s ago",
+            "the first step of a large model takes long; otherwise check the last lines of the "
+            "trainer's and the generators' logs", "warn",
         ),
     ),
     "nobody came since the resume": (
         run(), [START, joined("a", 1001.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
         Verdict(
-            "no step since the resume: no generator has come in 45s",
+            "no step since the resume: no generator has joined in 45s",
             "start one: bin/generator @ CONFIG", "bad",
         ),
     ),
@@ -336,7 +340,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "the untrained model is evaluated": (
         [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0,
-        Verdict("the untrained model is evaluated before the first step", "", "ok"),
+        Verdict("evaluating the untrained model before the first step", "", "ok"),
     ),
     "and the run was stopped": (
         [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "stop", "time": 1002.0}],
@@ -346,16 +350,16 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time": 3000.0}],
         3045.0,
         Verdict(
-            "no step yet: no generator has come in 45s", "start one: bin/generator @ CONFIG",
+            "no step yet: no generator has joined in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),
-    "two steps": (run(2), [], None, Verdict("too early to say who waits for whom", "", "ok")),
+    "two steps": (run(2), [], None, Verdict("too few steps to name a bottleneck", "", "ok")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_verdict_says(name: str) -> None:
+def test_verdict_matches_run(name: str) -> None:
     rows, events, now, expected = RUNS[name]
     assert verdict(rows, events, now=now) == expected
 
@@ -363,64 +367,64 @@ def test_the_verdict_says(name: str) -> None:
 BALANCED = verdict(run())
 
 
-def test_what_holds_and_what_to_change_are_one_line() -> None:
+def test_verdict_text_joins_sentence_and_advice() -> None:
     assert Verdict("a waits", "add b", "warn").text == "a waits; add b"
     assert Verdict("balanced", "", "ok").text == "balanced"
 
 
-def test_only_the_newest_twenty_rows_count() -> None:
+def test_verdict_uses_the_newest_twenty_rows() -> None:
     assert verdict([*run(30, time__wait_for_batch=2.0), *run(20)]) == BALANCED
     assert verdict([*run(20), *run(20, time__wait_for_batch=2.0)]).level == "warn"
 
 
-def test_the_first_step_of_a_session_does_not_count() -> None:
+def test_verdict_ignores_the_first_step_of_a_session() -> None:
     rows = run(4)
     rows[0] |= {"step_time": 60.0, "time/wait_for_batch": 58.0}
     assert verdict(rows).level == "warn"
     assert verdict(rows, [START]) == BALANCED
 
 
-def test_replayed_steps_do_not_count() -> None:
+def test_verdict_ignores_replayed_steps() -> None:
     assert verdict([*run(), *run(10, step_time=0.0, time__wait_for_batch=2.0)]) == BALANCED
 
 
-def test_a_generator_that_came_back_is_not_gone() -> None:
+def test_restarted_generator_is_not_gone() -> None:
     join: Row = {"event": "join", "generator": "b", "incarnation": "2", "time": 1019.0}
     leave: Row = {"event": "leave", "generator": "b", "incarnation": "1", "time": 1020.0}
     assert verdict(run(), [join | {"incarnation": "1"}, join, leave]) == BALANCED
     assert verdict(run(), [join, leave | {"incarnation": "2"}]).sentence == "b is gone, 1 still up"
 
 
-def test_one_that_left_long_ago_is_not_spoken_of() -> None:
+def test_generator_that_left_before_the_window_is_ignored() -> None:
     leave: Row = {"event": "leave", "generator": "c", "incarnation": "1", "time": 900.0}
     assert verdict(run(), [leave]) == BALANCED
 
 
 @pytest.mark.parametrize("end", ["stop", "complete"])
-def test_of_a_run_that_was_ended_nobody_is_gone_or_up(end: str) -> None:
+def test_ended_run_has_no_gone_generators(end: str) -> None:
     rows = without(run(), "b", last=2)
     assert verdict(rows, [START]).sentence == "b is gone, 1 still up"
     assert verdict(rows, [START, {"event": end, "time": 1021.0}]) == BALANCED
 
 
 @pytest.mark.parametrize("end", ["stop", "complete"])
-def test_a_run_that_was_ended_has_not_fallen_silent(end: str) -> None:
+def test_ended_run_is_not_stalled(end: str) -> None:
     ended: Row = {"event": end, "time": 1021.0}
     assert verdict(run(), [START, ended], now=NOW) == BALANCED
     assert verdict(run(), [START, ended, START | {"event": "resume"}], now=NOW).level == "bad"
 
 
-def test_while_the_trainer_evaluates_there_is_no_step_to_wait_for() -> None:
-    begun: Row = {"event": "evaluate", "time": 1021.0, "step": 10}
-    assert verdict(run(), [START, begun], now=NOW) == BALANCED
+def test_run_is_not_stalled_during_an_evaluation() -> None:
+    begin: Row = {"event": "evaluate", "time": 1021.0, "step": 10}
+    assert verdict(run(), [START, begin], now=NOW) == BALANCED
     done: Row = {"event": "evaluated", "time": NOW, "step": 10}
-    assert verdict(run(), [START, begun, done], now=NOW + 29.0) == BALANCED
-    assert verdict(run(), [START, begun, done], now=NOW + 31.0).sentence == "no step for 31s"
+    assert verdict(run(), [START, begin, done], now=NOW + 29.0) == BALANCED
+    assert verdict(run(), [START, begin, done], now=NOW + 31.0).sentence == "no step for 31s"
     resumed = START | {"event": "resume", "time": NOW}
-    assert verdict(run(), [START, begun, resumed], now=NOW + 31.0).level == "bad"
+    assert verdict(run(), [START, begin, resumed], now=NOW + 31.0).level == "bad"
 
 
-def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_own() -> None:
+def test_stall_limit_is_thirty_seconds_or_ten_steps() -> None:
     assert verdict(run(), now=1049.0) == BALANCED
     assert verdict(run(), now=1051.0).level == "bad"
     slow = run(step_time=60.0)
@@ -428,21 +432,21 @@ def test_a_quick_step_is_waited_for_thirty_seconds_and_a_slow_one_ten_times_its_
     assert verdict(slow, now=1630.0).level == "bad"
 
 
-def test_nulls_and_absent_fields_are_no_error() -> None:
+def test_verdict_accepts_null_and_absent_fields() -> None:
     empty: Row = {"step": 1, "step_time": 1.0, "reward": None, "gen/a/tokens_per_s": None}
     assert verdict([empty] * 5).level == "ok"
 
 
-@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_as_good_as_absent(strange: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_number_counts_as_absent(value: float) -> None:
     for key in run()[0]:
         rows, without_it = run(), run()
-        rows[4][key] = strange
+        rows[4][key] = value
         del without_it[4][key]
         assert verdict(rows, [START], now=1021.0) == verdict(without_it, [START], now=1021.0)
 
 
-def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:
+def test_verdict_takes_constant_time() -> None:
     rows = run() * 1000
     seconds: list[float] = []
     for _ in range(5):
@@ -452,7 +456,15 @@ def test_ten_thousand_rows_take_no_longer_than_a_few() -> None:
     assert min(seconds) < 0.05
 
 
-def test_a_clock_that_is_set_back_makes_no_negative_time_left() -> None:
+def test_eta_is_not_negative_after_a_clock_change() -> None:
     rows = run(5)
     rows[-1]["time"] = float(str(rows[-1]["time"])) - 86_400
     assert seconds_left(rows, 10.0) == 20.0  # as the newest step took
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599, "59m59s"), (3720, "1h02m")],
+)
+def test_format_duration_is_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 TRAINER = """
 import json, os, pathlib, time
-from peralta_zmq.observe.metrics import Events, JsonLines, last_step, read_rows
+from peralta_zmq.observe.metrics import JsonLines, last_step, read_rows
 folder = pathlib.Path("runs/chaos")
 step = last_step(folder / "metrics.jsonl") or 0
 def num_restarts():
     rows = read_rows(folder / "events.jsonl")
     return sum(row["event"] == "restart" for row in rows)
-with Events(folder / "events.jsonl") as events, JsonLines(folder / "metrics.jsonl") as metrics:
-    events.record("resume" if step else "start", step=step)
-    events.record("publish", number=1, weights_id="aa")
+with JsonLines(folder / "events.jsonl") as events, JsonLines(folder / "metrics.jsonl") as metrics:
+    events.append_event("resume" if step else "start", step=step)
+    events.append_event("publish", number=1, weights_id="aa")
     while step < 20:
         while step == 19 and num_restarts() < 5:  # the run must outlast its kills
             time.sleep(0.01)

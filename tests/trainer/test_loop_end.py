@@ -132,5 +132,5 @@ def test_a_trainer_that_waits_for_groups_tells_the_verdict_meanwhile(
     monkeypatch.setattr(time, "time", lambda: clock() + 45.0)
     trainer._stop.asked = True  # after one look for groups
     trainer.advance()
-    told = "verdict: no step yet: no generator has come in 45s; start one: bin/generator @ CONFIG"
+    told = "verdict: no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"
     assert told in capsys.readouterr().out.splitlines()

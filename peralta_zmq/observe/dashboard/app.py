@@ -30,7 +30,7 @@ from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.guard import Guard
 from peralta_zmq.observe.dashboard.run_files import RunFiles
-from peralta_zmq.observe.metrics import finite
+from peralta_zmq.observe.metrics import nan_to_null
 
 KINDS = {
     "html": "text/html; charset=utf-8",
@@ -125,4 +125,6 @@ def _pages() -> Mapping[str, Response]:
 
 def _json(content: Mapping[str, Any]) -> Response:
     """ASCII, so that half a surrogate pair in a model's words is no fault."""
-    return Response(json.dumps(finite(content), allow_nan=False), media_type="application/json")
+    return Response(
+        json.dumps(nan_to_null(content), allow_nan=False), media_type="application/json"
+    )

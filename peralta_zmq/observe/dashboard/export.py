@@ -18,7 +18,7 @@ from pathlib import Path
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
-from peralta_zmq.observe.metrics import finite
+from peralta_zmq.observe.metrics import nan_to_null
 
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script defer src="([\w.-]+)"></script>')
@@ -58,7 +58,7 @@ def _numbers(runs: Sequence[RunFiles]) -> str:
         answer = view.answer(run, now=now)
         known.append({"name": run.name, "answer": answer, "samples": view.samples(run)})
     told = {"written": now, "runs": known}
-    return json.dumps(finite(told), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(nan_to_null(told), allow_nan=False).replace("<", "\\u003c")
 
 
 def _text(name: str) -> str:

@@ -19,14 +19,14 @@ from typing import Any
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.observe.dashboard.follow import Tail
 from peralta_zmq.observe.dashboard.table import Table
-from peralta_zmq.observe.metrics import EVENTS, METRICS, SAMPLES, Row, number
+from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, Row, number
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-EVALUATIONS, CONFIG, SUMMARY = "eval.jsonl", "config.toml", "summary.json"
+CONFIG, SUMMARY = "config.toml", "summary.json"
 LOCK = "lock"  # the trainer holds it
 NUM_ROWS = 64  # newest rows kept as they are, for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200

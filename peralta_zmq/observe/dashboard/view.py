@@ -19,8 +19,13 @@ from peralta_zmq.observe.dashboard.charts import drawn
 from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.dashboard.samples import sample
 from peralta_zmq.observe.metrics import Row, number
-from peralta_zmq.observe.progress import duration
-from peralta_zmq.observe.run_state import EVALUATES, Session, seconds_left, session_of
+from peralta_zmq.observe.run_state import (
+    EVALUATION_EVENTS,
+    Session,
+    format_duration,
+    seconds_left,
+    session_of,
+)
 from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]
@@ -67,7 +72,7 @@ def state(run: RunFiles, *, now: float) -> Json:
     config, condition = run.config(), condition_of(run, now=now)
     events, over = _in_order(run), condition in ENDED
     if condition in UNHEARD:  # what was under way then is no longer
-        events = [each for each in events if each.get("event") not in EVALUATES]
+        events = [each for each in events if each.get("event") not in EVALUATION_EVENTS]
         over = over or not run.rows
     judged = verdict(list(run.rows), events, now=None if over else now)
     known = generators(run, condition)
@@ -169,7 +174,7 @@ def _header(run: RunFiles, config: Mapping[str, Any], condition: str, now: float
 
 
 def _explanation(run: RunFiles, condition: str, now: float) -> str:
-    quiet = duration(now - run.newest_time)
+    quiet = format_duration(now - run.newest_time)
     summary = run.summary()
     return {
         "empty": _awaited(session_of(list(run.events))),
@@ -181,7 +186,7 @@ def _explanation(run: RunFiles, condition: str, now: float) -> str:
         "The same command resumes it with nothing lost.",
         "stopped": "Stopped by hand and saved. The same command resumes it.",
         "finished": f"{text(number(summary, 'steps'), 0)} steps in "
-        f"{duration(number(summary, 'seconds'))}; held-out accuracy "
+        f"{format_duration(number(summary, 'seconds'))}; held-out accuracy "
         f"{text(number(summary, 'eval_before'), 3)} -> {text(number(summary, 'eval_after'), 3)}.",
     }.get(condition, "")
 
@@ -198,10 +203,10 @@ def _awaited(session: Session) -> str:
 
 def _eta(run: RunFiles, steps_left: float) -> str:
     """Empty before the first step of the newest session."""
-    begun = session_of(list(run.events)).begun
+    begun = session_of(list(run.events)).start
     rows = [row for row in run.rows if not number(row, "time") < begun]
     seconds = seconds_left(rows, steps_left)
-    return duration(seconds) if math.isfinite(seconds) else ""
+    return format_duration(seconds) if math.isfinite(seconds) else ""
 
 
 def _cards(run: RunFiles, known: Sequence[Json]) -> list[Json]:
