@@ -30,10 +30,11 @@ from benchmarks.harness import REPO, Claim, progress_of, seconds
 from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.weights.directory import DirectoryStore, Version
-from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
+from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import check_finite
+from peralta_zmq.weights.version import Version
 
 NUM_GROUPS = 12
 PARTS = ("generate", "score", "transfer", "train", "publish", "reload")
@@ -118,11 +119,11 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
     setting = Setting(shape, num_groups=NUM_GROUPS)
     setting.narrow(1)
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
-        store = DirectoryStore(Path(folder) / "weights")
+        store = WeightStore.open(Path(folder) / "weights")
         store.claim("bench")
         (Path(folder) / "copy").mkdir()
         copy = LocalReplica(Path(folder) / "copy")
-        with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
+        with closing(WeightPublisher(store, companions={}, keyframe_interval=1000)) as publisher:
             first, _ = published(publisher, 0, setting)
             copy.advance(store, first)
             step = seconds(lambda: setting.narrow(NUM_GROUPS))
@@ -139,7 +140,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
         return {"train": step, "publish": publishing, "reload": seconds(reload)}
 
 
-def published(publisher: Publisher, step: int, setting: Setting) -> tuple[Version, float]:
+def published(publisher: WeightPublisher, step: int, setting: Setting) -> tuple[Version, float]:
     """The version, and the seconds until others can read it."""
     weights = models.weights_of(setting.model)
 

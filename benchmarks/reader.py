@@ -11,8 +11,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.replica import LocalReplica
+from peralta_zmq.weights.store import WeightStore
 
 STATUS = Path("/proc/self/status")
 
@@ -25,7 +25,7 @@ def own_bytes() -> int:
 
 def main() -> None:
     """The chain's last version but one, then the newest as a delta."""
-    store = DirectoryStore(Path(sys.argv[1]))
+    store = WeightStore.open(Path(sys.argv[1]))
     before, peak, ended = own_bytes(), [0], threading.Event()
 
     def sample() -> None:

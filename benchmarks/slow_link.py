@@ -16,10 +16,8 @@ import torch
 from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
 from peralta_zmq import models
-from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.http_backend import HttpBackend
-from peralta_zmq.weights.http_server import WeightServer
-from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.http_backend import HttpBackend, WeightServer
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
@@ -35,13 +33,13 @@ def claims(
     model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).train()
     step, whole, deltas, sizes = stepper(model), list[float](), list[float](), list[int]()
     with ExitStack() as stack:
-        store = DirectoryStore(root / "served")
+        store = WeightStore.open(root / "served")
         store.claim("bench")
         server = WeightServer(store.folder, host="127.0.0.1", port=0, token=None)
         stack.enter_context(closing(server))
         link = Link(server.port, mbit_per_s=MBIT_PER_S, delay=DELAY)
         far = WeightStore(HttpBackend(stack.enter_context(closing(link)).address))
-        publisher = Publisher(store, companions={}, keyframe_interval=1000)
+        publisher = WeightPublisher(store, companions={}, keyframe_interval=1000)
         stack.enter_context(closing(publisher))
         full = _published(publisher, 0, model)
         copies = [LocalReplica(root / f"far_{number}") for number in range(repeats)]
@@ -57,7 +55,7 @@ def claims(
     yield _claim("delta_over_slow_link", deltas, int(median(sizes)), peer=median(whole))
 
 
-def _published(publisher: Publisher, number: int, model: models.Model) -> int:
+def _published(publisher: WeightPublisher, number: int, model: models.Model) -> int:
     """Bytes of the version."""
     publisher.publish(number, models.weights_of(model))
     assert publisher.wait(PATIENCE)

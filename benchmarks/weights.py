@@ -25,10 +25,10 @@ from benchmarks.harness import Claim, progress, progress_of, seconds, spread
 from peralta_zmq import atomic_files, models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import delta
-from peralta_zmq.weights.directory import DELTA, DirectoryStore, Version
-from peralta_zmq.weights.publisher import Publisher, Report
+from peralta_zmq.weights.publisher import PublishReport, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version import DELTA, Version
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -99,12 +99,12 @@ def _original(measured: Measured, model: models.Model, folder: Path) -> None:
 def _ours(
     model: models.Model, step: Callable[[float], None], root: Path, *, steps: int
 ) -> Measured:
-    store = DirectoryStore(root / "weights")
+    store = WeightStore.open(root / "weights")
     store.claim("bench")
     (root / "copy").mkdir()
     copy = LocalReplica(root / "copy")
     measured: Measured = {}
-    with closing(Publisher(store, companions={}, keyframe_interval=1000)) as publisher:
+    with closing(WeightPublisher(store, companions={}, keyframe_interval=1000)) as publisher:
         publisher.publish(0, models.weights_of(model))
         keyframe = _report(publisher)
         assert keyframe.version
@@ -133,18 +133,18 @@ def _ours(
     return measured
 
 
-def _report(publisher: Publisher) -> Report:
+def _report(publisher: WeightPublisher) -> PublishReport:
     assert publisher.wait(600)
     (report,) = publisher.take_reports()
     return report
 
 
-def _published(report: Report) -> Version:
+def _published(report: PublishReport) -> Version:
     assert report.version is not None, report.reason
     return report.version
 
 
-def _measure(measured: Measured, rate: str, report: Report, stall: float) -> None:
+def _measure(measured: Measured, rate: str, report: PublishReport, stall: float) -> None:
     version = _published(report)
     note(measured, f"bytes {rate}", version.size)
     note(measured, "stall", stall)
@@ -152,7 +152,7 @@ def _measure(measured: Measured, rate: str, report: Report, stall: float) -> Non
     note(measured, "write", report.write_seconds)
 
 
-def _line(rate: str, report: Report, stall: float) -> str:
+def _line(rate: str, report: PublishReport, stall: float) -> str:
     version = _published(report)
     return (
         f"lr {rate}: {version.kind} {version.size / 1e6:.2f} MB stall {stall:.3f} "
@@ -164,7 +164,7 @@ def _apply(
     measured: Measured,
     store: WeightStore,
     copy: LocalReplica,
-    report: Report,
+    report: PublishReport,
     live: dict[str, torch.Tensor],
     served: dict[str, torch.Tensor],
 ) -> None:

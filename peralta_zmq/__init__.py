@@ -19,7 +19,7 @@ Read in this order; it takes half an hour, and everything else is a plug:
     learning    advantages, losses, batches, the step
 
 Layers, each importing only from above:
-    words       rollout errors durable failpoints password
+    words       rollout errors atomic_files failpoints
     leaves      config registry wire policy tasks learning curriculum stores recovery observe
                 guard
     engines     ways to sample

@@ -1,8 +1,7 @@
-"""Files and folders that appear whole: written beside, fsynced, renamed, and checked when read.
+"""Atomic files and folders: written under a temporary name, fsynced, renamed, verified on reading.
 
-A finished folder holds its files, `manifest.json` that names their sizes and hashes, and `STABLE`
-with the manifest's hash, written last. Also whether somebody holds a file's lock. Knows bytes and
-paths; knows nothing of what they mean.
+A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
+last, with the manifest's hash. Also file locks and private token files.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.failpoints import failpoint
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20
-BOOT = os.urandom(4).hex()  # two machines on one NAS may have equal process ids
-RENAME_DELAYS = (0.05, 0.2, 0.5)  # seconds
+PROCESS_TAG = os.urandom(4).hex()  # process ids of two machines on one NAS may be equal
+RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds
 About: TypeAlias = Mapping[str, Any]
 Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"
 STEP_NAME = re.compile(r"step_\d{6,8}")
@@ -37,19 +37,20 @@ MALFORMED = (
     RecursionError,  # a hundred thousand brackets
 )  # fmt: skip
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-MAX_NAME = 128  # bytes of the name of a run or a generator, which names files too
+MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
+MIN_TOKEN = 16  # characters
 
 
 class CorruptError(ValueError):
-    """A folder or file is not what its manifest says; the message names which and why."""
+    """A folder or file does not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a finished folder says of itself."""
+    """Content of a complete folder."""
 
     digest: str  # sha256 of manifest.json, hex
-    about: dict[str, Any]  # the writer's own fields
+    about: dict[str, Any]  # further fields of the writer
     files: dict[str, tuple[int, str]]  # name -> (bytes, sha256 hex)
 
 
@@ -58,22 +59,23 @@ def write_folder(
 ) -> Manifest:
     """Write a folder that is either absent or complete; the rename is the commit point.
 
-    A file may be an iterable of buffers, and `about` a function called once all are written.
-    Raises OSError, after removing what was begun; a failed fsync is never tried again.
+    A file may be an iterable of buffers, and `about` a function that is called after all files
+    are written. Raises OSError, after removing the partial folder; a failed fsync is not repeated,
+    because the second call may succeed without having written the data.
     """
-    parent = os.open(final.parent, os.O_RDONLY)  # once it is out there may be no free descriptor
+    parent = os.open(final.parent, os.O_RDONLY)  # after the rename no descriptor may be free
     try:
-        manifest = _write_aside(final, files, about)
+        manifest = _write_and_rename(final, files, about)
         os.fsync(parent)
     finally:
         os.close(parent)
     return manifest
 
 
-def _write_aside(
+def _write_and_rename(
     final: Path, files: Mapping[str, Content], about: About | Callable[[], About]
 ) -> Manifest:
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{BOOT}")
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
     shutil.rmtree(temporary, ignore_errors=True)
     failpoint("atomic_files.cleared")
     os.mkdir(temporary)
@@ -89,7 +91,7 @@ def _write_aside(
         sync_folder(temporary)
         failpoint("atomic_files.synced")
         _rename(temporary, final)
-    except BaseException:  # what fills a file may fail too
+    except BaseException:  # an iterable of buffers may raise anything
         _discard(temporary)
         raise
     failpoint("atomic_files.renamed")
@@ -99,17 +101,17 @@ def _write_aside(
 def describe(
     written: Mapping[str, tuple[int, str]], about: Mapping[str, Any]
 ) -> tuple[Manifest, bytes]:
-    """The manifest of files of these sizes and hashes, and its text."""
-    text = json.dumps({**about, "files": _listed(written)}, indent=1).encode()
+    """The manifest of files with these sizes and sha256, and its text."""
+    entries = [
+        {"name": name, "bytes": size, "sha256": digest} for name, (size, digest) in written.items()
+    ]
+    text = json.dumps({**about, "files": entries}, indent=1).encode()
     return Manifest(hashlib.sha256(text).hexdigest(), dict(about), dict(written)), text
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a single file whole, over an older one if there is one.
-
-    Raises OSError, after removing what was begun.
-    """
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{BOOT}")
+    """Write or replace one file atomically. Raises OSError, after removing the partial file."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{PROCESS_TAG}")
     temporary.unlink(missing_ok=True)
     try:
         _write(temporary, content)
@@ -121,60 +123,62 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished folder. Raises CorruptError; OSError when it is not there."""
+    """The manifest of a complete folder. Raises CorruptError; OSError if it is missing."""
     text = (folder / MANIFEST).read_bytes()
     return parse_manifest(text, stable=(folder / STABLE).read_bytes(), where=str(folder))
 
 
 def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
-    """The manifest with this text, if STABLE agrees with it. Raises CorruptError."""
+    """Parse a manifest. Raises CorruptError if it is malformed or STABLE has another hash."""
     digest = hashlib.sha256(text).hexdigest()
     if stable.strip() != digest.encode():
         raise CorruptError(f"{where}: STABLE does not match {MANIFEST}")
     try:
         about = cast("dict[str, Any]", json.loads(text))
-        files = {str(each["name"]): (int(each["bytes"]), str(each["sha256"]))
-                 for each in about.pop("files")}  # fmt: skip
+        files = {
+            str(entry["name"]): (int(entry["bytes"]), str(entry["sha256"]))
+            for entry in about.pop("files")
+        }
     except MALFORMED as error:
         raise CorruptError(f"{where}: {MANIFEST} cannot be read ({error})") from None
-    if strange := [name for name in files if not PLAIN_NAME.fullmatch(name)]:
-        raise CorruptError(f"{where}: {strange[0]!r} is not a plain file name")
+    if invalid := [name for name in files if not PLAIN_NAME.fullmatch(name)]:
+        raise CorruptError(f"{where}: {invalid[0]!r} is not a plain file name")
     return Manifest(digest, about, files)
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
-    """The bytes of a file in chunks; CorruptError at the end if they are not the promised ones."""
+    """A file of a folder in chunks. Raises CorruptError, as `verified`."""
     return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
 
 
-def verified(chunks: Iterable[bytes], where: str, promised: tuple[int, str]) -> Iterator[bytes]:
-    """The same chunks; CorruptError as soon as they are not the promised bytes and sha256."""
-    size, digest = promised
-    read, hashed = 0, hashlib.sha256()
+def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> Iterator[bytes]:
+    """The same chunks. Raises CorruptError at the end unless size and sha256 are as `expected`."""
+    size, digest = expected
+    num_read, sha256 = 0, hashlib.sha256()
     for chunk in chunks:
-        read += len(chunk)
-        hashed.update(chunk)
-        if read > size:
+        num_read += len(chunk)
+        sha256.update(chunk)
+        if num_read > size:
             break
         yield chunk
-    if (read, hashed.hexdigest()) != (size, digest):
-        raise CorruptError(f"{where}: not the {size} bytes that its manifest names")
+    if (num_read, sha256.hexdigest()) != (size, digest):
+        raise CorruptError(f"{where}: size or sha256 differs from its manifest ({size} bytes)")
 
 
 def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from `start` on. Raises OSError."""
+    """The bytes of a file from offset `start`, in chunks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.lseek(descriptor, start, os.SEEK_SET)
         while chunk := os.read(descriptor, CHUNK):
             yield chunk
     finally:
-        with contextlib.suppress(OSError):  # a reader has nothing to lose
+        with contextlib.suppress(OSError):  # closing cannot lose data that was read
             os.close(descriptor)
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Step folders by number, ascending; other names are ignored."""
+    """Folders named step_N by number, ascending; other names are ignored."""
     with contextlib.suppress(FileNotFoundError):
         names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
         return {number: folder / name for number, name in sorted((int(n[5:]), n) for n in names)}
@@ -182,7 +186,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder out of sight first, then delete it; where it cannot be renamed it stays."""
+    """Rename a folder, then delete it; a folder that cannot be renamed stays complete."""
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         os.rename(folder, trash)
@@ -190,19 +194,19 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed writers left half-done; only for the folder's one writer."""
+    """Delete the temporary files of killed writers; only for a folder with a single writer."""
     for pattern in (".tmp-*", ".trash-*"):
-        for left in folder.glob(pattern):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
+        for path in folder.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 def is_held(lock: Path) -> bool | None:
-    """Whether a process holds the flock of a file; None when there is no file, or no telling.
+    """Whether a process has locked a file (flock); None if the file is missing or unreadable.
 
-    On a share that does not pass locks on, those of other machines are not seen.
+    On network file systems without locking, locks of other machines are not visible.
     """
     try:
         with lock.open("rb") as file:
@@ -214,8 +218,29 @@ def is_held(lock: Path) -> bool | None:
     return False
 
 
+def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
+    """The password in the file that `option` names; None without a file.
+
+    Raises ConfigError if other users may read it, or the password is too short.
+    """
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    try:
+        mode, token = path.stat().st_mode & 0o777, path.read_text("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path} cannot be read ({error})") from None
+    if mode & 0o077:
+        raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}")
+    if len(token) < MIN_TOKEN or not token.isascii():
+        raise ConfigError(
+            f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
+        )
+    return token
+
+
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make new and renamed names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,19 +249,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def _write(path: Path, content: Content) -> tuple[int, str]:
-    """Through one descriptor of our own, which only its fsync can vouch for."""
-    written, hashed = 0, hashlib.sha256()
+    """Write a new file and fsync it; returns its size and sha256.
+
+    Only the fsync of the descriptor that wrote reports write errors of a NAS.
+    """
+    written, sha256 = 0, hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         failpoint("atomic_files.opened")
         for chunk in chunks_of(content):
-            hashed.update(chunk)
+            sha256.update(chunk)
             written += _write_all(descriptor, chunk)
             failpoint("atomic_files.chunk")
         _sync(descriptor)
     finally:
         os.close(descriptor)
-    return written, hashed.hexdigest()
+    return written, sha256.hexdigest()
 
 
 def chunks_of(content: Content) -> Iterator[memoryview]:
@@ -255,8 +283,8 @@ def _write_all(descriptor: int, chunk: memoryview) -> int:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """A scanner or a NAS may hold a new folder for a moment: EACCES and EBUSY pass."""
-    for delay in RENAME_DELAYS:
+    """Retry EACCES and EBUSY: a virus scanner or a NAS may hold a new folder for a moment."""
+    for delay in RETRY_DELAYS:
         try:
             return os.rename(source, target)
         except OSError as error:
@@ -267,8 +295,8 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """NFS keeps a deleted file under another name until its last write has been answered."""
-    for delay in RENAME_DELAYS:
+    """Remove; retry because NFS renames a deleted file until its last write is acknowledged."""
+    for delay in RETRY_DELAYS:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return
@@ -276,15 +304,8 @@ def _discard(folder: Path) -> None:
 
 
 def _sync(descriptor: int) -> None:
-    if sys.platform == "darwin":  # fsync there leaves the data in the drive's cache
-        import fcntl
-
-        with contextlib.suppress(OSError):  # a network mount may not offer it
+    if sys.platform == "darwin":  # fsync on macOS leaves the data in the drive's cache
+        with contextlib.suppress(OSError):  # not supported by some network mounts
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
     os.fsync(descriptor)
-
-
-def _listed(written: Mapping[str, tuple[int, str]]) -> Iterable[dict[str, Any]]:
-    return [{"name": name, "bytes": size, "sha256": digest}
-            for name, (size, digest) in written.items()]  # fmt: skip

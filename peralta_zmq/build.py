@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from peralta_zmq import atomic_files, models, registry
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
@@ -40,7 +41,6 @@ from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer, training_dtype
 from peralta_zmq.observe.terminal import progress_on
-from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem, RolloutGroup, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
@@ -369,7 +369,7 @@ def make_engine(
     device = models.choose_device(config.model.device)
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    version, adapts = weights.version, weights.version.says("adapts") is not None
+    version, adapts = weights.version, weights.version.field("adapts") is not None
     folder = base_folder(config, version) if adapts else weights.folder
     model = models.load_model(folder, device=device, dtype=dtype)
     tokenizer = models.load_tokenizer(folder)
@@ -389,10 +389,10 @@ def make_engine(
 def base_folder(config: Config, version: Version) -> Path:
     """The folder of a published adapter's base model; ConfigError if `model.name` is another."""
     folder = models.model_folder(config.model.name)
-    if lora.digest_of(folder) != version.says("adapts"):
+    if lora.digest_of(folder) != version.field("adapts"):
         raise ConfigError(
-            f"version {version.number} is an adapter for {version.says('adapts_name')} "
-            f"({version.says('adapts')}), but model.name {config.model.name} is another model; "
+            f"version {version.number} is an adapter for {version.field('adapts_name')} "
+            f"({version.field('adapts')}), but model.name {config.model.name} is another model; "
             "set it to the trainer's model, with the same files"
         )
     return folder
@@ -487,7 +487,7 @@ def _open_task(config: Config, env: EnvSection, *, local: bool) -> registry.Task
     if env.address is None or local:
         return registry.resolve("task", env.task)
     host, port = host_and_port(env.address, option="env.address")
-    token = read_token(config.verifier.token_file, option="verifier.token_file")
+    token = read_private_token(config.verifier.token_file, option="verifier.token_file")
     return Remote(host, port, env=env.label, token=token)
 
 

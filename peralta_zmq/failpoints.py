@@ -1,7 +1,8 @@
-"""Places where a test may kill the process: `PERALTA_FAILPOINT=publish.renamed:3`.
+"""Failpoints: named places in the code where a test can kill the process.
 
-The process dies of SIGKILL when it comes to that place for the third time. Several are separated
-by commas. Without the variable a place costs one dictionary lookup.
+`PERALTA_FAILPOINT=publish.visible:3` sends SIGKILL to the process the third time it reaches
+`failpoint("publish.visible")`. Several are separated by commas. Without the variable a failpoint
+costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ VARIABLE = "PERALTA_FAILPOINT"
 
 def parse(text: str) -> dict[str, int]:
     """'journal.synced:2,send' -> {'journal.synced': 2, 'send': 1}. Raises ValueError."""
-    planned: dict[str, int] = {}
-    for item in filter(None, text.split(",")):
-        name, _, count = item.partition(":")
-        planned[name] = int(count or 1)
-        if planned[name] < 1:
-            raise ValueError(f"{VARIABLE}: {item!r} counts from 1")
-    return planned
+    counts: dict[str, int] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, count = entry.partition(":")
+        counts[name] = int(count or 1)
+        if counts[name] < 1:
+            raise ValueError(f"{VARIABLE}: the count in {entry!r} must be at least 1")
+    return counts
 
 
-_left = parse(os.environ.get(VARIABLE, ""))
+_remaining = parse(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> None:
-    """Die here if the environment says so; `name` is ROOM.MOMENT, unique in the package."""
-    if name not in _left:
+    """Kill the process if the environment variable asks for it; `name` is PART.MOMENT."""
+    if name not in _remaining:
         return
-    _left[name] -= 1
-    if _left[name] == 0:
+    _remaining[name] -= 1
+    if _remaining[name] == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -180,10 +180,10 @@ def test_everything_is_on_disk_before_the_folder_appears(
 
 
 def test_unfinished_attempt_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.BOOT}").mkdir()
-    (tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.BOOT}" / "weights.bin").write_bytes(
-        b"half"
-    )
+    (tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.PROCESS_TAG}").mkdir()
+    (
+        tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.PROCESS_TAG}" / "weights.bin"
+    ).write_bytes(b"half")
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
     assert read_whole(tmp_path / "step_000001") == FILES
 

@@ -21,9 +21,11 @@ from peralta_zmq.learning.optimizer_step import Taken, take_step
 from peralta_zmq.learning.packing import cut, make_batches
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
-from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.replica import load_version
+from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.version import WEIGHTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,10 +130,10 @@ def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float, ap
 
 def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) -> None:
     """Large enough that the copies are still under way when the weights change."""
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     weights = {f"w{number}": torch.randn(1 << 22, device="cuda") for number in range(8)}
-    with closing(Publisher(store, companions=COMPANIONS)) as publisher:
+    with closing(WeightPublisher(store, companions=COMPANIONS)) as publisher:
         for step in range(4):
             expected = {name: each.to("cpu", torch.bfloat16) for name, each in weights.items()}
             publisher.publish(step, weights)
@@ -139,6 +141,6 @@ def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) 
                 each.mul_(1.001)
             (report,) = published(publisher)
             assert report.version is not None
-            with store.load(report.version) as folder:
+            with load_version(store, report.version) as folder:
                 assert same(MappedTensors(folder / WEIGHTS), expected)
         assert publisher._base and all(each.is_pinned() for each in publisher._base[1].values())

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "failpoints", "password"}
+TYPES = {"rollout", "errors", "atomic_files", "failpoints"}
 LEAVES = {"config", "registry", "wire", "weights", "models", "learning", "environments",
           "observe"}  # fmt: skip
 BUILD = {"build"}

@@ -79,7 +79,7 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
 
 def start(folder: Path, plan: str) -> None:
     """The start of a trainer, in a process of its own; killed where `plan` says."""
-    failpoints._left = failpoints.parse(plan)
+    failpoints._remaining = failpoints.parse(plan)
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
         Trainer(load_config("bin/trainer", arguments), stack).recover()
@@ -213,7 +213,7 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
         second = Session(stack, tmp_path)
         second.trainer._broadcast.wait(30)
         assert 3 not in replay._published(second.trainer._config)
-        assert [each.line for each in second.trainer._broadcast.store.versions()][-1] == 1
+        assert [each.lineage for each in second.trainer._broadcast.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
         assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"
@@ -234,8 +234,8 @@ def test_a_roll_back_to_the_step_that_is_out_publishes_it_as_the_new_lines(tmp_p
     for more in (("--checkpoint.resume-step=2",), ()):  # once is enough
         with ExitStack() as stack:
             versions = Session(stack, tmp_path, *more).trainer._broadcast.store.versions()
-            assert [(each.step, each.line) for each in versions][-2:] == [(2, 0), (2, 1)]
-            assert versions[-1].says("result") == versions[-2].says("result")
+            assert [(each.step, each.lineage) for each in versions][-2:] == [(2, 0), (2, 1)]
+            assert versions[-1].field("result") == versions[-2].field("result")
 
 
 def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_anew(

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import failpoints
-from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.publisher import Publisher, Report
+from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
@@ -25,13 +24,16 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def publish(
-    store: WeightStore, step: int, *, base: Version | None = None, keep_last: int = 100
+    store: WeightStore, step: int, *, base: Version | None = None, pruner: Pruner | None = None
 ) -> Version:
-    """The version of a step, as a delta when a base is given."""
-    return store.publish(
-        step, weights_at(step), companions=COMPANIONS, keep_last=keep_last,
+    """Publish the weights of a step, as a delta to `base`, then prune."""
+    version = store.publish(
+        step, weights_at(step), companions=COMPANIONS,
         base=(base, weights_at(base.step)) if base else None,
     )  # fmt: skip
+    if pruner:
+        pruner.prune(version)
+    return version
 
 
 def publish_and_follow(root: Path, plan: str) -> None:
@@ -39,19 +41,22 @@ def publish_and_follow(root: Path, plan: str) -> None:
 
     A process of its own runs it. The steps that are published are added to `root/said`.
     """
-    failpoints._left = failpoints.parse(plan)
-    store = DirectoryStore(root / "weights")
+    failpoints._remaining = failpoints.parse(plan)
+    store = WeightStore.open(root / "weights")
     store.claim("run-1")
+    pruner = Pruner(store, Retention(last=1))
     base = store.newest()
     first = 0 if base is None else base.step + 1
-    follower = WeightSubscriber(DirectoryStore(root / "weights"), root / "copy", poll_seconds=0.01)
+    follower = WeightSubscriber(
+        WeightStore.open(root / "weights"), root / "copy", poll_seconds=0.01
+    )
     with (root / "said").open("a", buffering=1) as said:
         for step in range(first, first + 4):
-            base = publish(store, step, base=base if step % 3 else None, keep_last=1)
+            base = publish(store, step, base=base if step % 3 else None, pruner=pruner)
             said.write(f"{step}\n")
-            while follower.ready(timeout=60).version.step != step:
-                follower.settle()
-            follower.settle()
+            while follower.poll(timeout=60).version.step != step:
+                follower.accept()
+            follower.accept()
     follower.close()
 
 
@@ -72,7 +77,7 @@ def same(left: object, right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def published(publisher: Publisher) -> list[Report]:
+def published(publisher: WeightPublisher) -> list[PublishReport]:
     """Wait for what was handed over, and take the reports."""
     assert publisher.wait(30)
     return publisher.take_reports()

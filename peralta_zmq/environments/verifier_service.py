@@ -26,14 +26,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.verifier_client import described
 from peralta_zmq.errors import ConfigError, PeraltaError
-from peralta_zmq.password import read_token
 from peralta_zmq.rollout import Problem
-from peralta_zmq.weights.http_server import LOOPBACK
+from peralta_zmq.weights.http_backend import LOOPBACK
 
 MAX_REQUEST = 1 << 20  # bytes of a question
 MAX_WAITING = 1024  # answers to be judged
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Serve until a signal. Raises ConfigError or TaskError when there is nothing to serve."""
     chosen = config.verifier
-    token = read_token(chosen.token_file, option="verifier.token_file")
+    token = read_private_token(chosen.token_file, option="verifier.token_file")
     with closing(Verifier(config, host=chosen.host, port=chosen.port, token=token)) as opened:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: opened.stop())

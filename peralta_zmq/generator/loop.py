@@ -175,7 +175,7 @@ class Generator:
         number = self._version.number
         logger.warning("gave up the groups under way: version=%d reason=%s", number, error)
         self._under_way = 0
-        self._follower.give_back()
+        self._follower.reject()
         while not self._done and self._version.number == number:
             self._done = self._is_over(self._hear(timeout=0.2))
             with suppress(StaleRunError):
@@ -344,7 +344,7 @@ class Generator:
         heard = self._line.listener.receive(timeout=timeout)
         self._say_silence()
         if heard is not None:
-            self._follower.hint(heard.version, heard.weights_id)
+            self._follower.notify(heard.version, heard.weights_id)
         return heard if heard is not None and heard.run_id == self._version.run_id else None
 
     def _say_silence(self) -> None:
@@ -362,7 +362,7 @@ class Generator:
     def _refresh(self, engine: registry.Engine) -> None:
         """Apply a newer version, at once or when the groups under way have ended."""
         wait = self._under_way > 0 and self._config.weights.update == "between_groups"
-        self._draining = wait and self._follower.ready() is not None
+        self._draining = wait and self._follower.poll() is not None
         if wait:
             return
         before, started = self._version, time.monotonic()
@@ -373,9 +373,9 @@ class Generator:
                 self._begin(version, os.urandom(8))
                 raise StaleRunError(f"another run: {version.run_id}; groups for the last one")
             self._serve(version)
-            if version.step == before.step and version.says("result") == before.says("result"):
+            if version.step == before.step and version.field("result") == before.field("result"):
                 return  # published again
-            if version.line != before.line or version.step <= before.step:
+            if version.lineage != before.lineage or version.step <= before.step:
                 # Rolled back: a token's step would no longer tell whose it is.
                 if version.number > before.number:  # else it was given back
                     self._evaluated = -1

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from peralta_zmq import build, models, registry, wire
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import StoreError
-from peralta_zmq.password import read_token
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
@@ -27,19 +27,19 @@ def refresh(engine: registry.Engine, follower: WeightSubscriber, current: Versio
 
     Returns the version that the engine samples from.
     """
-    staged = follower.ready()
+    staged = follower.poll()
     if staged is None:
         return current
     started = time.monotonic()
     try:
-        if staged.version.says("adapts") != current.says("adapts"):
+        if staged.version.field("adapts") != current.field("adapts"):
             raise ValueError("it is an adapter for another base than that of the one served")
         engine.apply(staged.tensors, staged.version.step)
     except ValueError as error:
-        follower.settle(refused=str(error))
+        follower.reject()
         logger.warning("refused version=%d reason=%s", staged.version.number, error)
         return current
-    follower.settle()
+    follower.accept()
     _log_loaded(staged, apply_seconds=time.monotonic() - started)
     return staged.version
 
@@ -56,7 +56,7 @@ def _log_loaded(staged: PendingWeights, *, apply_seconds: float) -> None:
 def open_follower(config: Config, name: str) -> WeightSubscriber:
     """What follows the store of this run; its copy of the weights outlives the process."""
     address = config.weights_address
-    place = open_backend(address, token=read_token(config.weights.token_file))
+    place = open_backend(address, token=read_private_token(config.weights.token_file))
     return WeightSubscriber(
         WeightStore(place),
         config.run_folder / "copies" / name,
@@ -80,7 +80,7 @@ def open_engine(
     """
     started = said = time.monotonic()
     patience = config.weights.wait_for_weights_timeout or float("inf")
-    while (staged := follower.ready(timeout=0.2)) is None:
+    while (staged := follower.poll(timeout=0.2)) is None:
         if time.monotonic() - started > patience:
             raise StoreError(
                 f"no weights in {config.weights_address} after {patience:g} s "
@@ -95,7 +95,7 @@ def open_engine(
             logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
     started = time.monotonic()
     made = build.make_engine(config, staged)
-    follower.settle()
+    follower.accept()
     _log_loaded(staged, apply_seconds=time.monotonic() - started)
     return staged.version, *made
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.password import read_token
 
 
 def show(config: Config, stack: ExitStack, books: RunLog) -> None:
@@ -20,7 +20,7 @@ def show(config: Config, stack: ExitStack, books: RunLog) -> None:
     if not chosen.enabled:
         return
     try:
-        token = read_token(chosen.token_file, option="dashboard.token_file")
+        token = read_private_token(chosen.token_file, option="dashboard.token_file")
         page = Dashboard(
             [config.run_folder], host=chosen.host, port=chosen.port, token=token, live=True
         )

@@ -144,7 +144,7 @@ class Trainer:
         newest, left_behind = self._broadcast.store.newest(), self._intake.admission.abandoned
         if (
             newest is None
-            or (newest.step, newest.line) != (step, self._books.lineage)
+            or (newest.step, newest.lineage) != (step, self._books.lineage)
             or newest.weights_id in left_behind
         ):
             self._publish()

@@ -13,17 +13,16 @@ from contextlib import ExitStack, closing
 from torch import Tensor
 
 from peralta_zmq import build, models
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, GoneError, StoreError
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.password import read_token
 from peralta_zmq.trainer.adapter_files import CompanionFiles
 from peralta_zmq.trainer.status import StatusPublisher
 from peralta_zmq.trainer.stop_signal import StopSignal
-from peralta_zmq.weights.backends import open_backend
-from peralta_zmq.weights.http_server import WeightServer
-from peralta_zmq.weights.probe_file import Probe
-from peralta_zmq.weights.publisher import Keep, Publisher, Report
+from peralta_zmq.weights.backends import ProbeFile, open_backend
+from peralta_zmq.weights.http_backend import WeightServer
+from peralta_zmq.weights.publisher import PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
@@ -49,23 +48,23 @@ class WeightPublishing:
     ) -> None:
         self.store, self._books, self._speaker = store, books, speaker
         self._about: dict[str, str | int] = {**beside.about}
-        self._newest: Report | None = None
-        weights, token = config.weights, read_token(config.weights.token_file)
+        self._newest: PublishReport | None = None
+        weights, token = config.weights, read_private_token(config.weights.token_file)
         if weights.serve_port:
             server = WeightServer(
                 config.weights_folder,
                 host=config.wire.bind, port=weights.serve_port, token=token,
             )  # fmt: skip
             stack.enter_context(closing(server))
-        self._publisher = Publisher(
+        self._publisher = WeightPublisher(
             store,
             companions=beside.companions,
             about=self._about,
             dtype=models.DTYPES[weights.dtype],
-            keep=Keep(weights.keep_last, weights.keep_interval, weights.keep_seconds),
+            retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
-            tell=self.tell,
+            on_published=self.tell,
         )
         stack.callback(lambda: self._publisher.close(STOP_SECONDS if stop.asked else 60.0))
 
@@ -75,7 +74,7 @@ class WeightPublishing:
 
     def publish(self, step: int, weights: Mapping[str, Tensor], *, whole: bool) -> float:
         """Hand over a step's weights; returns the seconds it took. `whole` asks for a keyframe."""
-        return self._publisher.publish(step, weights, whole=whole)
+        return self._publisher.publish(step, weights, keyframe=whole)
 
     def tell(self, version: Version) -> None:
         """Announce a version as soon as it is out, also during a step; any thread may call."""
@@ -135,7 +134,7 @@ def open_store(config: Config) -> WeightStore:
             f"weights.dir {config.weights.dir} is for generators; the trainer needs a folder, "
             "which weights.serve_port serves"
         )
-    read_token(config.weights.token_file)  # tried before anything is written
+    read_private_token(config.weights.token_file)  # tried before anything is written
     return WeightStore(open_backend(config.weights_address))
 
 
@@ -143,7 +142,7 @@ def open_probe(config: Config, stack: ExitStack) -> Callable[[], str] | None:
     """What shows a doctor that its weights folder is ours; None when ours is a bucket."""
     if "://" in config.weights_address:
         return None
-    return stack.enter_context(closing(Probe(config.weights_folder))).show
+    return stack.enter_context(closing(ProbeFile(config.weights_folder))).create
 
 
 def claim(store: WeightStore, config: Config, *, run_id: str, stop: StopSignal) -> None:
@@ -152,7 +151,7 @@ def claim(store: WeightStore, config: Config, *, run_id: str, stop: StopSignal) 
     The one inside the run's folder cannot be unmounted, and may be deleted to free a disk.
     Raises StoreError.
     """
-    folder, where, said = config.run_folder, store.where, float("-inf")
+    folder, where, said = config.run_folder, store.address, float("-inf")
     known = bool(config.weights.dir) and build.weights_of(folder) == where
     while True:
         try:

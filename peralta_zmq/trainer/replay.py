@@ -25,8 +25,7 @@ from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import adapter_files, checkpoint, journal
 from peralta_zmq.weights.backends import open_backend
-from peralta_zmq.weights.export import export as write_version
-from peralta_zmq.weights.export import version_of_step
+from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS, Version
@@ -128,14 +127,14 @@ def export(arguments: Sequence[str]) -> int:
 def _export(config: Config, step: int, target: Path) -> Version:
     """As published; an adapter merged into its base."""
     store = _store_of(config)
-    version = version_of_step(store, step)
-    if version.says("adapts") is None:
-        return write_version(store, step, target)
+    version = store.version_of_step(step)
+    if version.field("adapts") is None:
+        return export_step(store, step, target)
     if target.exists():
         raise StoreError(f"{target} is there already; name a new folder")
     folder = build.base_folder(config, version)
     base = models.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-    with store.load(version) as local:
+    with load_version(store, version) as local:
         adapter_files.write_merged(
             target, models.weights_of(base), MappedTensors(local / WEIGHTS),
             companions=models.companion_files(folder), dtype=models.DTYPES[config.weights.dtype],
@@ -239,7 +238,7 @@ def _published(config: Config) -> dict[int, str]:
         for count, version in enumerate(versions, start=1):
             # Where a later one is of an earlier step, a roll-back has left these behind.
             found = {step: each for step, each in found.items() if step < version.step}
-            with store.load(version) as local:
+            with load_version(store, version) as local:
                 found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
             progress.update(count)
     return found

@@ -1,9 +1,6 @@
-"""Where weights go to reach the generators.
+"""Weight store: how published weights reach the generators.
 
-publisher   the trainer's side: snapshot, then encode, write and prune in a thread
-follow      the generator's side: watch, fetch, verify and stage in a thread
-store       versions, chains of deltas, what may be removed; over any `place`
-place       where folders lie: `folder`, `http` (served by `serve`), `objects` (a bucket)
-delta       what changed between two versions, without loss
-tensors     sets of tensors as safetensors files
+`publisher` runs in the trainer, `subscriber` with its `replica` in the generators. `store` keeps
+the versions of `version`, complete or encoded by `delta`, in one of the `backends`: a folder,
+`http_backend` or `object_store_backend`. `tensors` reads and writes safetensors files.
 """

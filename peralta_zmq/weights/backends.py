@@ -1,85 +1,99 @@
-"""Where version folders can lie: what a store needs of a shared folder, a server or a bucket."""
+"""Where weight versions are stored: the backend protocol and the local (or mounted) folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.polling import PollingObserver
+
+from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, Manifest
-from peralta_zmq.errors import ConfigError
+from peralta_zmq.errors import ConfigError, StoreError
+
+LEASE, READ_MARK, PROBE_FILE = ".lease-", ".reading-", "doctor-"
+LEASE_SECONDS = 30.0  # renewed every 10 s; a trainer with an older lease has ended
+READ_MARK_SECONDS = 3600.0  # a reader that was killed leaves its mark
+MOUNTS = Path("/proc/mounts")
+REMOTE_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
 
 class StorageBackend(Protocol):
     """Folders of immutable files, one level deep. Every method may raise OSError."""
 
-    where: str  # as a person would name it
+    address: str
 
     def names(self) -> list[str]:
-        """What lies here, strangers included."""
+        """Names at the top level, including those of other programs."""
         ...
 
     def path(self, name: str) -> Path:
-        """Where a folder lies; its name alone when that is not on this machine."""
+        """Path of a folder; only its name if it is not on this machine."""
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """The bytes of NAME or FOLDER/NAME from `start` on."""
+        """The bytes of NAME or FOLDER/NAME from offset `start`, in chunks."""
         ...
 
-    def write_whole(
+    def write_folder(
         self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
     ) -> Manifest:
-        """Make a folder appear whole, or not at all."""
+        """Write a folder with its manifest; it appears complete or not at all."""
         ...
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write one small file whole."""
+        """Write one small file atomically."""
         ...
 
     def remove(self, name: str) -> None:
-        """Take a folder away; no error when it is not there or cannot be."""
+        """Remove a folder; no error if it is missing or cannot be removed."""
         ...
 
     def prepare(self) -> None:
-        """Make the place if need be, try what publishing needs, take away what was left."""
+        """Create the store if needed, check what publishing requires, remove leftovers."""
         ...
 
-    def lease(self, holder: str) -> str | None:
-        """Mark the place as ours; the holder of a fresh lease when somebody else has it."""
+    def acquire_lease(self, run_id: str) -> str | None:
+        """Acquire the publishing lease; returns its holder if another trainer has it."""
         ...
 
-    def release(self) -> None:
-        """Give the lease back."""
+    def release_lease(self) -> None:
+        """Let another trainer publish here at once."""
         ...
 
-    def touch(self) -> None:
-        """Show that we are alive, so that clients look again and others keep off."""
+    def renew_lease(self) -> None:
+        """Renew the lease, and make remote clients refresh their listing."""
         ...
 
     def free_bytes(self) -> int:
-        """Room that is left."""
+        """Free space."""
         ...
 
     def reading(self, name: str) -> AbstractContextManager[None]:
-        """Tell the writer, where we can, that a folder is being read."""
+        """Mark a folder as being read, where the backend supports it."""
         ...
 
     def being_read(self) -> set[str]:
-        """Folders that somebody reads."""
+        """Names of the folders that are marked as being read."""
         ...
 
 
 def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
-    """A folder, http://HOST:PORT of a trainer that serves its own, or s3://BUCKET/PREFIX.
+    """Open a folder, http://HOST:PORT (weights.serve_port of a trainer) or s3://BUCKET/PREFIX.
 
-    Raises ConfigError for another scheme, or when the library for it is not installed.
+    Raises ConfigError for another scheme, or if the library for it is not installed.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
-        from peralta_zmq.weights.local_backend import LocalBackend
-
         return LocalBackend(Path(address).expanduser())
     if scheme == "http":
         from peralta_zmq.weights.http_backend import HttpBackend
@@ -92,3 +106,216 @@ def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     raise ConfigError(
         f"weights.dir '{address}' is neither a folder nor http://HOST:PORT nor s3://BUCKET/PREFIX"
     )
+
+
+class LocalBackend:
+    """A folder on this machine; it may be mounted from a NAS, slow, full, read-only or missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = str(folder)
+        self._lease = folder / f"{LEASE}{os.getpid()}-{atomic_files.PROCESS_TAG}"
+        self._leased = False
+
+    def names(self) -> list[str]:
+        """As `StorageBackend.names`."""
+        return os.listdir(self.folder)
+
+    def path(self, name: str) -> Path:
+        """folder/NAME."""
+        return self.folder / name
+
+    def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
+        """Not memory-mapped: a mapping ends in SIGBUS when the file is removed on the NAS."""
+        return atomic_files.read_chunks(self.folder / path, start=start)
+
+    def write_folder(
+        self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
+    ) -> Manifest:
+        """Atomic by a rename."""
+        return atomic_files.write_folder(self.folder / name, files, about)
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Atomic by a rename."""
+        atomic_files.replace_file(self.folder / name, content)
+
+    def remove(self, name: str) -> None:
+        """Rename the folder first, so that no reader opens it half removed."""
+        atomic_files.remove_folder(self.folder / name)
+
+    def prepare(self) -> None:
+        """Raises StoreError if the file system cannot rename folders."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        source = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
+        os.makedirs(source, exist_ok=True)
+        try:
+            os.rename(source, self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}")
+        except OSError as error:
+            shutil.rmtree(source, ignore_errors=True)
+            raise StoreError(
+                f"weights folder {self.folder} is on a file system that cannot rename folders "
+                f"({error.strerror}); choose another with --weights.dir"
+            ) from None
+        atomic_files.sweep(self.folder)
+
+    def acquire_lease(self, run_id: str) -> str | None:
+        """A file whose mtime is renewed; ages use the file system's clock."""
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
+        atomic_files.replace_file(self._lease, json.dumps(owner).encode())
+        self._leased = True
+        now = self._lease.stat().st_mtime
+        if holder := self.lease_holder(now):
+            self.release_lease()
+            return holder
+        for expired in self._other_leases():
+            expired.unlink(missing_ok=True)
+        return None
+
+    def lease_holder(self, now: float) -> str | None:
+        """The other process with a valid lease; `now` is a Unix time of the file system's clock."""
+        return next(filter(None, (_holder_of(lease, now) for lease in self._other_leases())), None)
+
+    def _other_leases(self) -> list[Path]:
+        return [file for file in sorted(self.folder.glob(f"{LEASE}*")) if file != self._lease]
+
+    def release_lease(self) -> None:
+        """As `StorageBackend.release_lease`."""
+        if self._leased:
+            with contextlib.suppress(OSError):
+                self._lease.unlink(missing_ok=True)
+
+    def renew_lease(self) -> None:
+        """Touch the lease and the folder: NFS clients list a folder again when its mtime changes"""
+        if self._leased:
+            os.utime(self._lease)
+        os.utime(self.folder)
+
+    def free_bytes(self) -> int:
+        """Free space for users without privileges."""
+        space = os.statvfs(self.folder)
+        return space.f_bavail * space.f_frsize
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Generator[None, None, None]:
+        """Create a mark in the store for the duration, if it is writable."""
+        mark = f"{READ_MARK}{name}-{os.getpid()}-{atomic_files.PROCESS_TAG}"
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.folder / mark, os.O_WRONLY | os.O_CREAT, 0o644))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(self.folder / mark)
+
+    def being_read(self) -> set[str]:
+        """Folders with a recent mark; removes old marks."""
+        marked: set[str] = set()
+        for mark in [name for name in self.names() if name.startswith(READ_MARK)]:
+            with contextlib.suppress(OSError):
+                now = os.stat(self._lease).st_mtime if self._leased else 0.0
+                if now - os.stat(self.folder / mark).st_mtime < READ_MARK_SECONDS:
+                    marked.add(mark.removeprefix(READ_MARK).split("-")[0])
+                else:
+                    os.unlink(self.folder / mark)
+        return marked
+
+
+def _holder_of(lease: Path, now: float) -> str | None:
+    """'pid N on HOST' of a valid lease."""
+    with contextlib.suppress(FileNotFoundError, *atomic_files.MALFORMED):
+        owner = cast("dict[str, Any]", json.loads(lease.read_bytes()))
+        if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
+            return f"pid {owner['pid']} on {owner['host']}"
+    return None
+
+
+def _may_be_alive(owner: Mapping[str, Any]) -> bool:
+    """False for an ended process of this machine, and for this process."""
+    if owner["host"] != socket.gethostname():
+        return True
+    pid = int(owner["pid"])
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class ProbeFile:
+    """A new file in a weights folder, to check that another machine has the same folder mounted.
+
+    Use with `closing`. The name does not start with a dot, because watchers ignore those.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def create(self) -> str:
+        """Replace the previous file by a new one; returns its name. Raises OSError."""
+        self.close()
+        name = f"{PROBE_FILE}{os.urandom(4).hex()}"
+        atomic_files.replace_file(self._folder / name, b"")
+        return name
+
+    def close(self) -> None:
+        """Remove all probe files, including those of killed processes."""
+        with contextlib.suppress(OSError):
+            for file in self._folder.glob(f"{PROBE_FILE}*"):
+                file.unlink(missing_ok=True)
+
+
+class FolderWatcher:
+    """Calls `on_change`, in its own thread, when a name appears in a folder.
+
+    A hint only: no event may arrive for a change on a NAS. Use with `closing`. Raises OSError if
+    the folder does not exist.
+    """
+
+    def __init__(self, folder: Path, on_change: Callable[[], None], *, poll_seconds: float) -> None:
+        self._folder, self._stat = folder, os.stat(folder)
+        remote = filesystem_of(folder).startswith(REMOTE_FILESYSTEMS)
+        self._observer = PollingObserver(timeout=poll_seconds) if remote else Observer()
+        self._observer.schedule(_NewNames(on_change), str(folder))
+        self._observer.start()
+
+    def is_current(self) -> bool:
+        """False if another folder has replaced the watched one, e.g. after a new mount."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self._stat, os.stat(self._folder))
+        return True
+
+    def close(self) -> None:
+        """Stop the thread; a thread that hangs in a dead mount is abandoned."""
+        self._observer.stop()
+        self._observer.join(timeout=1.0)
+
+
+class _NewNames(FileSystemEventHandler):
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def on_moved(self, event: FileSystemEvent) -> None:
+        self._on_change()  # a version appears by a rename; reading raises other events
+
+    def on_created(self, event: FileSystemEvent) -> None:
+        if not Path(str(event.src_path)).name.startswith("."):  # leases, marks, temporary folders
+            self._on_change()
+
+
+def filesystem_of(folder: Path, mounts: Path = MOUNTS) -> str:
+    """Type of the folder's file system, e.g. ext4 or nfs4; '' if unknown (Linux only)."""
+    try:
+        lines = mounts.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    path, types = str(folder.absolute()), dict[int, str]()
+    for line in lines:
+        _, mount_point, filesystem, *_ = line.split(" ")
+        mount_point = mount_point.replace("\\040", " ")
+        if path == mount_point or path.startswith(mount_point.rstrip("/") + "/"):
+            types[len(mount_point)] = filesystem
+    return types[max(types)] if types else ""

@@ -1,25 +1,42 @@
-"""A trainer's weights folder as its generators see it over HTTP. Knows HTTP; only reads."""
+"""A trainer's weights folder over HTTP, read-only, for machines without a shared folder.
+
+`WeightServer` runs in the trainer, `HttpBackend` in the generators. Content is verified by its
+hashes, so integrity needs no encryption; a token keeps other clients out.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.client
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Generator, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, About, Content, Manifest
+from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.weights.version import NAME
+from peralta_zmq.weights.backends import LocalBackend
+from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
-TIMEOUT_SECONDS = 20.0  # without a byte
+CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
+SERVER_TIMEOUT_SECONDS = 60.0  # without a request, or without reading the response
 MAX_LISTING = 16 << 20  # bytes
+RANGE = re.compile(r"bytes=(\d{1,18})-")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+logger = logging.getLogger(__name__)
 
 
 class HttpBackend:
-    """What `serve.Server` offers at http://HOST:PORT."""
+    """Client of a `WeightServer` at http://HOST:PORT."""
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
         parts = urlsplit(address)
@@ -29,93 +46,166 @@ class HttpBackend:
             self._host = ""
         if not self._host or parts.path.strip("/"):
             raise ConfigError(f"weights.dir '{address}' is not http://HOST:PORT")
-        self.where = address
+        self.address = address
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def names(self) -> list[str]:
-        """The versions that the trainer lists."""
+        """Names of the versions."""
         content = b""
         for chunk in self.read(""):
             content += chunk
             if len(content) > MAX_LISTING:
-                raise OSError("the list of versions is far too long")
+                raise OSError(f"{self.address}: the list of versions exceeds {MAX_LISTING} bytes")
         try:
-            listed = cast("list[object]", json.loads(content))
-            return [each for each in listed if isinstance(each, str) and NAME.fullmatch(each)]
+            names = cast("list[object]", json.loads(content))
+            return [
+                name for name in names if isinstance(name, str) and VERSION_NAME.fullmatch(name)
+            ]
         except (ValueError, TypeError):
-            raise OSError(f"{self.where} does not list versions; is it a trainer?") from None
+            raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 
     def path(self, name: str) -> Path:
         """The name alone."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """Raises ConnectionError where taking up again may help, another OSError where not."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
+        """Raises ConnectionError if resuming may help, another OSError if not."""
+        headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
+        )
         with contextlib.closing(connection):
             try:
-                connection.request("GET", f"/{path}", headers=self._asking(start))
+                connection.request("GET", f"/{path}", headers=headers)
                 response = connection.getresponse()
-                self._check(response, path, start)
+                self._check_status(response.status, path, start)
                 while chunk := response.read(CHUNK):
                     yield chunk
-                if response.length:  # what should have come; a reader of chunks is not told
-                    raise ConnectionError(f"{self.where}: the connection broke off")
+                if response.length:  # read(n) does not raise for a connection that ends early
+                    raise ConnectionError(f"{self.address}: the connection ended early")
             except http.client.HTTPException as error:
-                raise ConnectionError(f"{self.where}: {type(error).__name__}") from None
+                raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
-    def _asking(self, start: int) -> dict[str, str]:
-        return self._headers | ({"Range": f"bytes={start}-"} if start else {})
-
-    def _check(self, response: http.client.HTTPResponse, path: str, start: int) -> None:
-        if response.status == http.client.NOT_FOUND:
+    def _check_status(self, status: int, path: str, start: int) -> None:
+        if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
-        if response.status == http.client.UNAUTHORIZED:
-            raise PermissionError(f"{self.where} wants the password in weights.token_file")
-        if response.status != (http.client.PARTIAL_CONTENT if start else http.client.OK):
-            raise OSError(f"{self.where} answers {response.status} for {path}")
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise PermissionError(f"{self.address} requires the password in weights.token_file")
+        if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
+            raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Generator[None, None, None]:
-        """The server marks what it sends."""
+        """Nothing to do: the server marks the folders that it sends."""
         yield
 
-    def write_whole(
-        self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
-    ) -> Manifest:
-        """Refused, as everything else that writes."""
-        raise self._only_read()
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        """Raises StoreError: every method that writes is refused."""
+        raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """Refused."""
-        raise self._only_read()
+    write_folder = write_file = remove = prepare = acquire_lease = renew_lease = _refuse
+    release_lease = free_bytes = being_read = _refuse
 
-    def remove(self, name: str) -> None:
-        """Refused."""
-        raise self._only_read()
 
-    def prepare(self) -> None:
-        """Refused."""
-        raise self._only_read()
+class WeightServer:
+    """Serves a weights folder from threads. Use with `closing`.
 
-    def lease(self, holder: str) -> str | None:
-        """Refused."""
-        raise self._only_read()
+    Raises ConfigError if the port is in use, or reachable from other machines without a token.
+    """
 
-    def release(self) -> None:
-        """There is no lease."""
+    def __init__(self, folder: Path, *, host: str, port: int, token: str | None) -> None:
+        if token is None and host not in LOOPBACK:
+            raise ConfigError(
+                f"weights.serve_port {port} on {host} is open to other machines without a "
+                "password; set weights.token_file on every machine"
+            )
+        served, expected = LocalBackend(folder), token
 
-    def touch(self) -> None:
-        """Refused."""
-        raise self._only_read()
+        class Handler(_Handler):
+            backend, token = served, expected
 
-    def free_bytes(self) -> int:
-        """Refused."""
-        raise self._only_read()
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"weights.serve_port {port} cannot be used ({error.strerror}); choose another"
+            ) from None
+        self._server.daemon_threads = True
+        self._server.handle_error = _log_error
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        self._thread.start()
 
-    def being_read(self) -> set[str]:
-        """Refused."""
-        raise self._only_read()
+    def close(self) -> None:
+        """Stop listening; transfers in flight are broken off."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
-    def _only_read(self) -> StoreError:
-        return StoreError(f"{self.where} can only be read; a trainer publishes to a folder")
+
+def _log_error(request: object, client_address: object) -> None:
+    """Only at debug level: a client that disconnects is no problem of the trainer."""
+    logger.debug("request failed client=%s", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET / lists the versions, GET /RUN.json and /step_N/FILE (Range: bytes=N-) return files."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = SERVER_TIMEOUT_SECONDS
+    backend: LocalBackend
+    token: str | None
+
+    def do_GET(self) -> None:
+        if not self._is_authorized():
+            self._send(HTTPStatus.UNAUTHORIZED)
+            return
+        parts = self.path.strip("/").split("/")
+        try:
+            if parts == [""]:
+                names = sorted(filter(VERSION_NAME.fullmatch, self.backend.names()))
+                self._send(HTTPStatus.OK, json.dumps(names).encode())
+            elif parts == [RUN_FILE]:
+                self._send_file(self.backend.folder / RUN_FILE)
+            elif (
+                len(parts) == 2
+                and VERSION_NAME.fullmatch(parts[0])
+                and PLAIN_NAME.fullmatch(parts[1])
+            ):
+                with self.backend.reading(parts[0]):
+                    self._send_file(self.backend.folder / parts[0] / parts[1])
+            else:
+                self._send(HTTPStatus.NOT_FOUND)
+        except FileNotFoundError:
+            self._send(HTTPStatus.NOT_FOUND)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line per request."""
+
+    def _is_authorized(self) -> bool:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.token is None or hmac.compare_digest(
+            token.encode("utf-8", "replace"), self.token.encode()
+        )
+
+    def _send_file(self, path: Path) -> None:
+        requested = RANGE.fullmatch(self.headers.get("Range", ""))
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = min(int(requested[1]), size) if requested else 0
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if requested else HTTPStatus.OK)
+            if requested:
+                self.send_header("Content-Range", f"bytes {start}-{max(start, size - 1)}/{size}")
+            self.send_header("Content-Length", str(size - start))
+            self.end_headers()
+            file.seek(start)
+            try:
+                shutil.copyfileobj(file, self.wfile, CHUNK)
+            except (ConnectionError, TimeoutError):  # the client resumes with a new request
+                self.close_connection = True
+
+    def _send(self, status: HTTPStatus, content: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,7 +1,8 @@
-"""A bucket (S3 and what speaks like it) as a place for versions. Knows obstore; needs extra `s3`.
+"""Weight versions in an object store such as S3. Needs the extra `s3` (obstore).
 
-A bucket has no rename: STABLE, written last, makes a version whole. Credentials and endpoint come
-from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT.
+An object store has no rename: a version is complete when STABLE, written last, exists. Credentials
+and endpoint are taken from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
+AWS_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -19,86 +20,86 @@ from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import ConfigError
 
 UNLIMITED = 1 << 62  # bytes free
-PART = 8 << 20  # bytes of one part of an upload
+PART = 8 << 20  # bytes of one part of a multipart upload
 
 
 class ObjectStoreBackend:
-    """s3://BUCKET/PREFIX. Trainers do not lease it: give each run its own prefix."""
+    """s3://BUCKET/PREFIX, without leases: each run needs its own prefix."""
 
     def __init__(self, address: str) -> None:
         try:
-            self._library: Any = importlib.import_module("obstore")
+            self._obstore: Any = importlib.import_module("obstore")
         except ImportError:
             raise ConfigError(
                 f"weights.dir '{address}' needs obstore; pip install 'peralta_zmq[s3]'"
             ) from None
         plain = os.environ.get("AWS_ENDPOINT", "").startswith("http://")
-        self._bucket: Any = self._library.store.from_url(
+        self._bucket: Any = self._obstore.store.from_url(
             address, client_options={"allow_http": plain, "timeout": "60s"}
         )
-        self.where = address
+        self.address = address
 
     def names(self) -> list[str]:
-        """The prefixes below ours."""
+        """The common prefixes below the store's prefix."""
         with self._as_os_error():
-            listed: Any = self._library.list_with_delimiter(self._bucket)
-            return [str(each).rpartition("/")[2] for each in listed["common_prefixes"]]
+            listing: Any = self._obstore.list_with_delimiter(self._bucket)
+            return [str(prefix).rpartition("/")[2] for prefix in listing["common_prefixes"]]
 
     def path(self, name: str) -> Path:
         """The name alone."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """An object in chunks."""
+        """As `StorageBackend.read`."""
         options = {"range": {"offset": start}} if start else None
         with self._as_os_error():
-            found: Any = self._library.get(self._bucket, path, options=options)
-            for chunk in found.stream(min_chunk_size=atomic_files.CHUNK):
+            result: Any = self._obstore.get(self._bucket, path, options=options)
+            for chunk in result.stream(min_chunk_size=atomic_files.CHUNK):
                 yield bytes(chunk)
 
-    def write_whole(
+    def write_folder(
         self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
     ) -> Manifest:
-        """The files, the manifest, then STABLE."""
-        written = {each: self._put(f"{name}/{each}", content) for each, content in files.items()}
+        """Write the files, then the manifest, then STABLE."""
+        written = {file: self._put(f"{name}/{file}", content) for file, content in files.items()}
         manifest, text = atomic_files.describe(written, about() if callable(about) else about)
         self._put(f"{name}/{atomic_files.MANIFEST}", text)
         self._put(f"{name}/{atomic_files.STABLE}", manifest.digest.encode())
         return manifest
 
     def write_file(self, name: str, content: bytes) -> None:
-        """An object appears whole by itself."""
+        """A single object is always written atomically."""
         self._put(name, content)
 
     def remove(self, name: str) -> None:
-        """STABLE first, so that no reader begins."""
+        """Remove STABLE first, so that no reader starts."""
         with contextlib.suppress(OSError), self._as_os_error():
-            found = [each["path"] for page in self._library.list(self._bucket, f"{name}/")
-                     for each in page]  # fmt: skip
-            for path in sorted(found, key=lambda each: not each.endswith(atomic_files.STABLE)):
-                self._library.delete(self._bucket, path)
+            pages = self._obstore.list(self._bucket, f"{name}/")
+            paths = [entry["path"] for page in pages for entry in page]
+            for path in sorted(paths, key=lambda path: not path.endswith(atomic_files.STABLE)):
+                self._obstore.delete(self._bucket, path)
 
     def prepare(self) -> None:
-        """Raises OSError when the bucket cannot be reached."""
+        """Raises OSError if the bucket cannot be reached."""
         self.names()
 
-    def lease(self, holder: str) -> str | None:
-        """Nobody else is known."""
+    def acquire_lease(self, run_id: str) -> str | None:
+        """Not supported: always granted."""
         return None
 
-    def release(self) -> None:
-        """There is no lease."""
+    def release_lease(self) -> None:
+        """Not supported."""
 
-    def touch(self) -> None:
-        """Listings of a bucket are never old."""
+    def renew_lease(self) -> None:
+        """Not needed: listings of an object store are not cached."""
 
     def free_bytes(self) -> int:
-        """As much as anyone pays for."""
+        """Unlimited."""
         return UNLIMITED
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Generator[None, None, None]:
-        """Nobody is told; `weights.keep_seconds` gives readers their time."""
+        """Not supported; `weights.keep_seconds` protects slow readers."""
         yield
 
     def being_read(self) -> set[str]:
@@ -106,24 +107,26 @@ class ObjectStoreBackend:
         return set()
 
     def _put(self, path: str, content: Content) -> tuple[int, str]:
-        hashed, sizes = hashlib.sha256(), [0]
+        """Upload in parts; returns size and sha256."""
+        sha256, size = hashlib.sha256(), 0
 
-        def pieces() -> Iterator[bytes]:
+        def chunks() -> Iterator[bytes]:
+            nonlocal size
             for chunk in atomic_files.chunks_of(content):
-                hashed.update(chunk)
-                sizes[0] += len(chunk)
+                sha256.update(chunk)
+                size += len(chunk)
                 yield bytes(chunk)
 
         with self._as_os_error():
-            self._library.put(self._bucket, path, pieces(), chunk_size=PART)
-        return sizes[0], hashed.hexdigest()
+            self._obstore.put(self._bucket, path, chunks(), chunk_size=PART)
+        return size, sha256.hexdigest()
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Generator[None, None, None]:
-        """What obstore raises, in the words of a file system, on one line."""
+        """Convert obstore's exceptions to OSError with a one-line message."""
         try:
             yield
         except FileNotFoundError:
             raise
-        except self._library.exceptions.BaseError as error:
+        except self._obstore.exceptions.BaseError as error:
             raise OSError(" ".join(str(error).split())[:200]) from None

@@ -1,62 +1,65 @@
-"""Publishing beside the training: a snapshot, then a thread that encodes, writes and prunes.
+"""Weight publishing in the background: copy, then encode, write and prune in a thread.
 
-Knows a store and tensors; knows nothing of models or the run. The trainer waits for the snapshot
-only; when the place is slow the newest weights win.
+The trainer waits only for the copy. If the store is slow, older snapshots are skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from peralta_zmq.errors import StoreError
+from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
-from peralta_zmq.weights.store import Timing, WeightStore
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version import Version, folder_name
 
-BEAT_SECONDS = 10.0  # between two signs of life in the folder
+LEASE_RENEWAL_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a failed publication is tried again
+MAX_SPARE_VERSIONS = 64  # kept only because slow readers may need them
+LOADS_TO_WAIT = 3.0  # a spare version is kept for this many times the slowest load
 Tensors = dict[str, torch.Tensor]
-Arrive = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """How a publication went; `version` is None, and `reason` says why, when it failed."""
+class PublishReport:
+    """Outcome of a publication; `version` is None and `reason` is set if it failed."""
 
     step: int
     version: Version | None
     reason: str
-    stall_seconds: float  # that the trainer waited for the snapshot
+    stall_seconds: float  # that the trainer waited for the copy
     encode_seconds: float
-    write_seconds: float  # all the rest: hashing, the disk, the wire, the prune
+    write_seconds: float  # everything else: hashing, disk or network, pruning
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """What pruning leaves."""
+class Retention:
+    """Which versions pruning keeps."""
 
     last: int = 3
-    interval: int | None = None
-    seconds: float = 0.0
+    interval: int | None = None  # and every version whose number is a multiple of it
+    seconds: float = 0.0  # and every version that is not needed for less than this
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
     step: int
     tensors: Tensors
-    arrive: Arrive  # returns when the tensors are all here
-    whole: bool
+    wait_for_copies: Callable[[], None]  # returns when GPU copies have arrived in `tensors`
+    keyframe: bool
     stall_seconds: float
 
 
-class Publisher:
+class WeightPublisher:
     """Owns the thread and the buffers. Use with `closing`."""
 
     def __init__(
@@ -66,59 +69,54 @@ class Publisher:
         companions: Mapping[str, bytes],
         about: Mapping[str, str | int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        keep: Keep = Keep(),
+        retention: Retention = Retention(),
         keyframe_interval: int = 10,
         max_mbit_per_s: float | None = None,
-        tell: Callable[[Version], None] = lambda version: None,
+        on_published: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        """`tell` is called in the thread as soon as a version is out."""
-        self._tell = tell
-        self._store, self._companions, self._dtype = store, companions, dtype
-        self._about = about
-        self._keep, self._keyframe_interval = keep, keyframe_interval
-        self._pace = _Pace(max_mbit_per_s)
-        self._base: tuple[Version, Tensors] | None = None  # what the next delta is made from
+        """`about` are fields of each manifest; the thread calls `on_published`."""
+        self._store, self._companions, self._about = store, companions, about
+        self._dtype, self._keyframe_interval = dtype, keyframe_interval
+        self._on_published = on_published
+        self._pruner = Pruner(store, retention)
+        self._rate_limit = _RateLimit(max_mbit_per_s)
+        self._base: tuple[Version, Tensors] | None = None  # of the next delta
         self._spare: Tensors = {}
-        self._pending: _Snapshot | None = None
-        self._reports: list[Report] = []
+        self._waiting: _Snapshot | None = None
+        self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
-        self._busy = self._closing = self._stuck = False
-        self._said = ""  # why versions are whole
+        self._publishing = self._closing = self._backing_off = False
+        self._logged = ""  # reason for keyframes
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a snapshot is not yet published."""
-        return self._busy or self._pending is not None
-
     def publish(
-        self, step: int, tensors: Mapping[str, torch.Tensor], *, whole: bool = False
+        self, step: int, tensors: Mapping[str, torch.Tensor], *, keyframe: bool = False
     ) -> float:
         """Copy the weights of `step` to be published next; returns the seconds it took.
 
-        An older snapshot that waits is dropped. `whole` asks for a keyframe, of this step or of
-        the one that takes its place.
+        Replaces a snapshot that still waits. `keyframe` asks for a keyframe, of this step or of
+        the one that replaces it.
         """
         started = time.monotonic()
         with self._changed:
-            waiting, self._pending = self._pending, None
-            whole = whole or (waiting is not None and waiting.whole)
-            buffers = waiting.tensors if waiting else self._spare
-            if not waiting:
+            replaced, self._waiting = self._waiting, None
+            keyframe = keyframe or (replaced is not None and replaced.keyframe)
+            buffers = replaced.tensors if replaced else self._spare
+            if not replaced:
                 self._spare = {}
-        snapshot, arrive = _copy(tensors, buffers, self._dtype)
+        copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
         stall = time.monotonic() - started
         with self._changed:
-            whole = whole or (self._pending is not None and self._pending.whole)
-            self._pending = _Snapshot(step, snapshot, arrive, whole, stall)
-            self._stuck = False
+            keyframe = keyframe or (self._waiting is not None and self._waiting.keyframe)
+            self._waiting = _Snapshot(step, copies, wait_for_copies, keyframe, stall)
+            self._backing_off = False
             self._changed.notify_all()
         return stall
 
-    def take_reports(self) -> list[Report]:
-        """What was published or failed since the last call; raises what the thread died of."""
+    def take_reports(self) -> list[PublishReport]:
+        """The publications since the last call; raises the exception that ended the thread."""
         if self._failure:
             raise self._failure
         with self._changed:
@@ -127,20 +125,23 @@ class Publisher:
 
     def wait(self, timeout: float) -> bool:
         """Wait until the last snapshot is published or has failed once; False after `timeout`."""
+
+        def is_idle() -> bool:
+            pending = self._publishing or self._waiting is not None
+            return self._backing_off or self._failure is not None or not pending
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._stuck or self._failure is not None or not self.busy, timeout
-            )
+            return self._changed.wait_for(is_idle, timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Give the last snapshot time to be published, without its pace; then leave it."""
-        self._pace.stop()
+        """Wait up to `timeout` seconds for the last snapshot, without the rate limit, and stop."""
+        self._rate_limit.disable()
         self.wait(timeout)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout=1.0)
-        self._store.release()
+        self._store.backend.release_lease()
 
     def _run(self) -> None:
         try:
@@ -152,29 +153,31 @@ class Publisher:
                 else:
                     self._back_off(snapshot, delay)
                     delay = min(LONGEST_DELAY, 2 * delay)
-        except BaseException as error:  # noqa: BLE001  (the loop raises it)
+        except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
-                self._failure, self._busy = error, False
+                self._failure, self._publishing = error, False
                 self._changed.notify_all()
 
     def _next(self) -> _Snapshot | None:
-        """The next snapshot, giving signs of life meanwhile; None when closing."""
+        """The next snapshot; renews the lease while waiting. None when closing."""
         while True:
             with self._changed:
-                self._busy = False
+                self._publishing = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._pending or self._closing, BEAT_SECONDS)
+                self._changed.wait_for(
+                    lambda: self._waiting or self._closing, LEASE_RENEWAL_SECONDS
+                )
                 if self._closing:
                     return None
-                if snapshot := self._pending:
-                    self._pending, self._busy = None, True
+                if snapshot := self._waiting:
+                    self._waiting, self._publishing = None, True
                     return snapshot
-            self._store.touch()
+            with contextlib.suppress(OSError):  # the store may be unreachable for a while
+                self._store.backend.renew_lease()
 
     def _publish(self, snapshot: _Snapshot) -> bool:
-        snapshot.arrive()
-        timing = Timing()
-        started = time.monotonic()
+        snapshot.wait_for_copies()
+        started, encoding = time.monotonic(), _Stopwatch()
         version, reason = None, ""
         try:
             version = self._store.publish(
@@ -182,21 +185,17 @@ class Publisher:
                 snapshot.tensors,
                 companions=self._companions,
                 about=self._about,
-                keep_last=self._keep.last,
-                keep_interval=self._keep.interval,
-                keep_seconds=self._keep.seconds,
                 base=self._base_for(snapshot),
-                pace=self._pace,
-                timing=timing,
+                stream=lambda pieces: self._rate_limit.apply(encoding.measure(pieces)),
             )
+            self._on_published(version)
+            self._pruner.prune(version)
         except StoreError as error:
             reason = str(error)
-        took = time.monotonic() - started
-        if version:
-            self._tell(version)
-        report = Report(
-            snapshot.step, version, reason, snapshot.stall_seconds,
-            timing.encode_seconds, took - timing.encode_seconds,
+        seconds = time.monotonic() - started
+        report = PublishReport(
+            snapshot.step, version, reason, snapshot.stall_seconds, encoding.seconds,
+            seconds - encoding.seconds,
         )  # fmt: skip
         with self._changed:
             self._reports.append(report)
@@ -206,82 +205,168 @@ class Publisher:
         return version is not None
 
     def _base_for(self, snapshot: _Snapshot) -> tuple[Version, Tensors] | None:
-        if self._base is None or snapshot.whole:
+        """The version to encode a delta to; None for a keyframe."""
+        if self._base is None or snapshot.keyframe:
             return None
         if reason := delta.unsuitable(snapshot.tensors):
-            if reason != self._said:
-                self._said = reason
-                logger.info("publishing whole versions: %s", reason)
+            if reason != self._logged:
+                self._logged = reason
+                logger.info("publishing keyframes only reason=%s", reason)
             return None
         return self._base if self._base[0].depth + 1 < self._keyframe_interval else None
 
     def _prepare_spare(self) -> None:
-        """Touch a second buffer's memory here, so that the trainer's next snapshot need not."""
+        """Allocate and touch a second buffer here, so that the trainer's next copy is faster."""
         if self._base and not self._spare:
-            spare = {name: torch.zeros_like(each, pin_memory=each.is_pinned())
-                     for name, each in self._base[1].items()}  # fmt: skip
+            spare = {
+                name: torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
+                for name, tensor in self._base[1].items()
+            }
             with self._changed:
                 self._spare = self._spare or spare
 
     def _back_off(self, snapshot: _Snapshot, delay: float) -> None:
-        """Wait; the same snapshot is next unless there is a newer one."""
+        """Wait; then the same snapshot is next, unless there is a newer one."""
         with self._changed:
-            self._stuck = True
+            self._backing_off = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pending or self._closing, delay)
-            self._stuck = False
-            if self._pending is None:
-                self._pending = snapshot
+            self._changed.wait_for(lambda: self._waiting or self._closing, delay)
+            self._backing_off = False
+            if self._waiting is None:
+                self._waiting = snapshot
                 return
-            whole = snapshot.whole or self._pending.whole
-            self._pending = replace(self._pending, whole=whole)
+            keyframe = snapshot.keyframe or self._waiting.keyframe
+            self._waiting = replace(self._waiting, keyframe=keyframe)
             self._spare = self._spare or snapshot.tensors
 
 
-class _Pace:
-    """Spends at most so many Mbit/s, on average since the last idle moment."""
+class _Stopwatch:
+    """Measures the time spent in producing the pieces of an iterator."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def measure(self, pieces: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            started = time.monotonic()
+            piece = next(pieces, None)
+            self.seconds += time.monotonic() - started
+            if piece is None:
+                return
+            yield piece
+
+
+class _RateLimit:
+    """Limits the average rate since the last idle moment."""
 
     def __init__(self, max_mbit_per_s: float | None) -> None:
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
         self._free_at = 0.0  # monotonic seconds
-        self._stopped = threading.Event()
+        self._disabled = threading.Event()
 
-    def __call__(self, count: int) -> None:
-        if self._seconds_per_byte:
-            now = time.monotonic()
-            self._stopped.wait(max(0.0, self._free_at - now))
-            self._free_at = max(now, self._free_at) + count * self._seconds_per_byte
+    def apply(self, pieces: Iterator[Any]) -> Iterator[Any]:
+        for piece in pieces:
+            if self._seconds_per_byte:
+                now = time.monotonic()
+                self._disabled.wait(max(0.0, self._free_at - now))
+                self._free_at = max(now, self._free_at) + len(piece) * self._seconds_per_byte
+            yield piece
 
-    def stop(self) -> None:
-        """From now on as fast as it goes."""
-        self._stopped.set()
+    def disable(self) -> None:
+        self._disabled.set()
 
 
 def _copy(
     tensors: Mapping[str, torch.Tensor], buffers: Tensors, dtype: torch.dtype
-) -> tuple[Tensors, Arrive]:
-    """The tensors in `dtype`, in the buffers where they fit, and what waits for those under way.
+) -> tuple[Tensors, Callable[[], None]]:
+    """Copies in `dtype`, in the buffers where they fit, and a function that waits for the GPU.
 
-    What a GPU still has to send is ordered in its stream before the next optimizer step.
+    Copies from a GPU are ordered in its stream before the next optimizer step.
     """
-    copies = {name: _fill(buffers.get(name), each, dtype) for name, each in tensors.items()}
-    events = list[torch.cuda.Event]()
-    for device in {each.device for each in tensors.values() if each.is_cuda}:
-        events.append(torch.cuda.Event(blocking=True))  # who waits leaves the core to others
+    copies = {
+        name: _copy_tensor(tensor, buffers.get(name), dtype) for name, tensor in tensors.items()
+    }
+    events: list[torch.cuda.Event] = []
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        events.append(torch.cuda.Event(blocking=True))  # waiting must not occupy a core
         events[-1].record(torch.cuda.current_stream(device))
 
-    def arrive() -> None:
+    def wait_for_copies() -> None:
         for event in events:
             event.synchronize()
 
-    return copies, arrive
+    return copies, wait_for_copies
 
 
-def _fill(buffer: torch.Tensor | None, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A GPU rounds there and sends into memory that is pinned, else the copy would wait."""
+def _copy_tensor(
+    tensor: torch.Tensor, buffer: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Converted on the GPU and copied to pinned memory; without pinning the copy would block."""
     tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
         buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
     if tensor.is_cuda:
         return buffer.copy_(tensor.to(dtype), non_blocking=True)
     return buffer.copy_(tensor)
+
+
+class Pruner:
+    """Removes versions that are not needed, and not before slow readers have finished.
+
+    Keeps what `retention` names and the chains of these, and what is being read.
+    """
+
+    def __init__(self, store: WeightStore, retention: Retention) -> None:
+        self._store, self._retention = store, retention
+        self._parents: dict[int, int | None] = {}
+        self._spare_since: dict[int, float] = {}  # monotonic seconds, by number
+        self._reading_since: dict[str, float] = {}
+        self._slowest_load = 0.0  # seconds
+
+    def prune(self, published: Version) -> None:
+        """After a publication. Errors of the backend are ignored: the next one prunes again."""
+        self._remember_parent(published)
+        with contextlib.suppress(OSError):
+            self._prune(self._store.numbers(), time.monotonic())
+        failpoint("publish.pruned")
+
+    def _prune(self, numbers: list[int], now: float) -> None:
+        being_read = self._observe_readers(now)
+        needed = self._needed(numbers)
+        spare = [number for number in numbers if number not in needed]
+        self._spare_since = {number: self._spare_since.get(number, now) for number in spare}
+        keep_seconds = max(self._retention.seconds, LOADS_TO_WAIT * self._slowest_load)
+        for rank, number in enumerate(reversed(spare)):
+            expired = now - self._spare_since[number] >= keep_seconds
+            if (expired or rank >= MAX_SPARE_VERSIONS) and folder_name(number) not in being_read:
+                failpoint("prune.remove")
+                self._store.backend.remove(folder_name(number))
+
+    def _needed(self, numbers: list[int]) -> set[int]:
+        """The versions to keep, and the chains that their deltas need."""
+        interval, needed = self._retention.interval, set[int]()
+        kept = [number for number in numbers if interval and number % interval == 0]
+        for start in [*kept, *numbers[-self._retention.last :]]:
+            number: int | None = start
+            while number is not None and number not in needed:
+                needed.add(number)
+                number = self._parent_of(number)
+        return needed
+
+    def _parent_of(self, number: int) -> int | None:
+        """None for a keyframe, and for a version that cannot be read."""
+        if number not in self._parents and (version := self._store.find(number)):
+            self._remember_parent(version)
+        return self._parents.get(number)
+
+    def _remember_parent(self, version: Version) -> None:
+        self._parents[version.number] = version.parent if version.kind == "delta" else None
+
+    def _observe_readers(self, now: float) -> set[str]:
+        """Names of the folders being read; measures how long loads take."""
+        names = self._store.backend.being_read()
+        for finished in self._reading_since.keys() - names:
+            load_seconds = now - self._reading_since[finished]
+            self._slowest_load = max(self._slowest_load, load_seconds)
+        self._reading_since = {name: self._reading_since.get(name, now) for name in names}
+        return names

@@ -1,7 +1,6 @@
-"""A local, whole copy of one version that is brought forward by deltas.
+"""A complete local copy of one version, updated in place by deltas.
 
-Knows a folder of this machine and a store; knows nothing of engines. The folder holds what
-`from_pretrained` needs, and `copy.json` while it is sound.
+The folder holds what `from_pretrained` needs, and `replica.json` while the copy is valid.
 """
 
 from __future__ import annotations
@@ -10,44 +9,43 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, name_of, version_of
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
-if TYPE_CHECKING:
-    from peralta_zmq.weights.store import WeightStore
-
-SOUND, INCOMING = "copy.json", "incoming"
+STATE, INCOMING = "replica.json", "incoming"
 
 
 class LocalReplica:
-    """The copy; `version` is None while there is no sound one."""
+    """`version` is None while there is no valid copy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
-        self.shared = False  # transformers may go on using the file that it loaded
+        self.mapped = False  # a model may have mapped the weights file: replace it, do not patch it
 
     def tensors(self) -> sets.MappedTensors:
-        """Views of the copy's weights; they change when it advances by a delta."""
+        """Views of the weights; their values change when a delta is applied."""
         return sets.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
-        """The version of an earlier process, if every bit of it is still there."""
+        """The version that an earlier process left, if its weights verify."""
         with contextlib.suppress(OSError, *atomic_files.MALFORMED):
-            said = json.loads((self.folder / SOUND).read_bytes())
-            files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"]}
-            manifest = atomic_files.Manifest(said["digest"], said["about"], files)
-            version = version_of(Path(name_of(said["about"]["number"])), manifest)
-            if sets.digest_of(self.tensors()) == version.says("result"):
+            state = json.loads((self.folder / STATE).read_bytes())
+            files = {name: (int(size), str(digest)) for name, (size, digest) in state["files"]}
+            manifest = atomic_files.Manifest(state["digest"], state["about"], files)
+            version = Version.from_manifest(Path(folder_name(state["about"]["number"])), manifest)
+            if sets.digest_of(self.tensors()) == version.field("result"):
                 self.version = version
         return self.version
 
@@ -59,92 +57,117 @@ class LocalReplica:
         model: str | None = None,
         before_change: Callable[[], None] = lambda: None,
     ) -> int:
-        """Fetch what leads from here to `version`, then change the copy; returns the bytes read.
+        """Fetch what is missing for `version`, then change the copy; returns the bytes read.
 
-        `model` is the fingerprint to insist on. `before_change` is called when the fetched files
-        lie here whole. Raises StoreError: before the change with the copy untouched, afterwards
-        with no sound copy left.
+        `model` is the required model fingerprint. `before_change` is called after all files were
+        fetched. Raises StoreError: before the change with the copy untouched, after it with no
+        valid copy left.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
         if version.run_id != store.run_id:
             raise StoreError(f"version {version.number} belongs to another run")
-        if model not in (None, version.says("model")):
+        if model not in (None, version.field("model")):
             store.quarantine(version)
             raise StoreError(f"version {version.number} is of another model")
-        links = store.chain(version, self.version)
+        chain = store.chain(version, self.version)
         incoming = self.folder / INCOMING
         shutil.rmtree(incoming, ignore_errors=True)
         try:
-            with ExitStack() as reading:
-                for link in links:
-                    reading.enter_context(store.place.reading(name_of(link.number)))
-                for link in links:
+            with ExitStack() as marks:
+                for link in chain:
+                    marks.enter_context(store.backend.reading(folder_name(link.number)))
+                for link in chain:
                     _fetch(store, link, incoming / str(link.number))
             failpoint("load.fetched")
             before_change()
-            self._change(store, links, incoming)
-        except OSError as error:  # our own disk
+            self._change(store, chain, incoming)
+        except OSError as error:  # of the local disk
             raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
-            with contextlib.suppress(OSError):  # a failed close inside is not ignored by rmtree
+            with contextlib.suppress(OSError):  # rmtree raises a failed close even so
                 shutil.rmtree(incoming, ignore_errors=True)
-        return sum(link.size for link in links)
+        return sum(link.size for link in chain)
 
-    def _change(self, store: WeightStore, links: list[Version], incoming: Path) -> None:
+    def _change(self, store: WeightStore, chain: list[Version], incoming: Path) -> None:
         self.version = None
-        (self.folder / SOUND).unlink(missing_ok=True)
+        (self.folder / STATE).unlink(missing_ok=True)
         failpoint("load.unmarked")
-        if self.shared:
+        if self.mapped:
             shutil.copyfile(self.folder / WEIGHTS, self.folder / f"{INCOMING}.weights")
             os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS)
-            self.shared = False
-        for link in links:
+            self.mapped = False
+        for link in chain:
             try:
-                checksums = self._apply(link, incoming / str(link.number))
-                self._check(link, checksums)
+                self._check(link, self._apply(link, incoming / str(link.number)))
             except ValueError as error:
-                store.mismatch(link)
-                if link is not links[-1]:
-                    store.mismatch(links[-1])
+                store.count_mismatch(link)
+                if link is not chain[-1]:
+                    store.count_mismatch(chain[-1])
                 raise StoreError(f"version {link.number} does not verify: {error}") from None
             failpoint("load.changed")
-        self._mark(links[-1])
+        self._write_state(chain[-1])
         failpoint("load.marked")
 
     def _apply(self, link: Version, fetched: Path) -> Mapping[str, int]:
-        """Take a fetched version in; returns the crc32 of each tensor."""
+        """Apply a fetched delta or keyframe; returns the crc32 of each tensor."""
         if link.kind == "delta":
             chunks = atomic_files.read_chunks(fetched / DELTA)
-            return delta.apply(
-                delta.reader_of(chunks), sets.MappedTensors(self.folder / WEIGHTS, writable=True)
-            )
+            target = sets.MappedTensors(self.folder / WEIGHTS, writable=True)
+            return delta.apply(delta.reader_of(chunks), target)
         for file in fetched.iterdir():
             os.replace(file, self.folder / file.name)
         return sets.checksums_of(self.tensors())
 
     def _check(self, link: Version, checksums: Mapping[str, int]) -> None:
         specs = self.tensors().specs
-        if link.says("model") not in (None, sets.fingerprint(specs)):
-            raise ValueError("it is of another model than its manifest says")
-        if link.says("result") not in (None, sets.set_digest(checksums, specs)):
-            raise ValueError("its weights are others than its manifest says")
+        if link.field("model") not in (None, sets.fingerprint(specs)):
+            raise ValueError("the weights are of another model than the manifest's")
+        if link.field("result") not in (None, sets.set_digest(checksums, specs)):
+            raise ValueError("the weights do not have the digest in the manifest")
 
-    def _mark(self, version: Version) -> None:
+    def _write_state(self, version: Version) -> None:
         manifest = version.manifest
-        said: dict[str, Any] = {
+        state: dict[str, Any] = {
             "digest": manifest.digest, "about": manifest.about,
             "files": list(manifest.files.items()),
         }  # fmt: skip
-        atomic_files.replace_file(self.folder / SOUND, json.dumps(said).encode())
+        atomic_files.replace_file(self.folder / STATE, json.dumps(state).encode())
         self.version = version
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """All files of a version, verified on the way."""
+    """Copy all files of a version, verified while they are read."""
     target.mkdir(parents=True)
     for name in version.manifest.files:
         with (target / name).open("wb") as copy:
             for chunk in store.read(version, name):
                 copy.write(chunk)
                 failpoint("load.chunk")
+
+
+@contextlib.contextmanager
+def load_version(store: WeightStore, version: Version) -> Generator[Path, None, None]:
+    """A temporary folder with the complete, verified weights of a version.
+
+    Raises StoreError, as `LocalReplica.advance`.
+    """
+    with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
+        LocalReplica(Path(folder)).advance(store, version)
+        yield Path(folder)
+
+
+def export_step(store: WeightStore, step: int, target: Path) -> Version:
+    """Write the newest version of `step` to the new folder `target`, for `from_pretrained`.
+
+    Raises StoreError if there is no version of the step, it cannot be read, or `target` exists.
+    """
+    version = store.version_of_step(step)
+    if target.exists():
+        raise StoreError(f"{target} exists; choose a new folder")
+    try:
+        with load_version(store, version) as folder:
+            shutil.copytree(folder, target, ignore=shutil.ignore_patterns(STATE))
+    except OSError as error:
+        raise StoreError(f"{target} cannot be written ({error.strerror})") from None
+    return version

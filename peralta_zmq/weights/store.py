@@ -1,125 +1,119 @@
-"""Published weights as step-numbered versions, whole or as deltas, wherever they lie.
+"""The weight store: step-numbered versions in a storage backend, complete or as deltas.
 
-Knows versions, chains of deltas and what may be removed; knows nothing of models, threads or the
-run. A version appears whole, so a reader sees all of it or nothing.
+A version appears complete or not at all. A delta needs its chain: the versions from the last
+keyframe on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from peralta_zmq import atomic_files
-from peralta_zmq.atomic_files import CorruptError, Manifest
+from peralta_zmq.atomic_files import Content, CorruptError
 from peralta_zmq.errors import ChainError, GoneError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.backends import StorageBackend
-from peralta_zmq.weights.pruning import Pruner
-from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.version import (  # fmt: skip
+from peralta_zmq.weights.backends import StorageBackend, open_backend
+from peralta_zmq.weights.version import (
     DELTA,
     FORMAT,
-    IDENTITY,
-    NAME,
+    RUN_FILE,
+    VERSION_NAME,
     WEIGHTS,
     Version,
-    name_of,
-    version_of,
+    folder_name,
 )
 
-MIN_FREE_VERSIONS = 2
-MAX_MISMATCHES = 3  # a NAS may serve stale pages once or twice
-MAX_DELTA_SHARE = 0.6  # of a keyframe; beyond it the chain is not worth its length
+MIN_FREE_VERSIONS = 2  # free space needed to publish
+MAX_MISMATCHES = 3  # reads of a corrupt version: a NAS may return stale pages once or twice
+MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
 MAX_CHAIN = 1000
 MAX_SMALL_FILE = 64 << 20  # bytes of a manifest
-MAX_LOOKED_AT_AGAIN = 100  # folders that were no version of ours; a NAS may have lied about them
+MAX_RECHECKS = 100  # of invalid versions per listing; a NAS may not have shown their files yet
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]
-SamplingPacer: TypeAlias = Callable[[int], None]  # told the bytes about to be written; may wait
-
-
-class TooLargeError(Exception):
-    """A delta grows beyond what it saves."""
-
-
-@dataclass(slots=True)
-class Timing:
-    """Where the time of a publication went."""
-
-    encode_seconds: float = 0.0
+Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # of the pieces of a file
 
 
 class WeightStore:
-    """One run's weights in one place."""
+    """One run's weights in one backend."""
 
-    def __init__(self, place: StorageBackend) -> None:
-        self.place = place
-        self._mismatches: Counter[str] = Counter()  # by manifest digest
-        self._strange: set[int] = set()  # numbers of listed folders that are no version of ours
-        self._pruner = Pruner(place)
+    def __init__(self, backend: StorageBackend) -> None:
+        self.backend = backend
+        self._mismatches: Counter[str] = Counter()  # by digest of the manifest
+        self._invalid: set[int] = set()  # listed numbers that were no valid version of this run
+
+    @classmethod
+    def open(cls, address: Path | str, *, token: str | None = None) -> WeightStore:
+        """The store in a folder or at an address. Raises ConfigError, as `open_backend`."""
+        return cls(open_backend(str(address), token=token))
 
     @property
-    def where(self) -> str:
-        """The place as a person would name it."""
-        return self.place.where
+    def address(self) -> str:
+        """Folder or URL."""
+        return self.backend.address
 
     @property
     def folder(self) -> Path:
-        """The folder, of a store that is one."""
-        return self.place.path("")
+        """The folder of a local store."""
+        return self.backend.path("")
 
     @property
     def run_id(self) -> str | None:
-        """The run that owns the place, or None before a trainer has made it."""
+        """The run that owns the store; None if a trainer has not claimed it or it is missing."""
         with contextlib.suppress(OSError, CorruptError, *atomic_files.MALFORMED):
-            return str(json.loads(self._small(IDENTITY))["run_id"])
+            return str(json.loads(self._read_small(RUN_FILE))["run_id"])
         return None
 
-    def claim(self, run_id: str, *, known: bool = False) -> None:
-        """Make the place this run's; one that is `known` to be is never made anew.
+    # Writing.
 
-        Raises StoreError when it cannot be written, belongs to another run, or another trainer
-        works there; GoneError when a known one is not there.
+    def claim(self, run_id: str, *, known: bool = False) -> None:
+        """Make the store this run's and acquire the lease to publish.
+
+        A store that is `known` to be this run's is never created. Raises StoreError if it cannot
+        be written, belongs to another run or another trainer publishes to it; GoneError if a known
+        one is missing.
         """
         try:
             owner = self.run_id
-            if owner is None and known:  # an empty folder where the mount was, or none
-                raise self._gone()
+            if owner is None and known:  # no folder, or the empty mount point
+                raise self._gone_error()
             if owner not in (None, run_id):
                 raise StoreError(
-                    f"weights folder {self.where} belongs to run {owner}, not to {run_id}; "
+                    f"weights folder {self.address} belongs to run {owner}, not to {run_id}; "
                     "choose another with --weights.dir, or delete it"
                 )
-            self.place.prepare()
+            self.backend.prepare()
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
-                self.place.write_file(IDENTITY, text.encode())
-            holder = self.place.lease(run_id)
+                self.backend.write_file(RUN_FILE, text.encode())
+            holder = self.backend.acquire_lease(run_id)
         except OSError as error:
             if known and self.run_id is None:
-                raise self._gone() from None
-            reason = error.strerror or str(error)
+                raise self._gone_error() from None
             raise StoreError(
-                f"weights folder {self.where} cannot be written ({reason}); "
+                f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
             ) from None
         if holder:
             raise StoreError(
-                f"another trainer ({holder}) publishes to {self.where}; stop it, wait 30 s if it "
-                "is gone, or choose another with --weights.dir"
+                f"another trainer ({holder}) publishes to {self.address}; stop it, wait 30 s if it "
+                "has ended, or choose another with --weights.dir"
             )
+
+    def _gone_error(self) -> GoneError:
+        return GoneError(
+            f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
+            "Mount it, or choose another with --weights.dir"
+        )
 
     def publish(
         self,
@@ -128,194 +122,37 @@ class WeightStore:
         *,
         companions: Mapping[str, bytes],
         about: Mapping[str, str | int] | None = None,
-        keep_last: int = 3,
-        keep_interval: int | None = None,
-        keep_seconds: float = 0.0,
         base: Base | None = None,
-        pace: SamplingPacer | None = None,
-        timing: Timing | None = None,
+        stream: Stream = iter,
     ) -> Version:
-        """Write the next version, then prune: as a delta to `base` when that is worth it,
-        else whole with its companion files (config, tokenizer). `about` is said in the manifest.
+        """Write the next version: as a delta to `base` if that is small enough, else complete.
 
-        Numbers follow the step and are never reused. Raises StoreError when the place is gone,
-        full or read-only; nothing half-written stays.
+        A complete version includes its companion files (config, tokenizer). `about` has further
+        fields of the manifest; `stream` wraps the pieces of the weights, e.g. to limit their rate.
+        Raises StoreError if the backend is missing, full or read-only; nothing partial remains.
         """
         try:
-            number, said = self._next(step, tensors, companions)
-            said = {**(about or {}), **said}
+            number, fields = self._next_version(step, tensors, companions)
             failpoint("publish.identity")
-            stream = functools.partial(_stream, pace=pace, timing=timing or Timing())
-            version = self._write(number, said, tensors, companions, base, stream)
+            fields = {**(about or {}), **fields}
+            version = self._write(number, fields, tensors, companions, base, stream)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise StoreError(f"cannot publish step {step} to {self.where}: {reason}") from None
+            raise StoreError(f"cannot publish step {step} to {self.address}: {reason}") from None
         failpoint("publish.visible")
-        with contextlib.suppress(OSError):  # the version is out; the next one prunes too
-            self._pruner.note(version)
-            self._pruner.prune(
-                self._numbers(), keep_last, keep_interval, keep_seconds, self._parent_of
-            )
-        failpoint("publish.pruned")
         return version
 
-    def touch(self) -> None:
-        """Show that this trainer is alive; no error when the place is gone for a while."""
-        with contextlib.suppress(OSError):
-            self.place.touch()
-
-    def release(self) -> None:
-        """Let another trainer claim the place at once."""
-        self.place.release()
-
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` versions and what they are made from."""
-        self._pruner.prune(self._numbers(), keep_last, None, 0.0, self._parent_of)
-
-    def newest(self) -> Version | None:
-        """The newest version of this run whose STABLE and manifest agree, or None.
-
-        None too while the place cannot be listed: the NAS may come back.
-        """
-        with contextlib.suppress(OSError):
-            run_id, numbers = self.run_id, self._numbers()
-            self._strange &= set(numbers)
-            for number in self._worth_a_look(numbers):
-                version = self.look(number)
-                if version is not None and version.run_id == run_id:
-                    return version
-                self._strange.add(number)
-        return None
-
-    def _worth_a_look(self, numbers: list[int]) -> Iterator[int]:
-        """The numbers, highest first, without most of those that were looked at in vain."""
-        again = 0
-        for number in reversed(numbers):
-            again += number in self._strange
-            if number not in self._strange or again <= MAX_LOOKED_AT_AGAIN:
-                yield number
-
-    def versions(self) -> list[Version]:
-        """All that can be read, oldest first. Raises StoreError when the place cannot be listed."""
-        try:
-            found = [self.look(number) for number in self._numbers()]
-        except OSError as error:
-            raise StoreError(f"{self.where} cannot be listed ({error.strerror})") from None
-        return [each for each in found if each is not None and each.run_id == self.run_id]
-
-    def look(self, number: int) -> Version | None:
-        """The version of this number, or None when it is not there, torn or in quarantine.
-
-        Ask only for a number that was listed or announced: a miss is remembered by some NAS.
-        """
-        folder = self.place.path(name_of(number))
-        try:
-            stable = self._small(f"{folder.name}/{atomic_files.STABLE}")
-            text = self._small(f"{folder.name}/{atomic_files.MANIFEST}")
-            version = version_of(
-                folder, atomic_files.parse_manifest(text, stable=stable, where=str(folder))
-            )
-        except (OSError, CorruptError):
-            return None
-        return None if self._is_refused(version) else version
-
-    def chain(self, version: Version, have: Version | None = None) -> list[Version]:
-        """The versions to read, oldest first: from a keyframe, or from after the one we `have`.
-
-        Raises ChainError when a link is missing, refused, or not what the next one was made from.
-        """
-        links = [version]
-        while links[-1].kind == "delta":
-            top = links[-1]
-            if have and have.number == top.parent and have.says("result") == top.says("base"):
-                break
-            parent = self.look(top.parent) if len(links) < MAX_CHAIN else None
-            if parent is None or parent.run_id != version.run_id:
-                raise ChainError(
-                    f"version {version.number} is made from version {top.parent}, which is gone "
-                    "or refused; a keyframe will do"
-                )
-            if parent.says("result") != top.says("base"):
-                self.quarantine(version)
-                raise ChainError(f"version {top.number} was not made from version {top.parent}")
-            links.append(parent)
-        return links[::-1]
-
-    @contextlib.contextmanager
-    def load(self, version: Version) -> Generator[Path, None, None]:
-        """A local, verified folder with the version's weights whole, removed on leaving.
-
-        Raises StoreError when it cannot be read (look again) or is not what the manifest
-        promised; after three such mismatches the version is quarantined.
-        """
-        with tempfile.TemporaryDirectory(prefix="peralta-") as local:
-            LocalReplica(Path(local)).advance(self, version)
-            yield Path(local)
-
-    def read(self, version: Version, name: str) -> Iterator[bytes]:
-        """A verified file of a version. Raises StoreError, as `load`."""
-        if version.run_id != self.run_id:
-            raise StoreError(f"version {version.number} belongs to another run")
-        path = f"{name_of(version.number)}/{name}"
-        chunks = _resumed(self.place, path)
-        try:
-            yield from atomic_files.verified(chunks, path, version.manifest.files[name])
-        except FileNotFoundError:
-            if self.look(version.number) is None:  # pruned while we read; a newer one is there
-                raise StoreError(f"version {version.number} is gone; look again") from None
-            raise ChainError(f"version {version.number} has lost {name}") from None
-        except OSError as error:
-            raise StoreError(f"version {version.number} cannot be read: {error}") from None
-        except CorruptError as error:
-            self.mismatch(version)
-            raise StoreError(f"version {version.number} does not verify: {error}") from None
-
-    def mismatch(self, version: Version) -> None:
-        """Count a version that was not what it promised; the third time puts it away."""
-        self._mismatches[version.manifest.digest] += 1
-
-    def quarantine(self, version: Version) -> None:
-        """Do not offer this version again; a number is never reused."""
-        self._mismatches[version.manifest.digest] = MAX_MISMATCHES
-
-    def _gone(self) -> GoneError:
-        return GoneError(
-            f"{IDENTITY} in weights folder {self.where} is gone; is it mounted? "
-            "Mount it, or choose another with --weights.dir"
-        )
-
-    def _is_refused(self, version: Version) -> bool:
-        return self._mismatches[version.manifest.digest] >= MAX_MISMATCHES
-
-    def _numbers(self) -> list[int]:
-        return sorted(int(name[5:]) for name in self.place.names() if NAME.fullmatch(name))
-
-    def _parent_of(self, number: int) -> int | None:
-        """None for a keyframe, and for what cannot be read."""
-        version = self.look(number)
-        return version.parent if version is not None and version.kind == "delta" else None
-
-    def _small(self, path: str) -> bytes:
-        content = bytearray()
-        for chunk in self.place.read(path):
-            content += chunk
-            if len(content) > MAX_SMALL_FILE:
-                raise CorruptError(f"{path} is far too large")
-        return bytes(content)
-
-    # Publishing.
-
-    def _next(
+    def _next_version(
         self, step: int, tensors: Mapping[str, torch.Tensor], companions: Mapping[str, bytes]
     ) -> tuple[int, dict[str, Any]]:
-        """The next number, and what its manifest says in any case."""
-        if (run_id := self.run_id) is None:  # an empty folder where the mount was
-            raise OSError(f"{IDENTITY} is gone; is it mounted?")
+        """The next number and the fields that every manifest has."""
+        if (run_id := self.run_id) is None:  # the empty mount point
+            raise OSError(f"{RUN_FILE} is gone; is it mounted?")
         specs = sets.specs_of(tensors)
-        free, size = self.place.free_bytes(), sets.file_size(specs)
-        if free < MIN_FREE_VERSIONS * size:
-            raise OSError(f"{free >> 20} MiB free, {MIN_FREE_VERSIONS * size >> 20} MiB needed")
-        number = max([step, *(taken + 1 for taken in self._numbers())])
+        free, needed = self.backend.free_bytes(), MIN_FREE_VERSIONS * sets.file_size(specs)
+        if free < needed:
+            raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
+        number = max([step, *(used + 1 for used in self.numbers())])
         return number, {
             "format": FORMAT, "run_id": run_id, "number": number, "step": step,
             "model": sets.fingerprint(specs), "tokenizer": _tokenizer_hash(companions),
@@ -324,45 +161,176 @@ class WeightStore:
     def _write(
         self,
         number: int,
-        about: Mapping[str, Any],
+        fields: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         companions: Mapping[str, bytes],
         base: Base | None,
-        stream: Callable[[Iterator[Any]], Iterator[Any]],
+        stream: Stream,
     ) -> Version:
-        checksums: dict[str, int] = {}
+        checksums: dict[str, int] = {}  # filled while the weights are written
         specs = sets.specs_of(tensors)
-        name = name_of(number)
+        name = folder_name(number)
 
-        def finished(**fields: Any) -> Callable[[], dict[str, Any]]:
-            return lambda: {**about, **fields, "result": sets.set_digest(checksums, specs)}
+        def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
+            def about() -> dict[str, Any]:
+                return {**fields, **more, "result": sets.set_digest(checksums, specs)}
+
+            manifest = self.backend.write_folder(name, files, about)
+            return Version.from_manifest(self.backend.path(name), manifest)
 
         if base is not None and sets.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
-            parent, old = base
-            limit = int(MAX_DELTA_SHARE * sets.file_size(specs))
-            small = _limited(delta.encode(old, tensors, checksums), limit)
-            said = finished(
-                kind="delta", parent=parent.number, depth=parent.depth + 1,
-                base=parent.says("result"),
-            )  # fmt: skip
-            with contextlib.suppress(TooLargeError):
-                return self._written(name, {DELTA: stream(small)}, said)
-        whole = stream(sets.file_of(tensors, checksums))
-        return self._written(name, {WEIGHTS: whole, **companions}, finished(kind="keyframe"))
+            parent, parent_tensors = base
+            pieces = _at_most(
+                int(MAX_DELTA_SHARE * sets.file_size(specs)),
+                delta.encode(parent_tensors, tensors, checksums),
+            )
+            with contextlib.suppress(_DeltaTooLargeError):
+                return write(
+                    {DELTA: stream(pieces)}, kind="delta", parent=parent.number,
+                    depth=parent.depth + 1, base=parent.field("result"),
+                )  # fmt: skip
+        pieces = stream(sets.file_of(tensors, checksums))
+        return write({WEIGHTS: pieces, **companions}, kind="keyframe")
 
-    def _written(
-        self, name: str, files: Mapping[str, atomic_files.Content], about: Callable[[], Any]
-    ) -> Version:
-        manifest: Manifest = self.place.write_whole(name, files, about)
-        return version_of(self.place.path(name), manifest)
+    # Reading.
+
+    def newest(self) -> Version | None:
+        """The newest valid version of this run; None also while the backend cannot be listed."""
+        with contextlib.suppress(OSError):
+            run_id, numbers, rechecks = self.run_id, self.numbers(), 0
+            self._invalid &= set(numbers)
+            for number in reversed(numbers):
+                rechecks += number in self._invalid
+                if number in self._invalid and rechecks > MAX_RECHECKS:
+                    continue
+                version = self.find(number)
+                if version is not None and version.run_id == run_id:
+                    return version
+                self._invalid.add(number)
+        return None
+
+    def numbers(self) -> list[int]:
+        """Numbers of all folders named as versions, ascending. Raises OSError."""
+        names = self.backend.names()
+        return sorted(int(name[5:]) for name in names if VERSION_NAME.fullmatch(name))
+
+    def find(self, number: int) -> Version | None:
+        """The version with this number; None if it is missing, torn or quarantined.
+
+        Only for a number that was listed or announced: a NAS client may cache a failed lookup.
+        """
+        folder = self.backend.path(folder_name(number))
+        try:
+            stable = self._read_small(f"{folder.name}/{atomic_files.STABLE}")
+            text = self._read_small(f"{folder.name}/{atomic_files.MANIFEST}")
+            manifest = atomic_files.parse_manifest(text, stable=stable, where=str(folder))
+            version = Version.from_manifest(folder, manifest)
+        except (OSError, CorruptError):
+            return None
+        return None if self._mismatches[manifest.digest] >= MAX_MISMATCHES else version
+
+    def versions(self) -> list[Version]:
+        """All valid versions of this run, oldest first. Raises StoreError if it cannot list."""
+        try:
+            versions = [self.find(number) for number in self.numbers()]
+        except OSError as error:
+            raise StoreError(f"{self.address} cannot be listed ({error.strerror})") from None
+        return [version for version in versions if version and version.run_id == self.run_id]
+
+    def version_of_step(self, step: int) -> Version:
+        """The newest version of a step. Raises StoreError that lists the available steps."""
+        versions = self.versions()
+        for version in reversed(versions):
+            if version.step == step:
+                return version
+        steps = ", ".join(map(str, sorted({version.step for version in versions}))) or "none"
+        raise StoreError(
+            f"no version of step {step} in {self.address}; available steps: {steps:.300}"
+        )
+
+    def chain(self, version: Version, have: Version | None = None) -> list[Version]:
+        """The versions to read, oldest first: from a keyframe on, or those after `have`.
+
+        Raises ChainError if a version of the chain is missing, quarantined, or not the base of the
+        next one.
+        """
+        chain = [version]
+        while (first := chain[-1]).kind == "delta":
+            if have and have.number == first.parent and have.field("result") == first.field("base"):
+                break
+            parent = self.find(first.parent) if len(chain) < MAX_CHAIN else None
+            if parent is None or parent.run_id != version.run_id:
+                raise ChainError(
+                    f"version {version.number} needs version {first.parent}, which is missing or "
+                    "quarantined; a keyframe is needed"
+                )
+            if parent.field("result") != first.field("base"):
+                self.quarantine(version)
+                raise ChainError(
+                    f"version {first.number} has another base than version {first.parent}"
+                )
+            chain.append(parent)
+        return chain[::-1]
+
+    def read(self, version: Version, name: str) -> Iterator[bytes]:
+        """A file of a version in chunks, verified by its hash.
+
+        Raises StoreError: if the version was removed (look for a newer one), cannot be read (try
+        again) or is corrupt.
+        """
+        if version.run_id != self.run_id:
+            raise StoreError(f"version {version.number} belongs to another run")
+        path = f"{folder_name(version.number)}/{name}"
+        try:
+            yield from atomic_files.verified(
+                _read_resuming(self.backend, path), path, version.manifest.files[name]
+            )
+        except FileNotFoundError:
+            if self.find(version.number) is None:  # pruned meanwhile; there is a newer one
+                raise StoreError(f"version {version.number} was removed meanwhile") from None
+            raise ChainError(f"version {version.number} has no file {name}") from None
+        except OSError as error:
+            raise StoreError(f"version {version.number} cannot be read: {error}") from None
+        except CorruptError as error:
+            self.count_mismatch(version)
+            raise StoreError(f"version {version.number} does not verify: {error}") from None
+
+    def count_mismatch(self, version: Version) -> None:
+        """Count a read of a version that did not verify; the third one quarantines it."""
+        self._mismatches[version.manifest.digest] += 1
+
+    def quarantine(self, version: Version) -> None:
+        """Never offer this version again in this process."""
+        self._mismatches[version.manifest.digest] = MAX_MISMATCHES
+
+    def _read_small(self, path: str) -> bytes:
+        content = bytearray()
+        for chunk in self.backend.read(path):
+            content += chunk
+            if len(content) > MAX_SMALL_FILE:
+                raise CorruptError(f"{path} has more than {MAX_SMALL_FILE} bytes")
+        return bytes(content)
 
 
-def _resumed(place: StorageBackend, path: str) -> Iterator[bytes]:
-    """The file's bytes; a connection that breaks is taken up again as long as that helps."""
+class _DeltaTooLargeError(Exception):
+    pass
+
+
+def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Raises _DeltaTooLargeError beyond `limit` bytes."""
+    for piece in pieces:
+        limit -= len(piece)
+        if limit < 0:
+            raise _DeltaTooLargeError
+        yield piece
+
+
+def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
+    """Resume after a connection error, as long as each attempt receives something."""
     received, before = 0, -1
     while True:
         try:
-            for chunk in place.read(path, start=received):
+            for chunk in backend.read(path, start=received):
                 received += len(chunk)
                 yield chunk
             return
@@ -372,29 +340,8 @@ def _resumed(place: StorageBackend, path: str) -> Iterator[bytes]:
             before = received
 
 
-def _limited(pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
-    for piece in pieces:
-        limit -= len(piece)
-        if limit < 0:
-            raise TooLargeError
-        yield piece
-
-
-def _stream(pieces: Iterator[Any], *, pace: SamplingPacer | None, timing: Timing) -> Iterator[Any]:
-    """The same pieces, at the asked pace, with the time that they took to make."""
-    while True:
-        started = time.monotonic()
-        piece = next(pieces, None)
-        timing.encode_seconds += time.monotonic() - started
-        if piece is None:
-            return
-        if pace:
-            pace(len(piece))
-        yield piece
-
-
 def _tokenizer_hash(companions: Mapping[str, bytes]) -> str:
-    hashed = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(name for name in companions if name.startswith("tokenizer")):
-        hashed.update(companions[name])
-    return hashed.hexdigest()[:16]
+        sha256.update(companions[name])
+    return sha256.hexdigest()[:16]

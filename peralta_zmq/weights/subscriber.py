@@ -1,7 +1,6 @@
-"""Following a store beside the sampling: look, fetch, verify, and offer what is ready.
+"""Weight subscription of a generator: find, fetch, verify and offer new versions.
 
-Knows a store and a folder for the local copy; knows nothing of engines. One thread does all input
-and output, because a dead mount blocks whoever touches it; the loop only asks `ready()`.
+One thread does all input and output, because a dead mount blocks the thread that uses it.
 """
 
 from __future__ import annotations
@@ -11,250 +10,240 @@ import fcntl
 import logging
 import os
 import random
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from peralta_zmq.errors import ChainError, StoreError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.link_speed import LinkSpeedCheck
+from peralta_zmq.weights.backends import FolderWatcher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
-from peralta_zmq.weights.watch import Watch
 
-FIRST_POLL_SECONDS = 0.2  # while we have nothing to serve
-OFFLINE_SECONDS = 5.0  # without a store before the copy of an earlier process is served
-JITTER = 0.2  # of the time between two looks, so that generators do not look all at once
+FIRST_POLL_SECONDS = 0.2  # until the first version is available
+MAX_WATCHER_POLL_SECONDS = 60.0  # of a watcher that lists a remote folder
+OFFLINE_SECONDS = 5.0  # without a store before the copy of an earlier process is offered
+JITTER = 0.2  # of the polling interval, so that generators do not all poll at once
+SLOW_VERSIONS = 2  # in a row before a warning; one keyframe among deltas may be slow
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWeights:
-    """A version that lies here whole and verified."""
+    """A complete, verified version in the local copy."""
 
     version: Version
-    tensors: Mapping[str, torch.Tensor]  # views of the copy: valid until settled
+    tensors: Mapping[str, torch.Tensor]  # views of the copy: valid until accepted or rejected
     folder: Path  # with everything that `from_pretrained` needs
     bytes_read: int
-    visible_seconds: float  # from the first sign of it until it was ready
+    visible_seconds: float  # from the first sign of the version until it was ready
 
 
 class WeightSubscriber:
     """Owns the thread and the local copy. Use with `closing`.
 
-    `folder` keeps the copy over restarts; a folder that another process uses is left alone.
-    `watch` is the folder whose events are hints; None for none.
+    `folder` keeps the copy across restarts; if another process uses it, a temporary folder is
+    used. Changes of the folder `watch` trigger a poll before `poll_seconds` are over.
     """
 
     def __init__(
-        self,
-        store: WeightStore,
-        folder: Path,
-        *,
-        poll_seconds: float,
-        watch: Path | None = None,
+        self, store: WeightStore, folder: Path, *, poll_seconds: float, watch: Path | None = None
     ) -> None:
-        self.wants_keyframe = False  # the newest version cannot be reached from any that we have
-        self._store, self._poll_seconds = store, poll_seconds
-        self._watched = watch
-        self._watch: Watch | None = None
-        self._temporary: Path | None = None
-        self._lock: IO[bytes] | None = None
-        self._copy = LocalReplica(self._own(folder))
-        self._served: Version | None = None
-        self._staged: PendingWeights | None = None
-        self._taken: PendingWeights | None = None
-        self._hinted = -1, ""  # number and id of the version announced last
-        self._noticed: tuple[int, float] = (-1, 0.0)  # number, monotonic seconds
-        self._fetched = 0.0  # when the version that is being staged was here, monotonic seconds
-        self._judge = LinkSpeedCheck()
-        self._said = ""
+        self.wants_keyframe = False  # the newest version's chain is broken
+        self._store, self._poll_seconds, self._watched = store, poll_seconds, watch
+        self._resources = contextlib.ExitStack()
+        self._replica = LocalReplica(self._lock_folder(folder))
+        self._watcher: FolderWatcher | None = None
+        self._offered: PendingWeights | None = None  # not yet polled
+        self._polled: PendingWeights | None = None  # not yet accepted or rejected
+        self._accepted: Version | None = None
+        self._announced = -1, ""  # number and weights_id
+        self._noticed = -1, 0.0  # number of the version in work and when it appeared
+        self._fetched_at = 0.0  # monotonic seconds
+        self._link = LinkSpeedCheck()
+        self._logged = ""
         self._failure: BaseException | None = None
         self._wake, self._closing = threading.Event(), False
         self._changed = threading.Condition()
         self._random = random.Random(os.getpid())
-        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight-subscriber", daemon=True)
         self._thread.start()
 
-    def hint(self, number: int, weights_id: str = "") -> None:
-        """A version was announced; look for it now, whatever the listing says."""
-        if number >= 0 and (number, weights_id) != self._hinted:
-            self._hinted = number, weights_id
+    def notify(self, number: int, weights_id: str = "") -> None:
+        """A version was announced: look for it now, even if it is not listed yet."""
+        if number >= 0 and (number, weights_id) != self._announced:
+            self._announced = number, weights_id
             self._wake.set()
 
-    def ready(self, *, timeout: float = 0.0) -> PendingWeights | None:
-        """The newest version that can be applied, after waiting up to `timeout` seconds for one.
+    def poll(self, *, timeout: float = 0.0) -> PendingWeights | None:
+        """The newest version that can be applied; waits up to `timeout` seconds for one.
 
-        It is the caller's until `settle`. Raises what the thread died of, if it did.
+        Returns the same version until `accept` or `reject`. Raises the exception that ended the
+        thread.
         """
         with self._changed:
             if timeout:
-                self._changed.wait_for(lambda: self._staged or self._failure, timeout)
+                self._changed.wait_for(lambda: self._offered or self._failure, timeout)
             if self._failure:
                 raise self._failure
-            self._taken, self._staged = self._staged or self._taken, None
-            return self._taken
+            self._polled, self._offered = self._offered or self._polled, None
+            return self._polled
 
-    def settle(self, *, refused: str = "") -> None:
-        """The version last taken is applied, or refused for a reason."""
+    def accept(self) -> None:
+        """The version polled last is applied."""
         with self._changed:
-            taken, self._taken = self._taken, None
-            assert taken is not None
-            if refused:
-                self._store.quarantine(taken.version)
-            else:
-                self._served = taken.version
+            assert self._polled is not None
+            self._accepted, self._polled = self._polled.version, None
             self._changed.notify_all()
-        self._wake.set()  # something newer may wait for its turn
+        self._wake.set()  # a newer version may wait for this
 
-    def give_back(self) -> None:
-        """The version that is served does not compute: refuse it, and offer the newest other."""
+    def reject(self) -> None:
+        """Quarantine the version polled last, accepted or not; the newest other one is offered."""
         with self._changed:
-            assert self._served is not None
-            self._store.quarantine(self._served)
-            self._served = None
+            if self._polled:
+                version, self._polled = self._polled.version, None
+            else:
+                version, self._accepted = self._accepted, None
+            assert version is not None
+            self._store.quarantine(version)
+            self._changed.notify_all()
         self._wake.set()
 
     def close(self) -> None:
-        """Stop; a thread that hangs in a dead mount is left behind."""
+        """Stop the thread; a thread that hangs in a dead mount is abandoned."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._wake.set()
         self._thread.join(timeout=2.0)
-        if self._watch:
-            self._watch.close()
-        if self._lock:
-            self._lock.close()
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._watcher:
+            self._watcher.close()
+        self._resources.close()
 
-    def _own(self, folder: Path) -> Path:
-        """`folder`, locked, or a temporary one when it cannot be ours."""
+    def _lock_folder(self, folder: Path) -> Path:
+        """`folder`, locked until `close`, or a temporary folder if it cannot be locked."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = self._resources.enter_context((folder / "lock").open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
         except OSError as error:
-            if self._lock:
-                self._lock.close()
-                self._lock = None
-            self._temporary = Path(tempfile.mkdtemp(prefix="peralta-"))
-            logger.info("copy in %s: %s is not ours (%s)", self._temporary, folder, error.strerror)
-            return self._temporary
-        return folder
+            temporary = tempfile.TemporaryDirectory(prefix="peralta-", ignore_cleanup_errors=True)
+            logger.info(
+                "copying to %s: cannot lock %s (%s)", temporary.name, folder, error.strerror
+            )
+            return Path(self._resources.enter_context(temporary))
 
-    # The thread.
+    # In the thread.
 
     def _run(self) -> None:
         try:
-            self._copy.recover()
+            self._replica.recover()
             started = time.monotonic()
             while not self._closing:
                 self._wake.clear()
-                self._arm()
-                self._look()
-                if self._served is None and time.monotonic() - started > OFFLINE_SECONDS:
-                    self._serve_offline()
-                self._wake.wait(self._patience())
-        except BaseException as error:  # noqa: BLE001  (the loop raises it)
+                self._watch_folder()
+                self._fetch_newest()
+                if self._accepted is None and time.monotonic() - started > OFFLINE_SECONDS:
+                    self._offer_offline()
+                self._wake.wait(self._poll_interval())
+        except BaseException as error:  # noqa: BLE001  (poll raises it)
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _patience(self) -> float:
-        idle = self._served is None and self._staged is None and self._taken is None
-        seconds = min(FIRST_POLL_SECONDS, self._poll_seconds) if idle else self._poll_seconds
+    def _poll_interval(self) -> float:
+        seconds = self._poll_seconds
+        if not self._known_versions():
+            seconds = min(FIRST_POLL_SECONDS, seconds)
         return min(threading.TIMEOUT_MAX, seconds * self._random.uniform(1 - JITTER, 1 + JITTER))
 
-    def _arm(self) -> None:
-        """Watch the folder once it is there; it may go at any moment, and another come."""
-        if self._watched is None or (self._watch is not None and self._watch.sees(self._watched)):
+    def _watch_folder(self) -> None:
+        """Watch the folder once it exists; a mount may replace it at any moment."""
+        if self._watched is None or (self._watcher and self._watcher.is_current()):
             return
         with contextlib.suppress(OSError):
-            before, self._watch = self._watch, None
-            if before:
-                before.close()
-            self._watch = Watch(
-                self._watched, self._wake.set, poll_seconds=min(60.0, self._poll_seconds)
-            )
+            replaced, self._watcher = self._watcher, None
+            if replaced:
+                replaced.close()
+            poll_seconds = min(MAX_WATCHER_POLL_SECONDS, self._poll_seconds)
+            self._watcher = FolderWatcher(self._watched, self._wake.set, poll_seconds=poll_seconds)
 
-    def _look(self) -> None:
+    def _fetch_newest(self) -> None:
         while not self._closing:
-            target = self._announced() or self._store.newest()
+            target = self._find_announced() or self._store.newest()
             if target is None:
-                self.wants_keyframe = False  # the store is away; perhaps it lied before
+                self.wants_keyframe = False  # unreachable: the chain may be complete after all
                 return
-            if not self._is_news(target):
+            if not self._is_new(target):
                 return
             if self._noticed[0] != target.number:
                 self._noticed = target.number, time.monotonic()
             try:
-                self._stage(target)
-            except StoreError as error:  # perhaps a passing fault: look again
+                self._fetch(target)
+            except StoreError as error:
                 self.wants_keyframe = isinstance(error, ChainError)
-                self._say(f"unread version={target.number} reason={error}")
-                if self._store.look(target.number) is not None:
-                    return
-                # it is refused from now on: the one before may do
+                self._log_once(f"unread version={target.number} reason={error}")
+                if self._store.find(target.number) is not None:
+                    return  # may be a transient fault: try again at the next poll
+                # quarantined or removed: try the version before it
 
-    def _announced(self) -> Version | None:
-        """The announced version if it is there: a listing may be old where a name is instant."""
-        number, _ = self._hinted
-        if number <= max((each.number for each in self._known()), default=-1):
+    def _find_announced(self) -> Version | None:
+        """The announced version: a NAS may list it late but open it at once."""
+        number, _ = self._announced
+        if number <= max((version.number for version in self._known_versions()), default=-1):
             return None
-        version = self._store.look(number)
-        return version if version is not None and self._is_news(version) else None
+        version = self._store.find(number)
+        return version if version is not None and self._is_new(version) else None
 
-    def _is_news(self, version: Version) -> bool:
-        """Newer than what is served or ready; another run's is newer whatever its number."""
-        number, weights_id = self._hinted
+    def _is_new(self, version: Version) -> bool:
+        """Newer than the known versions; a version of another run is new whatever its number."""
+        number, weights_id = self._announced
         if version.number == number and weights_id not in ("", version.weights_id):
-            self._say(
+            self._log_once(
                 f"unread version={number} reason=its id is {version.weights_id}, not {weights_id}"
             )
             return False
         return all(
-            each.run_id != version.run_id or each.number < version.number for each in self._known()
+            known.run_id != version.run_id or known.number < version.number
+            for known in self._known_versions()
         )
 
-    def _known(self) -> list[Version]:
-        """What is served, offered or being applied."""
+    def _known_versions(self) -> list[Version]:
+        """Those offered, polled and accepted."""
         with self._changed:
-            stages = [each.version for each in (self._staged, self._taken) if each]
-            return [*stages, self._served] if self._served else stages
+            pending = [weights.version for weights in (self._offered, self._polled) if weights]
+            return [*pending, self._accepted] if self._accepted else pending
 
-    def _stage(self, target: Version) -> None:
-        """Bring the copy to `target`, check it, and offer it."""
-        served = self._served  # another thread may give it back
-        model = served.says("model") if served else None
+    def _fetch(self, target: Version) -> None:
+        """Update the copy to `target`, check it and offer it."""
+        accepted = self._accepted  # `reject` may change it meanwhile
+        model = accepted.field("model") if accepted else None
         started = time.monotonic()
-        count = self._copy.advance(
-            self._store, target, model=model, before_change=self._wait_until_settled
+        bytes_read = self._replica.advance(
+            self._store, target, model=model, before_change=self._wait_until_unused
         )
-        tensors = self._checked(target)
+        tensors = self._checked_tensors(target)
         failpoint("load.checked")
-        self._offer(target, tensors, count)
-        if count:
-            rate = count / max(1e-6, self._fetched - started) / 1e6
-            verdict = self._judge.hear(
-                target.number, noticed=self._noticed[1], size=target.size, megabytes_per_second=rate
-            )
-            if verdict:
-                logger.warning(verdict)
+        self._offer(target, tensors, bytes_read)
+        if bytes_read:
+            bytes_per_second = bytes_read / max(1e-6, self._fetched_at - started)
+            noticed = self._noticed[1]
+            if warning := self._link.add(
+                target.number, target.size, noticed=noticed, bytes_per_second=bytes_per_second
+            ):
+                logger.warning(warning)
 
-    def _checked(self, version: Version) -> Mapping[str, torch.Tensor]:
-        """What the copy holds of a version, quarantined when some of it is not finite."""
-        tensors = self._copy.tensors()
+    def _checked_tensors(self, version: Version) -> Mapping[str, torch.Tensor]:
+        """The tensors of the copy; quarantines the version if some are not finite."""
+        tensors = self._replica.tensors()
         try:
             sets.check_finite(tensors)
         except ValueError as error:
@@ -262,39 +251,83 @@ class WeightSubscriber:
             raise StoreError(f"version {version.number}: {error}") from None
         return tensors
 
-    def _wait_until_settled(self) -> None:
-        """The copy must not change while the loop reads it; what it has not taken is withdrawn."""
-        self._fetched = time.monotonic()
+    def _wait_until_unused(self) -> None:
+        """The copy must not change while polled; an offer that was not polled is withdrawn."""
+        self._fetched_at = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._taken is None or self._closing)
+            self._changed.wait_for(lambda: self._polled is None or self._closing)
             if self._closing:
                 raise StoreError("closing")
-            self._staged = None
+            self._offered = None
 
-    def _offer(self, version: Version, tensors: Mapping[str, torch.Tensor], count: int) -> None:
-        visible = time.monotonic() - self._noticed[1]
-        self._copy.shared = self._served is None  # a model may be made over the file itself
-        self.wants_keyframe, self._said = False, ""
+    def _offer(
+        self, version: Version, tensors: Mapping[str, torch.Tensor], bytes_read: int
+    ) -> None:
+        visible_seconds = time.monotonic() - self._noticed[1]
+        self._replica.mapped = self._accepted is None  # transformers maps the file it loads
+        self.wants_keyframe, self._logged = False, ""
         with self._changed:
-            self._staged = PendingWeights(version, tensors, self._copy.folder, count, visible)
+            self._offered = PendingWeights(
+                version, tensors, self._replica.folder, bytes_read, visible_seconds
+            )
             self._changed.notify_all()
 
-    def _serve_offline(self) -> None:
-        """What an earlier process left, when there is no store to ask."""
-        version = self._copy.version
-        if version is None or self._staged or self._taken or self._store.run_id is not None:
+    def _offer_offline(self) -> None:
+        """Offer the copy of an earlier process while there is no store."""
+        version = self._replica.version
+        if version is None or self._known_versions() or self._store.run_id is not None:
             return
         try:
-            tensors = self._checked(version)
+            tensors = self._checked_tensors(version)
         except StoreError as error:
-            self._copy.version = None
-            self._say(str(error))
+            self._replica.version = None
+            self._log_once(str(error))
             return
-        self._say(f"no store at {self._store.where}: serving version={version.number} as it was")
+        self._log_once(f"no store at {self._store.address}: serving version={version.number} of "
+                       "an earlier process")  # fmt: skip
         self._noticed = version.number, time.monotonic()
         self._offer(version, tensors, 0)
 
-    def _say(self, text: str) -> None:
-        if text != self._said:  # once, not at every look
+    def _log_once(self, text: str) -> None:
+        """Not at every poll."""
+        if text != self._logged:
             logger.warning(text)
-        self._said = text
+        self._logged = text
+
+
+class LinkSpeedCheck:
+    """Compares how long versions take to read with how often they appear; warns once."""
+
+    def __init__(self) -> None:
+        self._previous: tuple[int, float] | None = None  # number, when it appeared
+        self._num_slow = 0  # versions in a row
+        self._warned = False
+
+    def add(self, number: int, size: int, *, noticed: float, bytes_per_second: float) -> str | None:
+        """Record that a version of `size` bytes was read; returns a warning if one is due.
+
+        `noticed`: when the version appeared, monotonic seconds.
+        """
+        previous, self._previous = self._previous, (number, noticed)
+        if previous is None or number <= previous[0]:
+            return None
+        step_seconds = (noticed - previous[1]) / (number - previous[0])
+        warning = link_warning(size, bytes_per_second, step_seconds)
+        self._num_slow = self._num_slow + 1 if warning else 0
+        if self._warned or self._num_slow < SLOW_VERSIONS:
+            return None
+        self._warned = True
+        return warning
+
+
+def link_warning(size: float, bytes_per_second: float, step_seconds: float) -> str | None:
+    """A warning if reading versions of `size` bytes takes longer than a step."""
+    read_seconds = size / bytes_per_second
+    if read_seconds <= step_seconds:
+        return None
+    nth = -(-read_seconds // max(step_seconds, 1e-3))
+    return (
+        f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes {read_seconds:.1f} s at "
+        f"{bytes_per_second / 1e6:.2f} MB/s, a step {step_seconds:.1f} s; this generator serves "
+        f"about every {nth:.0f}th version"
+    )

@@ -1,93 +1,71 @@
-"""One published version and what its manifest may say. Knows manifests; reads no file."""
+"""One published weight version and the validation of its manifest."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from peralta_zmq import atomic_files
+from peralta_zmq.atomic_files import CorruptError, Manifest
 
 WEIGHTS, DELTA = "model.safetensors", "delta.bin"
-IDENTITY = "RUN.json"
+RUN_FILE = "RUN.json"  # names the run that owns a weight store
+VERSION_NAME = re.compile(r"step_\d{8}")
 FORMAT = 2
-TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")  # of a manifest
-NAME = re.compile(r"step_\d{8}")  # a listing may hold what people and machines left there
-Kind = Literal["keyframe", "delta"]
+NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "line": 0}  # with defaults
+TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A published version: its number in the store, and the optimizer step that made it."""
+    """A published version."""
 
-    number: int
-    step: int
-    folder: Path  # where it lies; its name alone when that is no folder of this machine
-    manifest: atomic_files.Manifest
+    number: int  # in the store; never reused, also not after a roll-back
+    step: int  # optimizer step
+    folder: Path  # only its name if the store is not a folder of this machine
+    manifest: Manifest
+    run_id: str
+    kind: Literal["keyframe", "delta"]  # all weights, or the change since the parent
+    parent: int  # number of the version that a delta changes; -1 for a keyframe
+    depth: int  # number of deltas since the keyframe, including this one
+    lineage: int  # roll-backs of the run before this version
 
-    @property
-    def run_id(self) -> str:
-        """The run that it belongs to."""
-        return str(self.manifest.about.get("run_id"))
+    @classmethod
+    def from_manifest(cls, folder: Path, manifest: Manifest) -> Version:
+        """Raises CorruptError if the manifest is inconsistent or does not belong to the folder."""
+        about = manifest.about
+        values = [about.get(name, default) for name, default in NUMBERS.items()]
+        if not all(type(value) is int for value in values):
+            raise CorruptError(f"{folder.name}: one of {', '.join(NUMBERS)} is not an integer")
+        number, step, parent, depth, lineage = cast("list[int]", values)
+        if folder_name(number) != folder.name or step < 0:
+            raise CorruptError(f"{folder.name}: its manifest has number {number}, step {step}")
+        kind = about.get("kind", "keyframe")
+        if kind not in ("keyframe", "delta") or (kind == "delta") != (0 <= parent < number):
+            raise CorruptError(f"{folder.name}: kind {kind!r:.80} with parent {parent}")
+        if (WEIGHTS if kind == "keyframe" else DELTA) not in manifest.files:
+            raise CorruptError(f"{folder.name}: a {kind} without its weights file")
+        if not all(isinstance(about.get(name), str | None) for name in TEXTS):
+            raise CorruptError(f"{folder.name}: one of {', '.join(TEXTS)} is not a string")
+        run_id = str(about.get("run_id"))
+        return cls(number, step, folder, manifest, run_id, kind, parent, depth, lineage)
 
     @property
     def weights_id(self) -> str:
-        """What tells these weights from all others: 16 hexadecimal digits."""
+        """Identifies these weights: the first 16 hexadecimal digits of the manifest's sha256."""
         return self.manifest.digest[:16]
 
     @property
-    def kind(self) -> Kind:
-        """Whether it holds all weights or what changed since its parent."""
-        return cast(Kind, self.manifest.about.get("kind", "keyframe"))
-
-    @property
-    def parent(self) -> int:
-        """The number of the version that a delta changes; -1 for a keyframe."""
-        return int(self.manifest.about.get("parent", -1))
-
-    @property
-    def depth(self) -> int:
-        """Deltas between the keyframe and this version, itself included."""
-        return int(self.manifest.about.get("depth", 0))
-
-    @property
-    def line(self) -> int:
-        """Roll-backs of the run before it was made; 0 when it does not say."""
-        return int(self.manifest.about.get("line", 0))
-
-    @property
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Total bytes of all files."""
         return sum(size for size, _ in self.manifest.files.values())
 
-    def says(self, field: str) -> str | None:
-        """A text of the manifest: result, base, model, adapts; None when it does not say."""
-        return cast("str | None", self.manifest.about.get(field))
+    def field(self, name: str) -> str | None:
+        """A text field of the manifest (one of TEXTS), or None if absent."""
+        return cast("str | None", self.manifest.about.get(name))
 
 
-def name_of(number: int) -> str:
+def folder_name(number: int) -> str:
     """7 -> step_00000007."""
     return f"step_{number:08d}"
-
-
-def version_of(folder: Path, manifest: atomic_files.Manifest) -> Version:
-    """The version that a manifest describes. Raises CorruptError when it makes no sense."""
-    about = manifest.about
-    number, step = about.get("number"), about.get("step")
-    depth, parent, line = about.get("depth", 0), about.get("parent", -1), about.get("line", 0)
-    kind = about.get("kind", "keyframe")
-    numbers = all(type(each) is int for each in (number, step, depth, parent, line))
-    if not numbers or name_of(cast(int, number)) != folder.name or cast(int, step) < 0:
-        raise atomic_files.CorruptError(f"{folder.name}: its manifest names another number or step")
-    if kind not in ("keyframe", "delta") or (kind == "delta") != (0 <= parent < cast(int, number)):
-        raise atomic_files.CorruptError(f"{folder.name}: neither a keyframe nor a delta")
-    if (WEIGHTS if kind == "keyframe" else DELTA) not in manifest.files:
-        raise atomic_files.CorruptError(f"{folder.name}: a {kind} without its weights")
-    if not all(_is_text(about.get(field)) for field in TEXTS):
-        raise atomic_files.CorruptError(f"{folder.name}: a digest that is none")
-    return Version(cast(int, number), cast(int, step), folder, manifest)
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)

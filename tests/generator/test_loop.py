@@ -32,9 +32,9 @@ from peralta_zmq.generator.loop import MAX_FAILURES, Generator, StaleRunError, T
 from peralta_zmq.generator.pacing import HUNGRY_SECONDS, SILENT_SECONDS, SamplingPacer
 from peralta_zmq.generator.weight_sync import open_engine, open_follower, refresh
 from peralta_zmq.rollout import Completion, Problem, Request, Sampling
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.version import WEIGHTS, Version
 
 
 class Clock:
@@ -119,7 +119,7 @@ class Spy:
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run")
     return store
 
@@ -138,7 +138,7 @@ def published(store: WeightStore, step: int, value: float, *, line: int = 0) -> 
 def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
-        follower.ready(timeout=0.2)
+        follower.poll(timeout=0.2)
         version = refresh(engine, follower, version)
     return version
 
@@ -156,7 +156,7 @@ def test_a_version_once_applied_is_not_applied_again(
 ) -> None:
     newest = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     engine.weights.clear()
-    assert follower.ready(timeout=0.3) is None
+    assert follower.poll(timeout=0.3) is None
     assert refresh(engine, follower, newest) is newest
     assert engine.weights == {}
 
@@ -166,7 +166,7 @@ def test_a_version_that_the_engine_refuses_changes_nothing_and_a_later_one_is_ta
 ) -> None:
     first = until_step(engine := Spy(), follower, published(store, 1, 1.0), 1)
     published(store, 13, 13.0)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     assert refresh(engine, follower, first) is first
     assert engine.weights["w"].tolist() == [1.0] * 4
     published(store, 14, 14.0)
@@ -194,7 +194,7 @@ def test_a_real_model_serves_what_was_published_bit_for_bit(
 def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
     tmp_path: Path,
 ) -> None:
-    store = DirectoryStore(tmp_path / "run" / "weights")
+    store = WeightStore.open(tmp_path / "run" / "weights")
     store.claim("run")
     model = models.load_model(
         models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32
@@ -228,7 +228,7 @@ def test_a_generator_starts_from_a_keyframe_and_deltas_and_its_model_is_its_own(
         base = {name: tensor.clone() for name, tensor in first.items()}
         first["model.norm.weight"].add_(1)
         store.publish(7, first, companions=companions, base=(versions[-1], base))
-        assert follower.ready(timeout=20) is not None  # the copy has changed, the model not
+        assert follower.poll(timeout=20) is not None  # the copy has changed, the model not
         assert torch.equal(served["model.norm.weight"], before)
 
 
@@ -273,13 +273,13 @@ def test_a_version_that_does_not_fit_leaves_the_live_model_untouched(
         bits = {name: each.to(torch.int16) for name, each in good.items()}
         about = {"run_id": "run", "number": 2, "step": 2}
         if damage == "of a lie":  # the names and shapes of the model, as far as the manifest says
-            about["model"] = first.says("model")
+            about["model"] = first.field("model")
         weights = {WEIGHTS: safetensors.torch.save(bits)}
         atomic_files.write_folder(store.folder / "step_00000002", weights, about)
     else:
         store.publish(2, damaged(good, damage), companions={})
-    follower.hint(2)
-    assert follower.ready(timeout=0.5) is None or refresh(engine, follower, first) is first
+    follower.notify(2)
+    assert follower.poll(timeout=0.5) is None or refresh(engine, follower, first) is first
     for name, tensor in good.items():
         assert torch.equal(models.weights_of(serving)[name], tensor)
     store.publish(3, {name: each + 1 for name, each in good.items()}, companions={})
@@ -321,7 +321,7 @@ def test_a_version_is_applied_in_flight_or_when_no_group_is_under_way(
     worker = generator_of(follower, line, first, weights={"update": update})
     worker._under_way = 1
     published(store, 2, 2.0)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     worker._refresh(engine)
     assert engine.step == during
     worker._under_way = 0
@@ -365,7 +365,7 @@ def test_weights_that_do_not_compute_are_given_up_for_the_version_before(
     assert worker._evaluated == 2  # no roll-back
     assert (engine.step, engine.weights["w"].tolist()) == (1, [1.0] * 4)
     assert worker._under_way == 0
-    assert follower.ready(timeout=0.3) is None  # and not taken again
+    assert follower.poll(timeout=0.3) is None  # and not taken again
 
 
 def test_weights_of_another_run_begin_anew(
@@ -377,10 +377,10 @@ def test_weights_of_another_run_begin_anew(
     before = worker._outbox.sender
     for each in [*store.folder.glob("step_*"), store.folder / "RUN.json"]:
         shutil.rmtree(each) if each.is_dir() else each.unlink()
-    other = DirectoryStore(store.folder)
+    other = WeightStore.open(store.folder)
     other.claim("another-run")
     published(other, 1, 1.0)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     with pytest.raises(StaleRunError):
         worker._refresh(engine)
     assert (worker._sequence, worker._under_way, len(worker._outbox)) == (0, 0, 0)
@@ -463,7 +463,7 @@ def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
         judged.append(engine.step)
         if len(judged) == 4:
             store.publish(2, bad, companions={})
-            assert follower.ready(timeout=20) is not None
+            assert follower.poll(timeout=20) is not None
         if len(judged) == 12:
             line.listener.latest = wire.Announcement("run", done=True)
         return 1.0
@@ -476,7 +476,7 @@ def test_a_generator_whose_weights_give_nan_goes_on_with_those_before(
         worker.work(engine, tokenizer, judged_by(reward))
     assert "gave up the groups under way: version=2 reason=the weights of step 2" in caplog.text
     assert len(judged) >= 12 and set(judged) == {1}
-    assert store.look(2) is None
+    assert store.find(2) is None
     groups = [wire.decode_group(each, vocab_size=64) for each in worker._outbox._frames.values()]
     assert len(groups) == len(judged) // 2 == worker._sequence
     assert {each.policy_step for each in groups} == {1}
@@ -500,7 +500,7 @@ def test_groups_under_way_across_a_roll_back_are_not_made(
         judged.append(engine.step)
         if len(judged) == 3:
             store.publish(4, models.weights_of(tiny_model(seed=3)), companions={})
-            assert follower.ready(timeout=20) is not None
+            assert follower.poll(timeout=20) is not None
         if judged[-9:] == [4] * 9:
             line.listener.latest = wire.Announcement("run", done=True)
         return 1.0
@@ -611,11 +611,11 @@ def test_weights_of_another_line_are_told_apart_whatever_their_step(
     worker = generator_of(follower, line, version)
     worker._evaluated = 8
     published(store, step, 4.0, line=1)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     with pytest.raises(StaleRunError):
         worker._refresh(engine)
     published(store, 14, 9.0, line=1)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     worker._refresh(engine)
     line.listener.latest = wire.Announcement("run", evaluation_step=8)
     assert engine.step == 14 and worker._has_to_evaluate(engine)
@@ -627,11 +627,11 @@ def test_the_same_weights_published_again_are_of_the_same_line(
     version = until_step(engine := Spy(), follower, published(store, 8, 8.0), 8)
     worker = generator_of(follower, line, version)
     again = published(store, 8, 8.0, line=1)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     worker._refresh(engine)
-    assert (worker._version.number, worker._version.line) == (again.number, 1)
+    assert (worker._version.number, worker._version.lineage) == (again.number, 1)
     published(store, 9, 9.0, line=1)
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     worker._refresh(engine)  # what is under way is of this line
     assert engine.step == 9
 

@@ -19,9 +19,11 @@ import safetensors.torch
 import torch
 
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.weights.publisher import Pruner, Retention
+from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.version import WEIGHTS, Version
 
 RUN = "lab"
 KEEP_ALL = 1_000_000
@@ -79,9 +81,9 @@ def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dic
     """
     tensors = tensors_of(step, size)
     base = BASES.get(folder) if step % KEYFRAME_INTERVAL else None
-    version = _store(folder).publish(
-        step, tensors, companions=COMPANIONS, keep_last=keep_last, base=base
-    )
+    store = _store(folder)
+    version = store.publish(step, tensors, companions=COMPANIONS, base=base)
+    Pruner(store, Retention(keep_last)).prune(version)
     BASES[folder] = version, tensors
     return {**_named(version), "kind": version.kind, "at": time.monotonic()}
 
@@ -134,7 +136,7 @@ def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
 def announced(folder: str, number: int, size: int) -> dict[str, Any]:
     """Load the version that an announcement names, without listing the folder."""
     store = _store(folder)
-    version = store.look(number)
+    version = store.find(number)
     if version is None:
         return {"number": None}
     return {
@@ -151,7 +153,7 @@ def verify(folder: str, size: int) -> dict[str, Any]:
     bad = []
     store = _store(folder)
     for number in sorted((int(each.parent.name[5:]) for each in finished), reverse=True):
-        version = store.look(number)
+        version = store.find(number)
         exact = False
         with contextlib.suppress(StoreError):
             exact = version is not None and _exact(store, version, size)
@@ -178,12 +180,12 @@ def follow(
         while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
             time.sleep(0.05)  # as long as a token takes
             asked = time.monotonic()
-            staged = follower.ready()
+            staged = follower.poll()
             pause = max(pause, time.monotonic() - asked)
             if staged:
                 serving.append((round(time.monotonic() - began, 2), staged.version.number))
                 intact = intact and _same(staged.tensors, tensors_of(staged.version.step, size))
-                follower.settle()
+                follower.accept()
         at = time.monotonic()
     return {"serving": serving, "longest_pause": pause, "intact": intact, "at": at}
 
@@ -201,7 +203,7 @@ def read_mapped_end() -> dict[str, Any]:
 
 
 def _exact(store: WeightStore, version: Version, size: int) -> bool:
-    with store.load(version) as local:
+    with load_version(store, version) as local:
         return _same(safetensors.torch.load_file(local / WEIGHTS), tensors_of(version.step, size))
 
 
@@ -213,7 +215,7 @@ def _same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) 
 
 def _store(folder: str) -> WeightStore:
     if folder not in STORES:
-        STORES[folder] = DirectoryStore(Path(folder))
+        STORES[folder] = WeightStore.open(Path(folder))
     return STORES[folder]
 
 

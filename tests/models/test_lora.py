@@ -31,7 +31,6 @@ from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
 from peralta_zmq.trainer import adapter_files, checkpoint
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.weights.directory import DirectoryStore
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
@@ -72,7 +71,7 @@ def published(config: Config, model: Any, store: WeightStore, step: int) -> Vers
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run")
     return store
 
@@ -85,17 +84,17 @@ def follower(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
 
 def served(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, Any]:
     """What a generator does with the first version that it finds."""
-    staged = follower.ready(timeout=20)
+    staged = follower.poll(timeout=20)
     assert staged is not None
     engine, tokenizer = make_engine(config, staged)
-    follower.settle()
+    follower.accept()
     return staged.version, engine, tokenizer
 
 
 def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
-        follower.ready(timeout=0.2)
+        follower.poll(timeout=0.2)
         version = refresh(engine, follower, version)
     return version
 
@@ -201,8 +200,8 @@ def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: Weigh
     version = published(config, model, store, 0)
     assert set(version.manifest.files) == {"model.safetensors", "adapter_config.json"}
     assert version.kind == "keyframe"
-    assert version.says("adapts_name") == "embedded"
-    assert version.says("adapts") == lora.digest_of(models.EMBEDDED)
+    assert version.field("adapts_name") == "embedded"
+    assert version.field("adapts") == lora.digest_of(models.EMBEDDED)
     numbers = sum(each.numel() for each in lora.published_weights(model).values())
     whole = sum(each.numel() for each in lora.base_weights(model).values())
     assert 4 * numbers < version.size < 4 * numbers + 20_000
@@ -218,7 +217,7 @@ def test_an_adapter_for_another_base_is_refused_at_the_start(
     elsewhere = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.bfloat16)
     cast(Any, elsewhere).model.norm.weight.data[0] += 1
     elsewhere.save_pretrained(other)
-    staged = follower.ready(timeout=20)
+    staged = follower.poll(timeout=20)
     assert staged is not None
     words = r"version 0 is an adapter for embedded \([0-9a-f]{16}\), but model\.name \S*other is an"
     with pytest.raises(ConfigError, match=words):
@@ -234,7 +233,7 @@ def test_an_adapter_for_another_base_is_refused_in_flight(
     before = sampled(sampler)
     weights = lora.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
-    assert follower.ready(timeout=20) is not None
+    assert follower.poll(timeout=20) is not None
     assert refresh(sampler, follower, version) is version
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
@@ -269,11 +268,11 @@ def test_an_adapter_that_is_not_finite_is_never_offered(
     with torch.no_grad():
         next(each for each in model.parameters() if each.requires_grad).div_(0)
     published(config, model, store, 1)
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     with torch.no_grad():
         next(each for each in model.parameters() if each.requires_grad).fill_(0.01)
     published(config, model, store, 2)
-    staged = follower.ready(timeout=20)
+    staged = follower.poll(timeout=20)
     assert staged is not None and staged.version.number == 2
 
 

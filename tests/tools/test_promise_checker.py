@@ -155,7 +155,7 @@ def test_p1_a_version_that_was_refused(tmp_path: Path, line: str) -> None:
 
 def test_p1_a_version_that_was_pruned_meanwhile_is_no_torn_one(tmp_path: Path) -> None:
     run = Run()
-    run.log.append("unread version=2 reason=version 2 is gone; look again")
+    run.log.append("unread version=2 reason=version 2 was removed meanwhile")
     assert run.check(tmp_path) == {}
 
 

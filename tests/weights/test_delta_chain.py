@@ -13,16 +13,16 @@ from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.directory import DELTA, WEIGHTS, DirectoryStore, Version
-from peralta_zmq.weights.export import export
-from peralta_zmq.weights.replica import LocalReplica
+from peralta_zmq.weights.publisher import Pruner, Retention
+from peralta_zmq.weights.replica import LocalReplica, export_step, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    opened = DirectoryStore(tmp_path / "weights")
+    opened = WeightStore.open(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
@@ -44,10 +44,10 @@ def rewrite(version: Version, **fields: Any) -> None:
 
 def test_joiner_loads_a_keyframe_and_the_deltas_after_it(store: WeightStore) -> None:
     newest = chain_of(store, 5)[-1]
-    with store.load(newest) as folder:
+    with load_version(store, newest) as folder:
         assert same(MappedTensors(folder / WEIGHTS), weights_at(4))
         assert sorted(each.name for each in folder.iterdir()) == [
-            "config.json", "copy.json", WEIGHTS, "tokenizer.json",
+            "config.json", WEIGHTS, "replica.json", "tokenizer.json",
         ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_delta_that_would_be_large_becomes_a_keyframe(store: WeightStore) -> Non
     first = store.publish(0, old, companions=COMPANIONS)
     second = store.publish(1, new, companions=COMPANIONS, base=(first, old))
     assert second.kind == "keyframe"
-    with store.load(second) as folder:
+    with load_version(store, second) as folder:
         assert same(MappedTensors(folder / WEIGHTS), new)
 
 
@@ -115,7 +115,7 @@ def test_other_formats_are_published_too(store: WeightStore, dtype: torch.dtype)
     first = store.publish(0, old, companions=COMPANIONS)
     second = store.publish(1, new, companions=COMPANIONS, base=(first, old))
     assert second.kind == ("keyframe" if dtype is torch.float32 else "delta")
-    with store.load(second) as folder:
+    with load_version(store, second) as folder:
         assert torch.equal(MappedTensors(folder / WEIGHTS)["w"], new["w"])
 
 
@@ -127,24 +127,24 @@ def test_adapters_are_sent_whole(store: WeightStore) -> None:
 
 def test_what_a_kept_delta_is_made_from_stays(store: WeightStore) -> None:
     versions = chain_of(store, 4)
-    newest = publish(store, 4, base=versions[-1], keep_last=1)
+    pruner = Pruner(store, Retention(last=1))
+    newest = publish(store, 4, base=versions[-1], pruner=pruner)
     assert list(atomic_files.steps_in(store.folder)) == [0, 1, 2, 3, 4]
-    publish(store, 5, keep_last=1)  # a keyframe needs nobody
+    publish(store, 5, pruner=pruner)  # a keyframe needs nobody
     assert list(atomic_files.steps_in(store.folder)) == [5]
     assert newest.number == 4
 
 
 def test_a_restarted_trainer_keeps_them_too(store: WeightStore) -> None:
-    chain_of(store, 3)
-    DirectoryStore(store.folder).prune(1)
+    newest = chain_of(store, 3)[-1]
+    Pruner(WeightStore.open(store.folder), Retention(last=1)).prune(newest)
     assert list(atomic_files.steps_in(store.folder)) == [0, 1, 2]
 
 
 def test_every_nth_version_is_kept_for_good(store: WeightStore) -> None:
+    pruner = Pruner(store, Retention(last=1, interval=3))
     for step in range(7):
-        store.publish(
-            step, weights_at(step), companions=COMPANIONS, keep_last=1, keep_interval=3
-        )  # fmt: skip
+        publish(store, step, pruner=pruner)
     assert list(atomic_files.steps_in(store.folder)) == [0, 3, 6]
 
 
@@ -163,7 +163,7 @@ def test_delta_without_its_base_is_named_and_the_copy_stays(
     versions = chain_of(store, 4)
     copy.advance(store, versions[0])
     shutil.rmtree(versions[2].folder)
-    refuses(copy, store, versions[3], "version 3 is made from version 2, which is gone")
+    refuses(copy, store, versions[3], "version 3 needs version 2, which is missing or quarantined")
     assert same(copy.tensors(), weights_at(0)) and copy.version is not None
 
 
@@ -173,13 +173,15 @@ def test_delta_of_another_base_is_named_and_the_copy_stays(
     versions = chain_of(store, 3)
     copy.advance(store, versions[0])
     rewrite(versions[2], base="0" * 32)
-    lying = store.look(2)
+    lying = store.find(2)
     assert lying is not None
-    refuses(copy, store, lying, "version 2 was not made from version 1")
+    refuses(copy, store, lying, "version 2 has another base than version 1")
     assert same(copy.tensors(), weights_at(0)) and copy.version is not None
 
 
-@pytest.mark.parametrize("field, says", [("result", "others"), ("model", "another model")])
+@pytest.mark.parametrize(
+    "field, says", [("result", "do not have the digest"), ("model", "another model")]
+)
 @pytest.mark.parametrize("number", [0, 1])
 def test_manifest_that_lies_about_the_weights_is_named(
     store: WeightStore, copy: LocalReplica, field: str, says: str, number: int
@@ -188,7 +190,7 @@ def test_manifest_that_lies_about_the_weights_is_named(
     rewrite(versions[number], **{field: "0" * 32})
     if (field, number) == ("result", 0):
         rewrite(versions[1], base="0" * 32)
-    lying = store.look(number)
+    lying = store.find(number)
     assert lying is not None
     refuses(copy, store, lying, f"version {number} does not verify.*{says}")
     assert copy.version is None and copy.recover() is None
@@ -198,7 +200,7 @@ def test_after_a_lie_a_keyframe_repairs_the_copy(store: WeightStore, copy: Local
     versions = chain_of(store, 2)
     copy.advance(store, versions[0])
     rewrite(versions[1], result="0" * 32)
-    lying = store.look(1)
+    lying = store.find(1)
     assert lying is not None
     refuses(copy, store, lying, "does not verify")
     copy.advance(store, publish(store, 2))
@@ -239,7 +241,7 @@ def test_versions_of_a_foreign_run_in_the_folder_are_passed_over(
     store: WeightStore, tmp_path: Path
 ) -> None:
     good = publish(store, 1)
-    other = DirectoryStore(tmp_path / "other")
+    other = WeightStore.open(tmp_path / "other")
     other.claim("run-2")
     shutil.copytree(publish(other, 9).folder, store.folder / "step_00000009")
     assert store.newest() == good
@@ -252,7 +254,7 @@ def test_weights_of_another_model_are_refused_before_a_byte_is_read(
     assert copy.version is not None
     other = store.publish(1, {"other": torch.zeros(2).bfloat16()}, companions={})
     with pytest.raises(StoreError, match="version 1 is of another model"):
-        copy.advance(store, other, model=copy.version.says("model"))
+        copy.advance(store, other, model=copy.version.field("model"))
     assert same(copy.tensors(), weights_at(0))
 
 
@@ -261,7 +263,7 @@ def test_weights_of_another_model_are_refused_before_a_byte_is_read(
 
 def test_any_step_is_exported_with_its_companions(store: WeightStore, tmp_path: Path) -> None:
     chain_of(store, 4)
-    export(store, 2, tmp_path / "out")
+    export_step(store, 2, tmp_path / "out")
     assert same(MappedTensors(tmp_path / "out" / WEIGHTS), weights_at(2))
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         "config.json", WEIGHTS, "tokenizer.json",
@@ -272,11 +274,11 @@ def test_exporting_a_step_that_is_not_there_names_those_that_are(
     store: WeightStore, tmp_path: Path
 ) -> None:
     chain_of(store, 2)
-    with pytest.raises(StoreError, match=r"no version of step 9.*there are: 0, 1"):
-        export(store, 9, tmp_path / "out")
+    with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1"):
+        export_step(store, 9, tmp_path / "out")
 
 
 def test_exporting_over_something_is_refused(store: WeightStore, tmp_path: Path) -> None:
     chain_of(store, 1)
-    with pytest.raises(StoreError, match="is there already"):
-        export(store, 0, tmp_path)
+    with pytest.raises(StoreError, match="exists; choose"):
+        export_step(store, 0, tmp_path)

@@ -22,11 +22,11 @@ from weight_sets import publish, publish_and_follow, same, weights_at
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
-from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.store import MAX_LOOKED_AT_AGAIN, WeightStore
+from peralta_zmq.weights.publisher import Pruner, Retention
+from peralta_zmq.weights.replica import LocalReplica, load_version
+from peralta_zmq.weights.store import MAX_RECHECKS, WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
-from peralta_zmq.weights.version import name_of
+from peralta_zmq.weights.version import WEIGHTS, folder_name
 
 PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
 SOURCES = [PACKAGE / "atomic_files.py", *sorted((PACKAGE / "weights").glob("*.py"))]
@@ -60,12 +60,12 @@ def test_killed_there_a_reader_sees_an_old_version_or_a_new_one(tmp_path: Path, 
     for count in (1, 5):
         code, said = run_child(tmp_path, f"{place}:{count}")
         killed += code != 0
-        store = DirectoryStore(tmp_path / "weights")
+        store = WeightStore.open(tmp_path / "weights")
         newest = store.newest()
         assert newest is not None or not said
         if newest is not None:
             assert newest.step >= max(said, default=0)
-            with store.load(newest) as folder:
+            with load_version(store, newest) as folder:
                 assert same(MappedTensors(folder / WEIGHTS), weights_at(newest.step))
         copy = LocalReplica(tmp_path / "copy")
         if (kept := copy.recover()) is not None:
@@ -105,21 +105,22 @@ class Faulty:
 def test_any_failing_call_leaves_an_old_version_or_a_new_one(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
-    base = newest = publish(store, 0)
+    pruner = Pruner(store, Retention(last=2))
+    base = newest = publish(store, 0, pruner=pruner)
     for nth in range(1, 1000):
         step, before = nth, newest.step  # one refused may be out: its last fsync has failed
         outcome = "refused"
         with monkeypatch.context() as patched:
             faulty = Faulty(patched, nth, code)
             with contextlib.suppress(StoreError):
-                base = publish(store, step, base=base if step % 5 else None, keep_last=2)
+                base = publish(store, step, base=base if step % 5 else None, pruner=pruner)
                 outcome = "published"
         newest = store.newest()
         assert newest is not None
         assert newest.step in ((step,) if outcome == "published" else (step, before))
-        with store.load(newest) as folder:
+        with load_version(store, newest) as folder:
             assert same(MappedTensors(folder / WEIGHTS), weights_at(newest.step))
         assert not list(store.folder.glob(".tmp-*"))
         if faulty.seen < nth:
@@ -132,14 +133,14 @@ def test_any_failing_call_leaves_an_old_version_or_a_new_one(
 def test_any_failing_call_of_a_reader_is_made_good_by_looking_again(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     first = publish(store, 0)
     second = publish(store, 1, base=first)
     for nth in range(1, 1000):
         folder = tmp_path / f"copy-{nth}"
         folder.mkdir()
-        copy, reader = LocalReplica(folder), DirectoryStore(store.folder)
+        copy, reader = LocalReplica(folder), WeightStore.open(store.folder)
         copy.advance(reader, first)
         with monkeypatch.context() as patched:
             faulty = Faulty(patched, nth, code)
@@ -157,8 +158,8 @@ def test_any_failing_call_of_a_reader_is_made_good_by_looking_again(
 
 def looked_at(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of all versions that the store opens files of from now on."""
-    numbers, look = list[int](), store.look
-    monkeypatch.setattr(store, "look", lambda number: (numbers.append(number), look(number))[1])
+    numbers, look = list[int](), store.find
+    monkeypatch.setattr(store, "find", lambda number: (numbers.append(number), look(number))[1])
     return numbers
 
 
@@ -179,7 +180,7 @@ MANY = pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytes
 def test_thousands_of_folders_and_strangers_cost_one_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     good = publish(store, 5)
     for number in range(count):
@@ -190,7 +191,7 @@ def test_thousands_of_folders_and_strangers_cost_one_look(
     looked = looked_at(store, monkeypatch)
     assert store.newest() == good
     assert looked == [good.number]
-    assert seconds_of(DirectoryStore(store.folder).newest) < 0.2
+    assert seconds_of(WeightStore.open(store.folder).newest) < 0.2
 
 
 @MANY
@@ -198,11 +199,11 @@ def test_thousands_of_folders_and_strangers_cost_one_look(
 def test_thousands_of_versions_that_are_none_cost_little_after_the_first_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, left: str
 ) -> None:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     good = publish(store, 5)
     for number in range(1_000_000, 1_000_000 + count):
-        folder = store.folder / name_of(number)
+        folder = store.folder / folder_name(number)
         folder.mkdir()
         if left != "nothing":
             (folder / "STABLE").write_text("0" * 64)
@@ -216,12 +217,12 @@ def test_thousands_of_versions_that_are_none_cost_little_after_the_first_look(
     assert store.newest() == good
     assert len(looked) == count + 1
     assert store.newest() == good
-    assert len(looked) <= count + 1 + MAX_LOOKED_AT_AGAIN + 1
+    assert len(looked) <= count + 1 + MAX_RECHECKS + 1
     assert seconds_of(store.newest) < 0.2
 
 
 def test_version_that_could_not_be_read_at_first_is_found_later(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "weights")
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     first, second = publish(store, 0), publish(store, 1)
     (second.folder / "STABLE").rename(tmp_path / "hidden")
@@ -238,7 +239,7 @@ def test_folder_that_cannot_rename_folders_is_refused(
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
-        DirectoryStore(tmp_path / "weights").claim("run-1")
+        WeightStore.open(tmp_path / "weights").claim("run-1")
     assert "\n" not in str(caught.value)
 
 
@@ -250,7 +251,7 @@ def lease_of(store: WeightStore, pid: int, host: str, age: float) -> None:
 
 
 def test_fresh_lease_of_another_trainer_refuses(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
+    store = WeightStore.open(tmp_path)
     lease_of(store, 1, "elsewhere", age=5)
     with pytest.raises(StoreError, match=r"another trainer \(pid 1 on elsewhere\)"):
         store.claim("run-1")
@@ -263,7 +264,7 @@ def test_lease_that_is_old_or_of_a_dead_process_of_this_machine_does_not(
     dead = subprocess.Popen(["true"])
     dead.wait()
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    store = DirectoryStore(tmp_path)
+    store = WeightStore.open(tmp_path)
     lease_of(store, dead.pid, host, age)
     store.claim("run-1")
     assert store.run_id == "run-1"
@@ -273,14 +274,14 @@ def test_young_versions_stay_for_slow_readers_and_those_being_read_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("peralta_zmq.weights.pruning.time.monotonic", lambda: now[0])
-    store = DirectoryStore(tmp_path / "weights")
+    monkeypatch.setattr("peralta_zmq.weights.publisher.time.monotonic", lambda: now[0])
+    store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
 
+    pruner = Pruner(store, Retention(last=1, seconds=60))
+
     def step(number: int) -> list[int]:
-        store.publish(
-            number, weights_at(number), companions={}, keep_last=1, keep_seconds=60
-        )  # fmt: skip
+        publish(store, number, pruner=pruner)
         return list(atomic_files.steps_in(store.folder))
 
     assert step(1) == [1]
@@ -288,7 +289,7 @@ def test_young_versions_stay_for_slow_readers_and_those_being_read_longer(
     now[0] += 59
     assert step(3) == [1, 2, 3]
     now[0] += 2
-    with store.place.reading("step_00000001"):
+    with store.backend.reading("step_00000001"):
         assert step(4) == [1, 2, 3, 4]  # 2 is spare since 59 s
         now[0] += 100  # this reader takes its time: 100 s
         assert step(5) == [1, 4, 5]

@@ -17,24 +17,21 @@ import torch
 from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_at
 
 from benchmarks.throttle import Link
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, StoreError
-from peralta_zmq.password import read_token
 from peralta_zmq.weights.backends import open_backend
-from peralta_zmq.weights.directory import DirectoryStore
-from peralta_zmq.weights.http_backend import HttpBackend
-from peralta_zmq.weights.http_server import WeightServer
-from peralta_zmq.weights.link_speed import LinkSpeedCheck, link_verdict
-from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.http_backend import HttpBackend, WeightServer
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.subscriber import LinkSpeedCheck, WeightSubscriber, link_warning
 
 TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    opened = DirectoryStore(tmp_path / "weights")
+    opened = WeightStore.open(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
@@ -62,12 +59,12 @@ def test_follower_serves_what_the_trainer_published(
     versions = chain_of(store, 3)
     far = reader(server.port)
     with closing(WeightSubscriber(far, tmp_path / "copy", poll_seconds=0.05)) as follower:
-        staged = follower.ready(timeout=20)
+        staged = follower.poll(timeout=20)
         assert staged is not None and staged.version.weights_id == versions[2].weights_id
         assert same(staged.tensors, weights_at(2))
-        follower.settle()
+        follower.accept()
         last = publish(store, 3, base=versions[2])
-        staged = follower.ready(timeout=20)
+        staged = follower.poll(timeout=20)
         assert staged is not None and staged.bytes_read == last.size
         assert same(staged.tensors, weights_at(3))
 
@@ -99,8 +96,8 @@ def test_wrong_password_is_refused(store: WeightStore, server: WeightServer) -> 
     publish(store, 0)
     assert get(server.port, "/", Authorization="Bearer wrong")[0] == 401
     assert reader(server.port, None).newest() is None
-    with pytest.raises(PermissionError, match=r"wants the password in weights\.token_file"):
-        reader(server.port, "f" * 16).place.names()
+    with pytest.raises(PermissionError, match=r"requires the password in weights\.token_file"):
+        reader(server.port, "f" * 16).backend.names()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_ranges_begin_where_asked(store: WeightStore, server: WeightServer) -> N
 
 
 def test_served_place_cannot_be_published_to(server: WeightServer) -> None:
-    with pytest.raises(StoreError, match="can only be read"):
+    with pytest.raises(StoreError, match="is read-only"):
         reader(server.port).claim("run-1")
 
 
@@ -149,15 +146,15 @@ def test_password_file_is_checked(tmp_path: Path, mode: Any, text: str, match: s
         file.write_text(text)
         os.chmod(file, mode)
     with pytest.raises(ConfigError, match=match):
-        read_token(str(file))
+        read_private_token(str(file))
 
 
 def test_password_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN + "\n")
-    assert read_token(str(file)) == TOKEN
-    assert read_token(None) is None
+    assert read_private_token(str(file)) == TOKEN
+    assert read_private_token(None) is None
 
 
 @pytest.mark.parametrize("address", ["http://", "http://host:99999", "http://host:1/path"])
@@ -172,18 +169,18 @@ def test_unknown_scheme_is_refused() -> None:
 
 
 def test_link_that_is_fast_enough_says_nothing() -> None:
-    assert link_verdict(28e6, 2.5, 12.0) is None
+    assert link_warning(28e6, 2.5e6, 12.0) is None
 
 
 def test_link_that_is_too_slow_says_by_how_much() -> None:
-    said = link_verdict(1.19e9, 2.5, 30.0)  # 476 s
+    said = link_warning(1.19e9, 2.5e6, 30.0)  # 476 s
     assert said is not None and said.startswith("this link cannot keep up: ")
     assert "476.0 s" in said and "every 16th version" in said
 
 
 def versions_a_second_apart(judge: LinkSpeedCheck, *sizes: float) -> list[str | None]:
     return [
-        judge.hear(number, noticed=float(number), size=int(size), megabytes_per_second=1.0)
+        judge.add(number, int(size), noticed=float(number), bytes_per_second=1e6)
         for number, size in enumerate(sizes)
     ]
 
@@ -210,9 +207,9 @@ def test_generator_behind_a_slow_link_says_so(
         ) as follower,
     ):
         for step in itertools.count():
-            store.publish(step, weights, companions=COMPANIONS, keep_last=10_000)
-            if follower.ready(timeout=0.1):
-                follower.settle()
+            store.publish(step, weights, companions=COMPANIONS)
+            if follower.poll(timeout=0.1):
+                follower.accept()
             if "this link cannot keep up" in caplog.text:
                 break
     assert "a version of 0.1 MB takes" in caplog.text
@@ -228,7 +225,7 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
     visible: dict[str, float] = {}
     with (
         closing(Link(server.port, mbit_per_s=20, delay=0.06)) as link,
-        closing(Publisher(store, companions=COMPANIONS, keyframe_interval=100)) as publisher,
+        closing(WeightPublisher(store, companions=COMPANIONS, keyframe_interval=100)) as publisher,
         closing(
             WeightSubscriber(
                 WeightStore(HttpBackend(link.address, token=TOKEN)),
@@ -242,12 +239,12 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
             (report,) = published(publisher)
             assert report.version is not None
             started = time.monotonic()
-            staged = follower.ready(timeout=120)
+            staged = follower.poll(timeout=120)
             assert staged is not None and staged.version.weights_id == report.version.weights_id
             visible[report.version.kind] = time.monotonic() - started
             expected = weights["w"].bfloat16()
             assert torch.equal(staged.tensors["w"], expected)
-            follower.settle()
+            follower.accept()
             noise = torch.randn(100_000_000, generator=random)
             weights["w"] += 2e-6 * noise.sign_()
     with capsys.disabled():

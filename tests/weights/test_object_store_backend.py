@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from weight_sets import chain_of, publish, same, weights_at
 
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
@@ -82,13 +83,14 @@ def test_chains_are_published_and_read(store: WeightStore, tmp_path: Path) -> No
 
 
 def test_old_versions_are_removed(store: WeightStore) -> None:
+    pruner = Pruner(store, Retention(last=2))
     for step in range(4):
-        publish(store, step, keep_last=2)
+        publish(store, step, pruner=pruner)
     assert [each.number for each in store.versions()] == [2, 3]
 
 
 def test_version_without_stable_is_not_there(store: WeightStore) -> None:
     good = publish(store, 0)
-    store.place.write_file("step_00000001/manifest.json", b"{}")
-    store.place.write_file("step_00000001/delta.bin", b"begun")
+    store.backend.write_file("step_00000001/manifest.json", b"{}")
+    store.backend.write_file("step_00000001/delta.bin", b"begun")
     assert store.newest() == good

@@ -19,28 +19,29 @@ from weight_sets import COMPANIONS, published, same, weights_at
 from peralta_zmq import models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import publisher as publishing
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore
-from peralta_zmq.weights.publisher import Publisher
+from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.version import WEIGHTS
 
-Opener = Callable[..., Publisher]
+Opener = Callable[..., WeightPublisher]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    opened = DirectoryStore(tmp_path / "weights")
+    opened = WeightStore.open(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
 
 @pytest.fixture
 def open_publisher(store: WeightStore) -> Iterator[Opener]:
-    opened: list[Publisher] = []
+    opened: list[WeightPublisher] = []
 
-    def open_one(**options: Any) -> Publisher:
-        opened.append(Publisher(store, companions=COMPANIONS, **options))
+    def open_one(**options: Any) -> WeightPublisher:
+        opened.append(WeightPublisher(store, companions=COMPANIONS, **options))
         return opened[-1]
 
     yield open_one
@@ -62,7 +63,7 @@ def test_chains_are_as_long_as_told_and_every_version_is_bit_exact(
         (report,) = published(publisher)
         assert report.version is not None
         kinds.append(report.version.kind)
-        with store.load(report.version) as folder:
+        with load_version(store, report.version) as folder:
             assert same(MappedTensors(folder / WEIGHTS), weights_at(step))
     assert kinds == ["keyframe", "delta", "delta"] * 2 + ["keyframe"]
 
@@ -71,7 +72,7 @@ def test_last_version_is_whole_when_asked(open_publisher: Opener) -> None:
     publisher = open_publisher()
     publisher.publish(0, masters(0))
     published(publisher)
-    publisher.publish(1, masters(1), whole=True)
+    publisher.publish(1, masters(1), keyframe=True)
     (report,) = published(publisher)
     assert report.version is not None and report.version.kind == "keyframe"
 
@@ -83,7 +84,7 @@ def test_snapshot_is_taken_at_once(store: WeightStore, open_publisher: Opener) -
     weights["wide"].zero_()  # the next step
     (report,) = published(publisher)
     assert report.version is not None
-    with store.load(report.version) as folder:
+    with load_version(store, report.version) as folder:
         assert same(MappedTensors(folder / WEIGHTS), weights_at(1))
 
 
@@ -110,7 +111,7 @@ def test_what_is_still_under_way_is_published_when_it_is_here(
         publisher.publish(step, masters(step))
         (report,) = published(publisher)
         assert report.version is not None
-        with store.load(report.version) as folder:
+        with load_version(store, report.version) as folder:
             assert same(MappedTensors(folder / WEIGHTS), weights_at(step))
 
 
@@ -135,12 +136,12 @@ def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
     if fails:
         with monkeypatch.context() as full:
             full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
-            publisher.publish(2, masters(2), whole=True)
+            publisher.publish(2, masters(2), keyframe=True)
             (report,) = published(publisher)
             assert report.version is None
     else:
         moves = stuck_disk(monkeypatch, publisher)
-        publisher.publish(91, masters(91), whole=True)
+        publisher.publish(91, masters(91), keyframe=True)
     publisher.publish(92, masters(92))
     moves.set()
     while report.step != 92 or report.version is None:
@@ -167,19 +168,19 @@ def test_hundred_versions_of_a_model_in_training_are_bit_exact(
             (report,) = published(publisher)
             assert report.version is not None
             kinds.append(report.version.kind)
-            staged = follower.ready(timeout=30)
+            staged = follower.poll(timeout=30)
             assert staged is not None and staged.version.weights_id == report.version.weights_id
             assert hashes(staged.tensors) == hashes(models.weights_of(model))
-            follower.settle()
+            follower.accept()
             tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
             scores = models.token_logprobs(model, tokens, torch.ones_like(tokens))
             (-scores[:, 1:].mean()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     assert kinds == ["keyframe", *["delta"] * 100]
-    first, last = store.look(0), store.look(100)
+    first, last = store.find(0), store.find(100)
     assert first is not None and last is not None and last.depth == 100
-    with store.load(last) as folder:  # a joiner reads all hundred
+    with load_version(store, last) as folder:  # a joiner reads all hundred
         assert hashes(MappedTensors(folder / WEIGHTS)) == hashes(staged.tensors)
     assert hashes(staged.tensors) != hashes(models.weights_of(model))
 
@@ -194,7 +195,7 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: Publisher) -> threading.Event:
+def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> threading.Event:
     """A disk that keeps the thread busy with version 90 until this is set."""
     real, moves = os.fsync, threading.Event()
 
@@ -204,7 +205,7 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: Publisher) -> threadi
 
     monkeypatch.setattr(os, "fsync", fsync)
     publisher.publish(90, masters(90))
-    while publisher._pending:
+    while publisher._waiting:
         time.sleep(0.001)
     return moves
 
@@ -248,13 +249,13 @@ def test_after_a_failure_the_next_delta_is_made_from_what_is_published(
     publisher.publish(0, masters(0))
     published(publisher)
     with monkeypatch.context() as full:
-        full.setattr(store.place, "free_bytes", lambda: 0)
+        full.setattr(store.backend, "free_bytes", lambda: 0)
         publisher.publish(1, masters(1))
         assert [each.version for each in published(publisher)] == [None]
     publisher.publish(2, masters(2))
     report = published(publisher)[-1]
     assert report.version is not None and report.version.parent == 0
-    with store.load(report.version) as folder:
+    with load_version(store, report.version) as folder:
         assert same(MappedTensors(folder / WEIGHTS), weights_at(2))
 
 
@@ -287,4 +288,4 @@ def test_a_bug_in_the_thread_stops_the_trainer(open_publisher: Opener) -> None:
     assert publisher.wait(30)
     with pytest.raises(AttributeError):
         publisher.take_reports()
-    publisher._store = DirectoryStore(Path("nowhere"))
+    publisher._store = WeightStore.open(Path("nowhere"))

@@ -13,9 +13,11 @@ from fakes import TINY, tiny_model
 
 from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import GoneError, StoreError
-from peralta_zmq.weights.directory import WEIGHTS, DirectoryStore, Version
+from peralta_zmq.weights.publisher import Pruner, Retention
+from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.version import WEIGHTS, Version
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3).bfloat16(), "b": torch.ones(4).bfloat16()}
 COMPANIONS = {"config.json": b"{}"}
@@ -23,7 +25,7 @@ COMPANIONS = {"config.json": b"{}"}
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    opened = DirectoryStore(tmp_path / "weights")
+    opened = WeightStore.open(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
@@ -32,8 +34,12 @@ def publish(store: WeightStore, step: int, **options: Any) -> Version:
     return store.publish(step, TENSORS, **{"companions": COMPANIONS, **options})
 
 
+def publish_and_keep(store: WeightStore, step: int, *, keep_last: int) -> None:
+    Pruner(store, Retention(keep_last)).prune(publish(store, step))
+
+
 def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
-    with store.load(version) as folder:
+    with load_version(store, version) as folder:
         return dict(MappedTensors(folder / WEIGHTS))
 
 
@@ -62,7 +68,7 @@ def test_newest_of_an_empty_folder_is_none(store: WeightStore) -> None:
 
 
 def test_newest_of_a_folder_that_is_not_there_is_none(tmp_path: Path) -> None:
-    assert DirectoryStore(tmp_path / "nowhere").newest() is None
+    assert WeightStore.open(tmp_path / "nowhere").newest() is None
 
 
 def test_step_1000_is_newer_than_step_999(store: WeightStore) -> None:
@@ -87,31 +93,31 @@ def test_roll_back_is_the_newest_version(store: WeightStore) -> None:
 
 def test_other_readers_see_the_version(store: WeightStore) -> None:
     published = publish(store, 1)
-    assert DirectoryStore(store.folder).newest() == published
+    assert WeightStore.open(store.folder).newest() == published
 
 
 def test_only_the_newest_are_kept(store: WeightStore) -> None:
     for step in range(5):
-        publish(store, step, keep_last=2)
+        publish_and_keep(store, step, keep_last=2)
     assert numbers(store) == [3, 4]
 
 
 def test_loaded_copy_is_gone_afterwards(store: WeightStore) -> None:
-    with store.load(publish(store, 1)) as folder:
-        assert sorted(os.listdir(folder)) == ["config.json", "copy.json", WEIGHTS]
+    with load_version(store, publish(store, 1)) as folder:
+        assert sorted(os.listdir(folder)) == ["config.json", WEIGHTS, "replica.json"]
     assert not folder.exists()
 
 
 def test_copy_survives_a_prune_while_it_is_used(store: WeightStore) -> None:
-    with store.load(publish(store, 1)) as folder:
-        publish(store, 2, keep_last=1)
+    with load_version(store, publish(store, 1)) as folder:
+        publish_and_keep(store, 2, keep_last=1)
         assert torch.equal(MappedTensors(folder / WEIGHTS)["a"], TENSORS["a"])
 
 
 def test_pruned_version_says_look_again(store: WeightStore) -> None:
     old = publish(store, 1)
-    publish(store, 2, keep_last=1)
-    with pytest.raises(StoreError, match="gone; look again"):
+    publish_and_keep(store, 2, keep_last=1)
+    with pytest.raises(StoreError, match="was removed meanwhile"):
         loaded(store, old)
 
 
@@ -191,7 +197,7 @@ def test_damaged_weights_are_not_loaded(
 
 
 def test_version_of_another_run_is_refused(store: WeightStore, tmp_path: Path) -> None:
-    other = DirectoryStore(tmp_path / "other")
+    other = WeightStore.open(tmp_path / "other")
     other.claim("run-2")
     foreign = publish(other, 1)
     with pytest.raises(StoreError, match="another run"):
@@ -224,35 +230,35 @@ def test_folder_that_cannot_be_listed_has_no_newest_for_now(
 
 def test_file_in_place_of_the_folder_has_no_newest(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file")
-    assert DirectoryStore(tmp_path / "weights").newest() is None
+    assert WeightStore.open(tmp_path / "weights").newest() is None
 
 
 # What a writer must refuse.
 
 
 def test_claim_makes_the_folder_this_runs(store: WeightStore) -> None:
-    assert DirectoryStore(store.folder).run_id == "run-1"
+    assert WeightStore.open(store.folder).run_id == "run-1"
 
 
 def test_folder_can_be_claimed_again_by_its_run(store: WeightStore) -> None:
-    DirectoryStore(store.folder).claim("run-1")
+    WeightStore.open(store.folder).claim("run-1")
     assert store.run_id == "run-1"
 
 
 def test_folder_of_another_run_is_refused_by_name(store: WeightStore) -> None:
     with pytest.raises(StoreError, match=r"belongs to run run-1, not to run-2.*--weights\.dir"):
-        DirectoryStore(store.folder).claim("run-2")
+        WeightStore.open(store.folder).claim("run-2")
 
 
 def test_unclaimed_folder_has_no_run(tmp_path: Path) -> None:
-    assert DirectoryStore(tmp_path).run_id is None
+    assert WeightStore.open(tmp_path).run_id is None
 
 
 @pytest.mark.parametrize("inside", [".", "below"])
 def test_file_in_place_of_the_folder_is_refused(tmp_path: Path, inside: str) -> None:
     (tmp_path / "weights").write_text("a file")
     with pytest.raises(StoreError, match=r"cannot be written.*--weights\.dir"):
-        DirectoryStore(tmp_path / "weights" / inside).claim("run-1")
+        WeightStore.open(tmp_path / "weights" / inside).claim("run-1")
 
 
 @pytest.mark.parametrize("root_stays", [True, False])
@@ -263,18 +269,18 @@ def test_folder_that_was_ours_and_is_gone_is_not_made_anew(
     if root_stays:
         store.folder.mkdir()
     with pytest.raises(GoneError, match=r"is gone; is it mounted\? Mount it.*--weights\.dir"):
-        DirectoryStore(store.folder).claim("run-1", known=True)
+        WeightStore.open(store.folder).claim("run-1", known=True)
     assert not store.folder.exists() or os.listdir(store.folder) == []
     if root_stays:
         store.folder.rmdir()
     (tmp_path / "away").rename(store.folder)
-    DirectoryStore(store.folder).claim("run-1", known=True)
+    WeightStore.open(store.folder).claim("run-1", known=True)
 
 
 @pytest.mark.skipif(not os.access("/proc/self", os.R_OK), reason="needs a read-only folder")
 def test_read_only_folder_is_refused() -> None:
     with pytest.raises(StoreError, match="cannot be written"):
-        DirectoryStore(Path("/proc/weights")).claim("run-1")
+        WeightStore.open(Path("/proc/weights")).claim("run-1")
 
 
 def test_publishing_without_room_for_two_versions_is_refused(

@@ -14,11 +14,12 @@ import torch
 from field import until
 from weight_sets import COMPANIONS, chain_of, publish, same, weights_at
 
-from peralta_zmq.weights.directory import DELTA, WEIGHTS, DirectoryStore, Version
+from peralta_zmq.weights.backends import FolderWatcher
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensors import CHUNK, check_finite
-from peralta_zmq.weights.watch import Watch
+from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
 
 NEVER = 1e9
 DEADLINE = 20.0
@@ -27,7 +28,7 @@ Opener = Callable[..., WeightSubscriber]
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    opened = DirectoryStore(tmp_path / "weights")
+    opened = WeightStore.open(tmp_path / "weights")
     opened.claim("run-1")
     return opened
 
@@ -38,7 +39,7 @@ def follow(store: WeightStore, tmp_path: Path) -> Iterator[Opener]:
     opened: list[WeightSubscriber] = []
 
     def open_one(**options: Any) -> WeightSubscriber:
-        place = DirectoryStore(store.folder)
+        place = WeightStore.open(store.folder)
         chosen = {"poll_seconds": 0.05, **options}
         opened.append(WeightSubscriber(place, tmp_path / "copy", **chosen))
         return opened[-1]
@@ -49,7 +50,7 @@ def follow(store: WeightStore, tmp_path: Path) -> Iterator[Opener]:
 
 
 def taken(follower: WeightSubscriber) -> PendingWeights:
-    staged = follower.ready(timeout=DEADLINE)
+    staged = follower.poll(timeout=DEADLINE)
     assert staged is not None
     return staged
 
@@ -58,7 +59,7 @@ def served(follower: WeightSubscriber) -> Version:
     """Take what is ready, and settle it, after a look at every bit."""
     staged = taken(follower)
     assert same(staged.tensors, weights_at(staged.version.step))
-    follower.settle()
+    follower.accept()
     return staged.version
 
 
@@ -81,8 +82,8 @@ def test_announcement_alone_finds_a_version(store: WeightStore, follow: Opener) 
     follower = follow(poll_seconds=NEVER)
     assert served(follower) == first
     second = publish(store, 1, base=first)
-    assert follower.ready(timeout=0.3) is None  # nobody told
-    follower.hint(second.number, second.weights_id)
+    assert follower.poll(timeout=0.3) is None  # nobody told
+    follower.notify(second.number, second.weights_id)
     assert served_after(follower, second)
 
 
@@ -95,9 +96,9 @@ def test_announced_id_of_another_version_is_not_taken(store: WeightStore, follow
     follower = follow(poll_seconds=NEVER)
     assert served(follower) == first
     second = publish(store, 1, base=first)
-    follower.hint(second.number, "0" * 16)
-    assert follower.ready(timeout=0.3) is None
-    follower.hint(second.number, second.weights_id)
+    follower.notify(second.number, "0" * 16)
+    assert follower.poll(timeout=0.3) is None
+    follower.notify(second.number, second.weights_id)
     assert served_after(follower, second)
 
 
@@ -105,7 +106,7 @@ def test_newest_wins_when_the_loop_takes_none(store: WeightStore, follow: Opener
     follower = follow()
     versions = chain_of(store, 6)
     while (staged := taken(follower)).version.number < 5:
-        follower.settle()
+        follower.accept()
     assert staged.version == versions[5]
 
 
@@ -114,9 +115,9 @@ def test_copy_does_not_change_under_the_loop(store: WeightStore, follow: Opener)
     follower = follow()
     staged = taken(follower)
     second = publish(store, 1, base=first)
-    assert follower.ready(timeout=0.5) is staged
+    assert follower.poll(timeout=0.5) is staged
     assert same(staged.tensors, weights_at(0))
-    follower.settle()
+    follower.accept()
     assert served_after(follower, second)
 
 
@@ -126,8 +127,8 @@ def test_refused_version_is_not_offered_again(store: WeightStore, follow: Opener
     assert served(follower) == first
     publish(store, 1, base=first)
     taken(follower)
-    follower.settle(refused="a reason")
-    assert follower.ready(timeout=0.3) is None
+    follower.reject()
+    assert follower.poll(timeout=0.3) is None
     third = publish(store, 2)
     assert served_after(follower, third)
 
@@ -139,7 +140,7 @@ def test_weights_that_are_not_finite_are_never_offered(store: WeightStore, follo
     bad = weights_at(1)
     bad["few"][1] = torch.nan
     store.publish(1, bad, companions=COMPANIONS)
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     assert served_after(follower, publish(store, 2))
 
 
@@ -159,8 +160,8 @@ def test_nor_are_they_by_the_next_process_while_the_store_is_away(
 
 def refuses(follower: WeightSubscriber, caplog: pytest.LogCaptureFixture) -> None:
     """It says why, and offers nothing."""
-    until(lambda: follower.ready(timeout=0.1) is not None or "not finite" in caplog.text)
-    assert follower.ready(timeout=0.3) is None
+    until(lambda: follower.poll(timeout=0.1) is not None or "not finite" in caplog.text)
+    assert follower.poll(timeout=0.3) is None
 
 
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
@@ -178,7 +179,7 @@ def test_version_of_another_model_is_never_offered(store: WeightStore, follow: O
     first = publish(store, 0)
     assert served(follower) == first
     store.publish(1, {"other": torch.zeros(3).bfloat16()}, companions=COMPANIONS)
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     assert served_after(follower, publish(store, 2))
 
 
@@ -196,10 +197,10 @@ def test_damaged_version_leaves_the_old_one_and_the_next_keyframe_repairs(
     else:
         file.write_bytes(bytes(content) if harm == "flip" else file.read_bytes()[:-1])
     follower = follow()
-    until(lambda: follower.ready(timeout=0.1) or follower.wants_keyframe)
-    if staged := follower.ready():  # the one before will do
+    until(lambda: follower.poll(timeout=0.1) or follower.wants_keyframe)
+    if staged := follower.poll():  # the one before will do
         assert staged.version.number == 0
-        follower.settle()
+        follower.accept()
     assert served_after(follower, publish(store, 2))
 
 
@@ -210,7 +211,7 @@ def test_read_that_fails_for_a_while_is_tried_again(
     hidden = tmp_path / "hidden"
     shutil.move(versions[1].folder / DELTA, hidden)
     follower = follow()
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     shutil.move(hidden, versions[1].folder / DELTA)
     assert served_after(follower, versions[1])
 
@@ -225,7 +226,7 @@ def test_mount_that_vanishes_costs_nothing_but_news(
     store.folder.rename(tmp_path / "away")
     if empty_root:
         store.folder.mkdir()
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     assert not empty_root or list(store.folder.iterdir()) == []
     if empty_root:
         store.folder.rmdir()
@@ -239,16 +240,16 @@ def test_folder_that_vanishes_before_it_is_watched_does_no_harm(
 ) -> None:
     watched: list[bool] = []
 
-    def watch(folder: Path, *arguments: Any, **options: Any) -> Watch:
+    def watch(folder: Path, *arguments: Any, **options: Any) -> FolderWatcher:
         if not watched:
             store.folder.rename(tmp_path / "away")
         watched.append(True)
-        return Watch(folder, *arguments, **options)
+        return FolderWatcher(folder, *arguments, **options)
 
-    monkeypatch.setattr("peralta_zmq.weights.subscriber.Watch", watch)
+    monkeypatch.setattr("peralta_zmq.weights.subscriber.FolderWatcher", watch)
     first = publish(store, 0)
     follower = follow(watch=store.folder)
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     (tmp_path / "away").rename(store.folder)
     assert served_after(follower, first)
     assert len(watched) > 1
@@ -258,14 +259,15 @@ def test_folder_that_comes_and_goes_all_the_time_does_no_harm(
     store: WeightStore, follow: Opener, tmp_path: Path
 ) -> None:
     follower = follow(watch=store.folder, poll_seconds=0.001)
+    pruner = Pruner(store, Retention(last=3))
     base, serving = publish(store, 0), -1
     for step in range(1, 60):
-        base = publish(store, step, base=base if step % 4 else None, keep_last=3)
+        base = publish(store, step, base=base if step % 4 else None, pruner=pruner)
         for _ in range(5):
             store.folder.rename(tmp_path / "away")
-            if staged := follower.ready(timeout=0.001 * (step % 3)):
+            if staged := follower.poll(timeout=0.001 * (step % 3)):
                 serving = staged.version.step
-                follower.settle()
+                follower.accept()
             (tmp_path / "away").rename(store.folder)
     while serving != 59:  # the test's deadline ends a hang
         serving = served(follower).step
@@ -275,7 +277,7 @@ def test_missing_link_is_told_until_a_keyframe_comes(store: WeightStore, follow:
     shutil.rmtree(chain_of(store, 4)[2].folder)
     follower = follow()
     while not follower.wants_keyframe:  # the test's deadline ends a hang
-        assert follower.ready(timeout=0.1) is None
+        assert follower.poll(timeout=0.1) is None
     keyframe = publish(store, 4)
     assert served_after(follower, keyframe)
     assert not follower.wants_keyframe
@@ -287,7 +289,7 @@ def test_store_that_is_away_is_no_want_of_a_keyframe(
     follower = follow()
     assert served_after(follower, publish(store, 0))
     store.folder.rename(tmp_path / "away")
-    assert follower.ready(timeout=0.5) is None
+    assert follower.poll(timeout=0.5) is None
     assert not follower.wants_keyframe
 
 
@@ -298,7 +300,7 @@ def test_versions_of_a_new_run_are_newer_whatever_their_number(
     first = publish(store, 7)
     assert served(follower) == first
     shutil.rmtree(store.folder)
-    again = DirectoryStore(store.folder)
+    again = WeightStore.open(store.folder)
     again.claim("run-2")
     new = publish(again, 1)
     assert served(follower).run_id == new.run_id == "run-2"
@@ -349,4 +351,4 @@ def test_closing_does_not_wait_for_the_loop(store: WeightStore, follow: Opener) 
     publish(store, 1, base=first)  # waits for the loop to settle
     with closing(follower):
         pass
-    assert not [each for each in threading.enumerate() if each.name == "follower"]
+    assert not [each for each in threading.enumerate() if each.name == "weight-subscriber"]

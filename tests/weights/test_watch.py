@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.weights.watch import Watch, is_remote
+from peralta_zmq.weights.backends import REMOTE_FILESYSTEMS, FolderWatcher, filesystem_of
 
 DEADLINE = 10.0
 
@@ -16,7 +16,7 @@ DEADLINE = 10.0
 def changed(tmp_path: Path) -> Iterator[threading.Event]:
     event = threading.Event()
     (tmp_path / "weights").mkdir()
-    with closing(Watch(tmp_path / "weights", event.set, poll_seconds=60.0)):
+    with closing(FolderWatcher(tmp_path / "weights", event.set, poll_seconds=60.0)):
         yield event
 
 
@@ -41,17 +41,17 @@ def test_reading_a_file_is_not_told(changed: threading.Event, tmp_path: Path) ->
 def test_another_folder_of_the_same_name_is_not_the_one_that_is_watched(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    with closing(Watch(folder, lambda: None, poll_seconds=60.0)) as watch:
-        assert watch.sees(folder)
+    with closing(FolderWatcher(folder, lambda: None, poll_seconds=60.0)) as watch:
+        assert watch.is_current()
         folder.rename(tmp_path / "away")
-        assert watch.sees(folder)  # nothing else to watch
+        assert watch.is_current()  # nothing else to watch
         folder.mkdir()
-        assert not watch.sees(folder)
+        assert not watch.is_current()
 
 
 def test_folder_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        Watch(tmp_path / "nowhere", lambda: None, poll_seconds=1.0)
+        FolderWatcher(tmp_path / "nowhere", lambda: None, poll_seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_mounts_tell_what_is_remote(tmp_path: Path, folder: str, remote: bool) -
         "/dev/a / ext4 rw 0 0\nnas:/w /mnt/nas nfs4 rw 0 0\n/dev/b /mnt/nas/disk ext4 rw 0 0\n"
         "u@h:/ /my\\040nas fuse.sshfs rw 0 0\n"
     )
-    assert is_remote(Path(folder), mounts) is remote
+    assert filesystem_of(Path(folder), mounts).startswith(REMOTE_FILESYSTEMS) is remote
 
 
 def test_system_without_such_a_table_is_taken_for_local(tmp_path: Path) -> None:
-    assert not is_remote(tmp_path, tmp_path / "nothing")
+    assert filesystem_of(tmp_path, tmp_path / "nothing") == ""

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.metrics import EVENTS, METRICS
-from peralta_zmq.password import read_token
 
 PORT = 8470
 USAGE = """\
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         _check(folder)
     if asked.export:
         return _export(asked.runs, asked.export)
-    token = read_token(asked.token_file, option="--token-file")
+    token = read_private_token(asked.token_file, option="--token-file")
     page = Dashboard(asked.runs, host=asked.host, port=asked.port, token=token)
     with contextlib.closing(page), contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write("".join(f"{line}\n" for line in page.greeting))

@@ -168,14 +168,14 @@ def answer_others(
 
     Raises WireError when the port is taken, or for a key file.
     """
-    from peralta_zmq.weights.probe_file import Probe
+    from peralta_zmq.weights.backends import ProbeFile
 
     keys, wires = config.keys_folder, config.wire
     gate = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
     show = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        show = stack.enter_context(closing(Probe(folder))).show
+        show = stack.enter_context(closing(ProbeFile(folder))).create
     greeting = wire.ProbeReply(config.run.name, role="doctor", worker_info=hello)
     address = wire.next_port(f"tcp://{wires.bind}:{wires.port}", NUM_PORTS - 1)
     greeter = wire.ProbeServer(address, greeting, create_file=show, authenticator=gate)

@@ -34,9 +34,9 @@ Show = Callable[[], tuple[str, str]]  # lets the other side make a file: its nam
 
 def check_there(folder: Path, *, role: str) -> Check:
     """The folder can be listed; before a run the trainer makes its own."""
-    from peralta_zmq.weights.watch import kind_of
+    from peralta_zmq.weights.backends import filesystem_of
 
-    kind = kind_of(folder) or "unknown"
+    kind = filesystem_of(folder) or "unknown"
     try:
         os.listdir(folder)
     except FileNotFoundError:
@@ -57,7 +57,9 @@ def check_writing(folder: Path, *, size: int = SAMPLE) -> Check:
     """Write, fsync and rename work, for files and for folders."""
     there = existing(folder)
     content, started = os.urandom(MIB) * (size // MIB), time.monotonic()
-    name, moved = (there / f"doctor-{kind}-{atomic_files.BOOT}" for kind in ("made", "moved"))
+    name, moved = (
+        there / f"doctor-{kind}-{atomic_files.PROCESS_TAG}" for kind in ("made", "moved")
+    )
     try:
         atomic_files.write_folder(name, {"sample": content}, {})
         seconds = time.monotonic() - started
@@ -77,14 +79,14 @@ def check_owner(folder: Path, run: Path, *, trains: bool) -> Check:
 
     `trains` says that the one of this run does already. Raises OSError.
     """
-    from peralta_zmq.weights.local_backend import LocalBackend
+    from peralta_zmq.weights.backends import LocalBackend
 
     place = LocalBackend(folder)
     owner, ours = _owner(place), _owner(LocalBackend(run))
     if owner and owner != ours:
         return Check("owner", False, f"{folder} belongs to run {owner}, not to {ours or run}",
                      "choose another with weights.dir, or delete it")  # fmt: skip
-    other = None if trains else place.holder(_now_in(folder))
+    other = None if trains else place.lease_holder(_now_in(folder))
     if other:
         return Check("owner", False, f"another trainer ({other}) publishes to {folder}",
                      "stop it, wait 30 s if it is gone, or choose another weights.dir")  # fmt: skip
@@ -114,7 +116,7 @@ def check_visible(
     event_patience: float = EVENT_SECONDS,
 ) -> Check:
     """A file that the other side makes appears here: by an event, and by looking."""
-    from peralta_zmq.weights.watch import Watch
+    from peralta_zmq.weights.backends import FolderWatcher
 
     came: list[float] = []
     noticed = threading.Event()
@@ -123,7 +125,7 @@ def check_visible(
         came.append(time.monotonic())
         noticed.set()
 
-    with closing(Watch(folder, changed, poll_seconds=poll_seconds)):
+    with closing(FolderWatcher(folder, changed, poll_seconds=poll_seconds)):
         name, problem = show()
         started = time.monotonic()
         if not name:
@@ -187,7 +189,7 @@ def check_speed(
         try:
             files = _files_of(place, newest)
         except (OSError, *atomic_files.MALFORMED):
-            return Check("speed", False, f"{newest} cannot be read in {place.where}",
+            return Check("speed", False, f"{newest} cannot be read in {place.address}",
                          "start the trainer: it publishes anew")  # fmt: skip
         largest = max(files, key=lambda name: files[name])
         read, seconds = _read(place, f"{newest}/{largest}", folder)
@@ -196,7 +198,7 @@ def check_speed(
         read, seconds = _read_own(place, folder)
         kind = "of our own"
     else:
-        return Check("speed", True, f"nothing to read yet in {place.where}")
+        return Check("speed", True, f"nothing to read yet in {place.address}")
     speed = read / max(seconds, 1e-6)
     whole = f"; a whole model takes {model_bytes / speed:.1f} s" if model_bytes else ""
     what = f"{read / 1e6:.1f} MB {kind}"
@@ -216,32 +218,32 @@ def existing(folder: Path) -> Path:
 
 
 def _place(address: str, token_file: str | None) -> StorageBackend:
-    from peralta_zmq.password import read_token
+    from peralta_zmq.atomic_files import read_private_token
     from peralta_zmq.weights.backends import open_backend
 
-    return open_backend(address, token=read_token(token_file))
+    return open_backend(address, token=read_private_token(token_file))
 
 
 def _versions(place: StorageBackend) -> list[str]:
-    from peralta_zmq.weights.version import NAME
+    from peralta_zmq.weights.version import VERSION_NAME
 
     with suppress(FileNotFoundError):
-        return [each for each in place.names() if NAME.fullmatch(each)]
+        return [each for each in place.names() if VERSION_NAME.fullmatch(each)]
     return []
 
 
 def _owner(place: StorageBackend) -> str:
     """The run whose weights these are; '' before there is one. Raises OSError."""
-    from peralta_zmq.weights.version import IDENTITY
+    from peralta_zmq.weights.version import RUN_FILE
 
     try:
-        return str(json.loads(b"".join(place.read(IDENTITY)))["run_id"])
+        return str(json.loads(b"".join(place.read(RUN_FILE)))["run_id"])
     except (FileNotFoundError, *atomic_files.MALFORMED):
         return ""
 
 
 def _read_own(place: StorageBackend, folder: Path) -> tuple[int, float]:
-    name = f"doctor-read-{atomic_files.BOOT}"
+    name = f"doctor-read-{atomic_files.PROCESS_TAG}"
     try:
         atomic_files.replace_file(folder / name, os.urandom(MIB) * (SAMPLE // MIB))
         return _read(place, name, folder)
@@ -251,7 +253,7 @@ def _read_own(place: StorageBackend, folder: Path) -> tuple[int, float]:
 
 def _now_in(folder: Path) -> float:
     """Unix seconds by the clock of the folder's file system."""
-    file = folder / f".doctor-clock-{atomic_files.BOOT}"
+    file = folder / f".doctor-clock-{atomic_files.PROCESS_TAG}"
     try:
         atomic_files.replace_file(file, b"")
         return file.stat().st_mtime

@@ -15,8 +15,7 @@ from weight_sets import weights_at
 
 from peralta_zmq.config import load_config
 from peralta_zmq.operate.doctor import weights, workload
-from peralta_zmq.weights.local_backend import LocalBackend
-from peralta_zmq.weights.probe_file import Probe
+from peralta_zmq.weights.backends import LocalBackend, ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
 MIB = 1 << 20
@@ -82,8 +81,8 @@ def test_room_for_three_models(tmp_path: Path) -> None:
 
 
 def test_file_of_the_other_side_is_seen_by_event_and_by_looking(tmp_path: Path) -> None:
-    with closing(Probe(tmp_path)) as probe:
-        found = weights.check_visible(tmp_path, lambda: (probe.show(), ""), poll_seconds=0.1)
+    with closing(ProbeFile(tmp_path)) as probe:
+        found = weights.check_visible(tmp_path, lambda: (probe.create(), ""), poll_seconds=0.1)
     assert found.ok and "the same folder as the trainer's" in found.detail
     assert re.search(r"by event \d+\.\d\d s$", found.detail)
     assert list(tmp_path.iterdir()) == []
@@ -102,9 +101,9 @@ def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 def test_another_folder_on_this_machine_is_told(tmp_path: Path) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-    with closing(Probe(tmp_path / "there")) as probe:
+    with closing(ProbeFile(tmp_path / "there")) as probe:
         found = weights.check_visible(
-            tmp_path / "here", lambda: (probe.show(), ""), poll_seconds=0.1, patience=0.2
+            tmp_path / "here", lambda: (probe.create(), ""), poll_seconds=0.1, patience=0.2
         )
     assert not found.ok and f"does not appear in {tmp_path / 'here'} within" in found.detail
     assert found.remedy == "it is another folder: mount the same one, and name it with weights.dir"
@@ -120,7 +119,7 @@ def test_reading_the_newest_version_tells_what_a_reload_takes(tmp_path: Path) ->
     store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
     store.publish(3, weights_at(3), companions={})
-    store.release()
+    store.backend.release_lease()
     found = weights.check_speed(tmp_path, 1_000_000_000)
     assert found.ok and "of the newest version; a whole model takes " in found.detail
     assert "MB/s" in found.detail
@@ -165,7 +164,7 @@ def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
     run.mkdir()
     store = WeightStore(LocalBackend(folder))
     store.claim("demo-1")
-    store.release()
+    store.backend.release_lease()
     found = weights.check_owner(folder, run, trains=False)
     assert not found.ok and found.detail == f"{folder} belongs to run demo-1, not to {run}"
     assert found.remedy == "choose another with weights.dir, or delete it"
@@ -178,11 +177,11 @@ def test_the_weights_of_another_run_are_told(tmp_path: Path) -> None:
 
 
 def test_weights_behind_an_address(tmp_path: Path) -> None:
-    from peralta_zmq.weights.http_server import WeightServer
+    from peralta_zmq.weights.http_backend import WeightServer
 
     store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
-    store.release()
+    store.backend.release_lease()
     with closing(WeightServer(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
         address = f"http://127.0.0.1:{server.port}"
         assert weights.check_address(address, None, run_id="demo-1").ok
