@@ -75,7 +75,6 @@ lint: setup  ## ruff and pyright
 	@$(BIN)/pyright
 
 data: setup  ## Rewrite the shipped data files from their seeds
-	@$(BIN)/python -m peralta_zmq.environments.calculator_problems
 	@$(BIN)/python -m tools.make_data
 
 docs: setup  ## Write docs/config.md anew from the settings

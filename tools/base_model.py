@@ -21,9 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from peralta_zmq import models
-from peralta_zmq.environments.calculator_problems import LARGEST_NUMBER, data_files, fresh_rows
 from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import Message
+from tools.calculator_problems import LARGEST_NUMBER, calculator_files, fresh_rows
 
 MODEL = {
     "model_type": "qwen3",
@@ -94,7 +94,7 @@ SIGNS: dict[type[ast.operator], str] = {
 
 def lessons(seed: int) -> Iterator[tuple[str, str]]:
     """Endless (sentence, answer) pairs, each answer in a notation drawn at random."""
-    held_out = frozenset(row.natural_language for row in data_files()["math_250"])
+    held_out = frozenset(row.natural_language for row in calculator_files()["math_250"])
     notations = random.Random(seed)
     for row in fresh_rows(seed, excluded=held_out):
         yield row.natural_language, notations.choice(NOTATIONS)(row.python_expression)

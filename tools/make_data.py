@@ -1,16 +1,14 @@
-"""The small data sets of countdown, reverse_text and math_answers, made from a seed.
-
-Knows words, numbers and files; knows nothing of rewards or models.
-`python -m tools.make_data` rewrites the CSV files beside this module.
-"""
+"""Generate the shipped data sets from a seed: `python -m tools.make_data` rewrites the files."""
 
 from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from tools import calculator_problems
 
 TEXT = (
     "add ant arm art bag bed bell bird boat book bowl box bread brick bus cake cap car cat chair "
@@ -23,31 +21,31 @@ WORDS = TEXT.split()
 
 
 class Row(NamedTuple):
-    """One line of a data file; the field names are the column names."""
+    """One row of a data file; the field names are the column names."""
 
     prompt: str
     answer: str
 
 
 def countdown(numbers: random.Random) -> Row:
-    """Three or four numbers up to 50 and a target from 1 to 100 that they make."""
+    """Three or four numbers up to 50 and a reachable target from 1 to 100."""
     while True:
-        given = [numbers.randint(1, 50) for _ in range(numbers.choice((3, 4)))]
-        target = _combined(given, numbers)
+        operands = [numbers.randint(1, 50) for _ in range(numbers.choice((3, 4)))]
+        target = _combined(operands, numbers)
         if 1 <= target <= 100:
-            shown = ", ".join(map(str, given[:-1]))
-            prompt = f"use {shown} and {given[-1]}, each once, to make {target}."
-            return Row(prompt, f"{' '.join(map(str, given))} = {target}")
+            listed = ", ".join(map(str, operands[:-1]))
+            prompt = f"use {listed} and {operands[-1]}, each once, to make {target}."
+            return Row(prompt, f"{' '.join(map(str, operands))} = {target}")
 
 
-def _combined(given: list[int], numbers: random.Random) -> int:
-    """Some value of the numbers taken together in some order, whole on the way."""
-    left, *others = numbers.sample(given, len(given))
+def _combined(operands: list[int], numbers: random.Random) -> int:
+    """The value of a random expression over all operands; every intermediate value is whole."""
+    left, *others = numbers.sample(operands, len(operands))
     for right in others:
-        ways = [left + right, left - right, left * right]
+        results = [left + right, left - right, left * right]
         if left % right == 0:
-            ways.append(left // right)
-        left = numbers.choice(ways)
+            results.append(left // right)
+        left = numbers.choice(results)
     return left
 
 
@@ -88,25 +86,27 @@ def _power(numbers: random.Random) -> Row:
     return Row(f"What is {base} to the power of {exponent}?", str(base**exponent))
 
 
-SETS: dict[str, tuple[Callable[[random.Random], Row], int, int]] = {  # maker, train, eval
+SETS: dict[
+    str, tuple[Callable[[random.Random], Row], int, int]
+] = {  # function, train rows, eval rows
     "countdown": (countdown, 1000, 100),
     "reverse_text": (reverse_text, 1000, 100),
     "math_answers": (math_answers, 500, 100),
 }
 
 
-def data_files(seed: int = 0) -> dict[str, list[Row]]:
-    """All data sets by the name of their file; none shares a prompt with the other of its task."""
-    files: dict[str, list[Row]] = {}
+def data_files(seed: int = 0) -> dict[str, Sequence[NamedTuple]]:
+    """All data sets by file name; train and eval files of a task share no prompt."""
+    files: dict[str, Sequence[NamedTuple]] = {**calculator_problems.calculator_files(seed)}
     for task, (make, num_train, num_eval) in SETS.items():
         numbers = random.Random(f"{task} {seed}")
         rows: dict[str, Row] = {}
         while len(rows) < num_train + num_eval:
             row = make(numbers)
             rows.setdefault(row.prompt, row)
-        drawn = list(rows.values())
-        files[f"{task}_{_short(num_eval)}"] = drawn[:num_eval]
-        files[f"{task}_{_short(num_train)}"] = drawn[num_eval:]
+        shuffled = list(rows.values())
+        files[f"{task}_{_short(num_eval)}"] = shuffled[:num_eval]
+        files[f"{task}_{_short(num_train)}"] = shuffled[num_eval:]
     return files
 
 
@@ -115,11 +115,11 @@ def _short(count: int) -> str:
 
 
 def write_data_files(folder: Path, seed: int = 0) -> None:
-    """Write NAME.csv of every data set into `folder`."""
+    """Write every data set as NAME.csv into `folder`."""
     for name, rows in data_files(seed).items():
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(Row._fields)
+            writer.writerow(rows[0]._fields)
             writer.writerows(rows)
 
 

@@ -1,4 +1,4 @@
-"""The small data sets: code and files agree, and every answer is worth the whole reward."""
+"""The shipped data files are those that the code generates, and their problems are sound."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tools.make_data import data_files, write_data_files
 FOLDER = Path(make_data.__file__).parents[1] / "peralta_zmq/environments/data"
 
 
-def test_the_shipped_files_are_what_the_generator_writes(tmp_path: Path) -> None:
+def test_shipped_files_equal_generated_files(tmp_path: Path) -> None:
     write_data_files(tmp_path, seed=0)
+    assert {path.stem for path in FOLDER.glob("*.csv")} == set(data_files(0))
     for name in data_files(0):
-        made, kept = (folder / f"{name}.csv" for folder in (tmp_path, FOLDER))
-        assert made.read_bytes() == kept.read_bytes()
+        generated, shipped = (folder / f"{name}.csv" for folder in (tmp_path, FOLDER))
+        assert generated.read_bytes() == shipped.read_bytes()
 
 
-def test_another_seed_makes_other_rows() -> None:
+def test_data_files_depend_on_seed() -> None:
     first, second = data_files(0), data_files(1)
     assert all(first[name] != second[name] for name in first)
 
@@ -30,31 +31,31 @@ def test_another_seed_makes_other_rows() -> None:
     ("task", "sizes"),
     [("countdown", (1000, 100)), ("reverse_text", (1000, 100)), ("math_answers", (500, 100))],
 )
-def test_train_and_eval_share_no_problem(task: str, sizes: tuple[int, int]) -> None:
+def test_train_and_eval_files_share_no_problem(task: str, sizes: tuple[int, int]) -> None:
     if task == "math_answers":
         pytest.importorskip("math_verify")
-    part = resolve("task", task)
+    module = resolve("task", task)
     train, held_out = (
-        {each.id for each in load_problems(part, split, seed=0, options={})}
+        {problem.id for problem in load_problems(module, split, seed=0, options={})}
         for split in ("train", "eval")
     )
     assert (len(train), len(held_out)) == sizes
     assert not train & held_out
 
 
-def test_every_countdown_can_be_made() -> None:
-    """By trying all orders and signs: the answer is no accident of how it was drawn."""
-    for row in data_files(0)["countdown_100"]:
-        *given, target = map(int, row.answer.replace("=", " ").split())
-        assert target in made_of(tuple(given))
+def test_countdown_targets_are_reachable() -> None:
+    """Tries all orders and operations, independently of the generating code."""
+    for _, answer in data_files(0)["countdown_100"]:
+        *operands, target = map(int, answer.replace("=", " ").split())
+        assert target in values_of(tuple(operands))
 
 
-def made_of(numbers: tuple[int, ...]) -> set[float]:
+def values_of(numbers: tuple[int, ...]) -> set[float]:
     if len(numbers) == 1:
         return {numbers[0]}
-    found: set[float] = set()
+    values: set[float] = set()
     for last in range(len(numbers)):
         others, right = numbers[:last] + numbers[last + 1 :], numbers[last]
-        for left in made_of(others):
-            found |= {left + right, left - right, left * right, left / right}
-    return found
+        for left in values_of(others):
+            values |= {left + right, left - right, left * right, left / right}
+    return values

@@ -1,22 +1,16 @@
-"""The calculator's sentences: shapes, seeded rows, and the expander behind math_10k.csv.
-
-Knows words and expressions; knows nothing of rewards or models.
-`python -m peralta_zmq.environments.calculator_problems` rewrites the three CSV files in data/.
-"""
+"""Data sets of the calculator task, generated from a seed: math_250, math_1k and math_10k."""
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 LARGEST_NUMBER = 50
 
 
 class Row(NamedTuple):
-    """One line of a data file; the field names are the column names."""
+    """One row of a data file; the field names are the column names."""
 
     python_expression: str
     natural_language: str
@@ -81,8 +75,8 @@ HELD_OUT_SHAPES = (
 
 EVAL_SHAPES = TRAIN_SHAPES[:18] + HELD_OUT_SHAPES
 
-# One further operation: how the expression grows, and the words for it.
-FURTHER = (
+# One more operation: the new expression, and the words appended to the sentence.
+OPERATIONS = (
     Row("{x} + {n}", ", then add {n}"),
     Row("{x} - {n}", ", then subtract {n}"),
     Row("({x}) * {n}", ", then multiply the result by {n}"),
@@ -91,9 +85,10 @@ FURTHER = (
     Row("{x} - {n}", ", and take {n} away from the result"),
     Row("({x}) * {n}", ", and multiply everything by {n}"),
 )
-# Expansions are one or two of them; 7 + 7 of 20 shapes make 280 shapes in math_10k.csv.
-EXPANSIONS = tuple((first,) for first in FURTHER) + tuple(
-    (FURTHER[i], FURTHER[j]) for i, j in ((0, 5), (1, 6), (2, 4), (3, 0), (4, 3), (5, 2), (6, 1))
+# An expansion is one or two operations; 14 expansions of 20 shapes make 280 in math_10k.
+EXPANSIONS = tuple((first,) for first in OPERATIONS) + tuple(
+    (OPERATIONS[i], OPERATIONS[j])
+    for i, j in ((0, 5), (1, 6), (2, 4), (3, 0), (4, 3), (5, 2), (6, 1))
 )
 
 
@@ -104,11 +99,11 @@ def row_of(shape: Row, numbers: random.Random) -> Row:
 
 
 def expand(row: Row, expansion: tuple[Row, ...], numbers: random.Random) -> Row:
-    """Append further operations to a row; the sentence keeps its final punctuation."""
+    """Append operations to a row; the sentence keeps its final punctuation."""
     expression, sentence = row.python_expression, row.natural_language
-    for grow, words in expansion:
+    for template, words in expansion:
         number = numbers.randint(1, LARGEST_NUMBER)
-        expression = grow.format(x=expression, n=number)
+        expression = template.format(x=expression, n=number)
         sentence = sentence[:-1] + words.format(n=number) + sentence[-1]
     return Row(expression, sentence)
 
@@ -116,22 +111,22 @@ def expand(row: Row, expansion: tuple[Row, ...], numbers: random.Random) -> Row:
 def distinct_rows(
     shapes: tuple[Row, ...], *, count: int, seed: int, excluded: frozenset[str] = frozenset()
 ) -> list[Row]:
-    """`count` rows that share no sentence with each other or with `excluded`, shapes in turn."""
+    """`count` rows with distinct sentences that are not in `excluded`; shapes take turns."""
     numbers = random.Random(seed)
     rows: dict[str, Row] = {}
     while len(rows) < count:
         row = row_of(shapes[len(rows) % len(shapes)], numbers)
         if row.natural_language not in excluded:
             rows.setdefault(row.natural_language, row)
-    drawn = list(rows.values())
-    numbers.shuffle(drawn)
-    return drawn
+    shuffled = list(rows.values())
+    numbers.shuffle(shuffled)
+    return shuffled
 
 
 def expanded_rows(
     rows: list[Row], *, count: int, seed: int, excluded: frozenset[str] = frozenset()
 ) -> list[Row]:
-    """`count` rows made by expanding each of `rows` equally often, each time in another way."""
+    """`count` rows: every row is expanded equally often, each time with another expansion."""
     numbers = random.Random(seed)
     expanded: dict[str, Row] = {}
     while len(expanded) < count:
@@ -144,7 +139,7 @@ def expanded_rows(
 
 
 def fresh_rows(seed: int, *, excluded: frozenset[str]) -> Iterator[Row]:
-    """Endless rows of every shape with fresh numbers, a quarter of them expanded."""
+    """Endless random rows of all shapes, a quarter of them expanded."""
     numbers = random.Random(seed)
     shapes = TRAIN_SHAPES + HELD_OUT_SHAPES
     while True:
@@ -155,23 +150,10 @@ def fresh_rows(seed: int, *, excluded: frozenset[str]) -> Iterator[Row]:
             yield row
 
 
-def data_files(seed: int = 0) -> dict[str, list[Row]]:
+def calculator_files(seed: int = 0) -> dict[str, list[Row]]:
     """The three data sets by name; math_250 shares no row with the others."""
     held_out = distinct_rows(EVAL_SHAPES, count=250, seed=seed)
     excluded = frozenset(row.natural_language for row in held_out)
     small = distinct_rows(TRAIN_SHAPES, count=1000, seed=seed + 1, excluded=excluded)
     large = expanded_rows(small, count=10_000, seed=seed + 2, excluded=excluded)
     return {"math_250": held_out, "math_1k": small, "math_10k": large}
-
-
-def write_data_files(folder: Path, seed: int = 0) -> None:
-    """Write math_250.csv, math_1k.csv and math_10k.csv into `folder`."""
-    for name, rows in data_files(seed).items():
-        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(Row._fields)
-            writer.writerows(rows)
-
-
-if __name__ == "__main__":
-    write_data_files(Path(__file__).parent / "data")
