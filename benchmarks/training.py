@@ -29,7 +29,7 @@ from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.optimizer_step import take_step
-from peralta_zmq.learning.packing import Batch, PackedSample, cut, make_batches
+from peralta_zmq.learning.packing import Batch, PackedSample, make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
@@ -93,7 +93,7 @@ class Setting:
 
     def pieces(self, num_groups: int) -> Sequence[PackedSample]:
         """The groups as they are packed."""
-        return cut(self._groups[:num_groups], group_mean, max_tokens=1 << 16).pieces
+        return pack_groups(self._groups[:num_groups], group_mean, max_tokens=1 << 16).samples
 
     def exact(self, num_groups: int) -> None:
         """Our step in fp32, all groups in one micro-batch."""
@@ -105,7 +105,7 @@ class Setting:
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
         batches: list[Batch] = make_batches(
-            self.pieces(num_groups), max_tokens=1 << 16, device=self._device
+            self.samples(num_groups), max_tokens=1 << 16, device=self._device
         )
         take_step(
             self._optimizer, batches,
@@ -140,7 +140,7 @@ class Setting:
 
     def needed_flops(self, num_groups: int) -> float:
         """Matrix products of forward and backward on each distinct token, attention left out."""
-        pieces = self.pieces(num_groups)
+        pieces = self.samples(num_groups)
         tokens = sum(piece.num_tokens for piece in pieces)
         generated = num_groups * sum(LENGTHS)
         return 6.0 * (tokens * self._num_body + generated * self._num_head)

@@ -30,14 +30,12 @@ from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import Remote
 from peralta_zmq.errors import ConfigError, JournalError, UserCodeError
 from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.losses import ORDERED
-from peralta_zmq.learning.losses.entropy import with_entropy_bonus
-from peralta_zmq.learning.lr_schedule import learning_rate
-from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.learning.reference_models import Frozen, Reference, TeacherModel
-from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.learning.losses import MASK_BOUNDS, TokenLoss, Tokens, with_entropy_bonus
+from peralta_zmq.learning.optimizer import learning_rate
+from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, TeacherModel
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer, training_dtype
 from peralta_zmq.observe.terminal import progress_on
@@ -55,14 +53,14 @@ MODEL_OPTIONS = {"beta": "reference", "teacher_tau": "teacher"}
 # Learner.
 
 
-def make_learner(config: Config, model: models.Model, ranks: Ranks = ALONE) -> Learner:
+def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
     `model` must hold the base weights: a loss with a reference model copies them here. With several
     ranks the trained module is the one that `ranks` prepares from `model`.
     """
     train = config.train
-    trained = ranks.prepared(model)
+    trained = ranks.prepare(model)
     loss, score = make_loss(config), make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, score)
     return Learner(
@@ -245,7 +243,7 @@ def _to_bool(name: str, result: Any, *_: object) -> bool:
 def _check_bounds(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a lower bound that is not below its upper bound."""
     parameters = inspect.signature(function).parameters
-    for low, high in ORDERED:
+    for low, high in MASK_BOUNDS:
         if low in parameters and high in parameters:
             bounds = [options.get(name, parameters[name].default) for name in (low, high)]
             if not bounds[0] < bounds[1]:
@@ -279,7 +277,7 @@ def _check_effect(name: str, options: Mapping[str, Any]) -> None:
 
 def make_reference_models(
     config: Config, model: models.Model, score: Scorer
-) -> tuple[Reference | None, Frozen | None]:
+) -> tuple[PolicyCopy | None, ReferenceModel | None]:
     """The reference model and the teacher that the loss uses; `model` must hold the base weights.
 
     Without `model.teacher` the teacher is the base model. Raises ConfigError for settings that have
@@ -289,7 +287,7 @@ def make_reference_models(
     parameters = lora.trained_parameters(model)
     reference = teacher = None
     if "reference" in used:
-        reference = Reference(
+        reference = PolicyCopy(
             parameters,
             score,
             sync_steps=train.ref_sync_steps,
@@ -301,7 +299,7 @@ def make_reference_models(
             "uses no reference model; remove it or choose loss 'grpo_kl' with loss.beta above 0"
         )
     if "teacher" in used:
-        teacher = _load_teacher(config, model) or Reference(parameters, score)
+        teacher = _load_teacher(config, model) or PolicyCopy(parameters, score)
     elif config.model.teacher:
         raise ConfigError(
             f"model.teacher {config.model.teacher} is set, but loss '{config.loss.name}' uses no "

@@ -131,7 +131,7 @@ class EngineMaker(Protocol):
 
 
 class Loss(Protocol):
-    """A function of `learning.tokens.Tokens` that returns a scalar tensor and named metrics.
+    """A function of `learning.losses.Tokens` that returns a scalar tensor and named metrics.
 
     It divides both by the totals of the whole step; the trainer sums over micro-batches.
     """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peralta_zmq.learning.losses import reinforce
-from peralta_zmq.learning.tokens import Tokens
+from peralta_zmq.learning.losses import Tokens, reinforce
 
 POISON = -99.0  # as the sampler's logprob of a token
 

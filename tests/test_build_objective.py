@@ -15,7 +15,7 @@ from fakes import group_of, tiny_model
 from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, UserCodeError
-from peralta_zmq.learning.tokens import Tokens
+from peralta_zmq.learning.losses import Tokens
 
 MINE = """
 import math, time
@@ -320,7 +320,9 @@ def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) ->
     config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
     learner = build.make_learner(config, tiny_model())
     assert learner.learn([group_of([1, 0])])["skipped"] == 1
-    assert learner.problem.startswith("the gradient of loss 'steep' is not finite although its val")
+    assert learner.skip_reason.startswith(
+        "the gradient of loss 'steep' is not finite although its val"
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.learning.optimizer_step import Taken, take_step
-from peralta_zmq.learning.packing import cut, make_batches
+from peralta_zmq.learning.optimizer_step import StepResult, take_step
+from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
 from peralta_zmq.weights.publisher import WeightPublisher
@@ -97,13 +97,13 @@ def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replays) > 150
 
 
-def trained(device: str, dtype: torch.dtype) -> tuple[list[Taken], dict[str, torch.Tensor]]:
+def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """Three steps over two groups, and the weights after them."""
     model = tiny_model().to(device)
     optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
     set_learning_rate(optimizer, 1e-3)
     groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
-    pieces = cut(groups, group_mean, max_tokens=1000).pieces
+    pieces = pack_groups(groups, group_mean, max_tokens=1000).samples
     taken = [
         take_step(
             optimizer, make_batches(pieces, max_tokens=1000, device=device),

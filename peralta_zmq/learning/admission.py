@@ -1,49 +1,45 @@
-"""Who is admitted to training: nothing twice, nothing too old, and everything counted.
-
-Knows sequences and steps; knows nothing of tensors or sockets.
-"""
+"""Admission of rollout groups to training: rejects duplicates and stale groups, counts outcomes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from peralta_zmq.rollout import RolloutGroup
 
-AdmissionDecision: TypeAlias = Literal[
-    "trained", "no_signal", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
-    "duplicate",
-]  # fmt: skip
-OUTCOMES = (
+Outcome: TypeAlias = Literal[
     "trained", "no_signal", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
     "lost",
-)  # fmt: skip
-ADMITTED = ("trained", "no_signal")  # both belong to the batch; the latter has no signal
-MAX_ABOVE = 1024  # sequences remembered above a gap, so that a jump cannot fill memory
-MAX_ABOVE_ALL = 1 << 17  # and of all senders together; 100 bytes each
-MAX_SENDERS = 1 << 16  # starts of generators remembered; the one longest unheard goes first
+]  # fmt: skip
+AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+ADMITTED = ("trained", "no_signal")  # in the batch; no_signal: all rewards of the group are equal
+MAX_ABOVE = 1024  # settled sequences above a gap per sender; bounds memory when sequences jump
+MAX_ABOVE_ALL = 1 << 17  # the same for all senders together; about 100 bytes each
+MAX_SENDERS = 1 << 16  # generator starts in memory; the least recently active is dropped first
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Optimizer steps between the weights that sampled the group and those that step changes."""
+    """Optimizer steps between the oldest weights of the group and those that `step` updates."""
     return max(0, step - 1 - group.policy_step)
 
 
 class Ledger:
-    """Which groups of each sender are settled, and what became of all of them together.
+    """The settled groups of each sender (one start of one generator), and their outcomes.
 
-    Settled are all up to a sequence, and some above a gap. Every settled group has exactly one
-    outcome, so the outcomes add up to the settled sequences (`total`).
+    Per sender, all sequences up to `settled(sender)` are settled, and some above a gap. Every
+    settled group has exactly one outcome, so the outcomes sum to `total`.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         saved = saved or {"senders": {}, "outcomes": {}}
-        self._settled: dict[str, int] = {}
-        self._above: dict[str, set[int]] = {}  # of those with a gap, the longest unheard first
-        self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
+        self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
+        # Both dicts are ordered by activity, the least recently active sender first.
+        self._settled: dict[str, int] = {}
+        self._above: dict[str, set[int]] = {}  # only senders with a gap
         for sender, (settled, above) in saved["senders"].items():
             self._settled[sender] = settled
             if above:
@@ -51,65 +47,64 @@ class Ledger:
         self._num_above = sum(map(len, self._above.values()))
 
     def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
-        """Whether the group is new; it is settled from now on with this outcome.
+        """Settle a group with this outcome; False if it was settled before.
 
-        What is missing below `min_sequence` will never come: it is settled as lost.
+        The sender sends nothing below `min_sequence` any more: missing groups there are lost.
         """
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
             return False
-        above = above | {sequence}
         self.outcomes[outcome] += 1
-        jump = min(above) if len(above) > MAX_ABOVE else 0
-        below = max(settled + 1, min_sequence, jump)  # everything under it is settled
-        known = {number for number in above if number < below}
-        if lost := below - settled - 1 - len(known):
-            self.outcomes["lost"] += lost
-        settled, above = below - 1, above - known
+        above = above | {sequence}
+        if len(above) > MAX_ABOVE:
+            min_sequence = max(min_sequence, min(above))
+        if min_sequence > settled + 1:
+            passed = {number for number in above if number < min_sequence}
+            self._count_lost(min_sequence - settled - 1 - len(passed))
+            settled, above = min_sequence - 1, above - passed
         while settled + 1 in above:
             settled += 1
             above.remove(settled)
-        self._remember(sender, settled, above)
+        self._store(sender, settled, above)
         return True
 
     @property
     def made(self) -> int:
-        """Groups that all senders are known to have made."""
-        return self._forgotten + sum(self.seen(sender) + 1 for sender in self._settled)
+        """Groups that the senders have made, as far as their sequences tell."""
+        return self._forgotten + sum(self.highest(sender) + 1 for sender in self._settled)
 
     def settled(self, sender: str) -> int:
-        """All groups up to this sequence are settled; -1 when none is."""
+        """The sequence up to which all groups are settled; -1 if none is."""
         return self._settled.get(sender, -1)
 
-    def seen(self, sender: str) -> int:
-        """The highest settled sequence; above `settled` when there is a gap between."""
-        return max(self._above.get(sender, set()), default=self.settled(sender))
+    def highest(self, sender: str) -> int:
+        """The highest settled sequence; greater than `settled` if there is a gap."""
+        return max(self._above.get(sender, ()), default=self.settled(sender))
 
     @property
     def senders(self) -> list[str]:
-        """Every start of a generator that is remembered, the longest unheard first."""
+        """Senders in memory, the least recently active first."""
         return list(self._settled)
 
     @property
     def total(self) -> int:
         """Settled groups of all senders."""
-        settled = sum(each + 1 for each in self._settled.values())
+        settled = sum(sequence + 1 for sequence in self._settled.values())
         return self._forgotten + settled + self._num_above
 
     def saved(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint."""
-        senders = {
-            sender: (settled, sorted(self._above.get(sender, ())))
-            for sender, settled in self._settled.items()
-        }
+        """The ledger as JSON, for a checkpoint."""
         return {
-            "senders": senders,
+            "senders": {
+                sender: (settled, sorted(self._above.get(sender, ())))
+                for sender, settled in self._settled.items()
+            },
             "outcomes": dict(self.outcomes),
             "forgotten": self._forgotten,
         }
 
-    def _remember(self, sender: str, settled: int, above: set[int]) -> None:
-        self._settled.pop(sender, None)  # to the end of the order
+    def _store(self, sender: str, settled: int, above: set[int]) -> None:
+        self._settled.pop(sender, None)  # moves it to the end of the order
         self._settled[sender] = settled
         self._num_above += len(above) - len(self._above.pop(sender, ()))
         if above:
@@ -118,50 +113,53 @@ class Ledger:
             self._close_gaps(next(iter(self._above)))
         if len(self._settled) > MAX_SENDERS:
             oldest = next(iter(self._settled))
-            gone = self._above.pop(oldest, ())
-            self._num_above -= len(gone)
-            self._forgotten += self._settled.pop(oldest) + 1 + len(gone)
+            oldest_above = self._above.pop(oldest, ())
+            self._num_above -= len(oldest_above)
+            self._forgotten += self._settled.pop(oldest) + 1 + len(oldest_above)
 
     def _close_gaps(self, sender: str) -> None:
-        """What is missing of this sender is settled as lost."""
+        """Settle all missing groups of this sender as lost."""
         above = self._above.pop(sender)
         self._num_above -= len(above)
-        self.outcomes["lost"] += max(above) - self._settled[sender] - len(above)
+        self._count_lost(max(above) - self._settled[sender] - len(above))
         self._settled[sender] = max(above)
+
+    def _count_lost(self, count: int) -> None:
+        if count:  # a zero would appear in checkpoints and metrics
+            self.outcomes["lost"] += count
 
 
 @dataclass(slots=True)
 class Admission:
-    """Decides which groups may be trained."""
+    """Decides which groups are trained, and records every decision in the ledger."""
 
     max_off_policy_steps: int
     online_difficulty_filtering: bool = False
     """Drop groups whose mean reward is exactly 0 or 1."""
     ledger: Ledger = field(default_factory=Ledger)
     abandoned: set[str] = field(default_factory=set[str])
-    """Ids of weights that a roll-back has left behind; what they sampled is not trained."""
-    distrusted: set[str] = field(default_factory=set[str])
-    """Senders whose logprobs are too far from ours; what they sample is not trained."""
+    """weights_ids that a roll-back abandoned; groups sampled from them are not trained."""
+    flagged: set[str] = field(default_factory=set[str])
+    """Senders whose logprob mismatch is above the bound; their groups are not trained."""
     duplicates: int = 0
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
-        """What becomes of the group in optimizer step `step`; it is counted."""
-        verdict = self._judge(group, step)
-        if self.ledger.settle(
-            group.sender, group.sequence, verdict, min_sequence=group.min_sequence
-        ):
-            return verdict
+        """Decide on the group for optimizer step `step`, and settle it in the ledger."""
+        decision = self._decide(group, step)
+        sequence, min_sequence = group.sequence, group.min_sequence
+        if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
+            return decision
         self.duplicates += 1
         return "duplicate"
 
-    def _judge(self, group: RolloutGroup, step: int) -> AdmissionDecision:
+    def _decide(self, group: RolloutGroup, step: int) -> AdmissionDecision:
         if not group.rollouts:
-            return "invalid"  # what it held was refused
+            return "invalid"  # the decoder rejected its content
         if group.newest_step >= step or group.weights_id in self.abandoned:
             return "abandoned"
         if group.evaluation_step >= 0:
             return "evaluated"
-        if group.sender in self.distrusted:
+        if group.sender in self.flagged:
             return "mismatched"
         if staleness(group, step=step) > self.max_off_policy_steps:
             return "stale"

@@ -1,7 +1,7 @@
-"""Ranks over torch.distributed: gloo on CPUs, NCCL and sharded parameters on CUDA.
+"""Ranks of a data-parallel trainer: gloo on CPUs, NCCL with sharded parameters (FSDP2) on CUDA.
 
-Knows process groups, tensors and bytes; knows nothing of groups, losses or files. What ranks tell
-each other is JSON and raw bytes, never pickle.
+Commands and metrics travel as JSON and raw bytes, never as pickle. Names of torch.distributed are
+imported where they are used: torch builds without it train on one rank.
 """
 
 from __future__ import annotations
@@ -11,174 +11,255 @@ import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from peralta_zmq.errors import RankError
-from peralta_zmq.learning.ranks import Module
 
-ORDER_PATIENCE = timedelta(days=365)  # a rank waits for its next order as long as rank 0 lives
-SEVERAL = {"cuda": "cpu:gloo,cuda:nccl"}  # the rest is gloo alone
+Module = TypeVar("Module", bound=torch.nn.Module)
 
-
-class Order(NamedTuple):
-    """What rank 0 wants of the others: words, and contents that they speak about."""
-
-    words: dict[str, Any]
-    contents: list[bytes]
+COMMAND_TIMEOUT = timedelta(days=365)  # a rank waits for commands as long as rank 0 lives
 
 
-def join(device: torch.device) -> ManyRanks:
-    """Meet the processes that torchrun has started, as its environment says.
+class Ranks(Protocol):
+    """The ranks of a trainer. Every rank makes the same calls in the same order.
 
-    Raises RankError when they do not come.
+    `lockstep` is True when each rank needs as many forward and backward passes as the others,
+    because they gather each other's shards.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def lockstep(self) -> bool: ...
+
+    def prepare(self, model: Module) -> Module:
+        """Return the model to train, with rank 0's weights: `model` itself or a sharded copy."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over all ranks."""
+        ...
+
+    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sum over all ranks of each named number; ranks may have different names."""
+        ...
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Replace each parameter's gradient by its sum over all ranks."""
+        ...
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor on every rank, from a shard or a full tensor."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor on rank 0; the other ranks of a sharded one get an empty one."""
+        ...
+
+    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor, with the device and layout of `like`."""
+        ...
+
+
+class SingleRank:
+    """A trainer of one process: every reduction is the identity."""
+
+    rank, world_size, lockstep = 0, 1, False
+
+    def prepare(self, model: Module) -> Module:
+        """Return the model."""
+        return model
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Change nothing."""
+
+    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums."""
+        return dict(sums)
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Change nothing."""
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return the tensor on the device of `like`."""
+        return tensor.to(like.device)
+
+
+SINGLE = SingleRank()
+
+
+class Command(NamedTuple):
+    """A message of rank 0 to the other ranks: JSON fields and binary payloads."""
+
+    fields: dict[str, Any]
+    payloads: list[bytes]
+
+
+def join(device: torch.device) -> DistributedRanks:
+    """Join the process group that torchrun's environment variables describe.
+
+    Raises RankError when another rank does not join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with _with_the_others():
-        dist.init_process_group(SEVERAL.get(device.type, "gloo"))
-    return ManyRanks(device, shards=device.type == "cuda")
+    with _rank_errors():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return DistributedRanks(device, shards=device.type == "cuda")
 
 
-class ManyRanks:
-    """This process among those of the default process group, which must be there already.
+class DistributedRanks:
+    """The ranks of torch's default process group, which must be initialized.
 
-    With `shards` each rank holds a part of every parameter (FSDP2); else each holds all.
-    Every method raises RankError when another rank is gone.
+    With `shards` each rank holds a part of every parameter (FSDP2), else a full copy. Every method
+    raises RankError when another rank is gone.
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:
-        self.number, self.count = dist.get_rank(), dist.get_world_size()
-        self.lined_up = shards
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.lockstep = shards
         self._device = device
-        orders = dist.new_group(backend="gloo", timeout=ORDER_PATIENCE)
-        self._orders = cast(dist.ProcessGroup, orders)
+        self._commands: Any = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
 
-    # What a step adds up.
+    # Reductions
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Put the sum over all ranks into `tensor`."""
-        with _with_the_others():
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over all ranks."""
+        with _rank_errors():
             dist.all_reduce(tensor)
 
-    def merged(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The sum over all ranks of each named number; ranks may know different names."""
+    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sum over all ranks, in rank order, of each named number."""
         total: dict[str, float] = {}
-        for told in self._exchanged(json.dumps(sums).encode()):
-            for name, value in cast("dict[str, float]", json.loads(told)).items():
+        for message in self._all_gather(json.dumps(sums).encode()):
+            for name, value in cast("dict[str, float]", json.loads(message)).items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def add_up_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Make the gradient of each parameter the sum over all ranks.
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Replace each parameter's gradient by its sum over all ranks.
 
-        A rank without work has no gradients and adds zero. Sharded parameters have their sums
-        from the backward pass.
+        A rank without a gradient adds zero. FSDP sums gradients in the backward pass.
         """
-        if self.lined_up:
+        if self.lockstep:
             return
-        counts = torch.tensor([float(each.grad is not None) for each in parameters])
-        self.add_up(counts)
-        touched = [each for each, count in zip(parameters, counts, strict=True) if count]
-        for each in touched:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-        with _with_the_others():
-            under_way = [dist.all_reduce(each.grad, async_op=True) for each in touched]
-            for each in under_way:
-                cast(Any, each).wait()
+        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        self.all_reduce(counts)
+        used = [p for p, count in zip(parameters, counts, strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        with _rank_errors():
+            for work in [dist.all_reduce(parameter.grad, async_op=True) for parameter in used]:
+                cast(Any, work).wait()
 
-    # Parameters: whole, or each rank a part.
-
-    def prepared(self, model: Module) -> Module:
-        """What to train in the place of `model`: rank 0's weights, whole or a sharded copy."""
-        with _with_the_others():
-            for each in model.state_dict().values():
-                dist.broadcast(each, 0)
-        return self._sharded(copy.deepcopy(model)) if self.lined_up else model
-
-    def _sharded(self, model: Module) -> Module:
-        mesh = init_device_mesh(self._device.type, (self.count,))
-        layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
-        parts = [each for each in model.modules() if each.__class__.__name__ in layers]
-        for part in (*parts, model):
-            sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
-            sharded.set_gradient_divide_factor(1.0)  # the loss divides by the whole step's totals
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        return model
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor of which each rank may hold a part."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def collected(self, tensor: Tensor) -> Tensor:
-        """The whole of it for rank 0, on the CPU if it was in parts; the others get nothing."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        found = tensor.full_tensor()
-        return found.cpu() if self.number == 0 else found.new_empty(0)
-
-    def own_part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Of a whole tensor what this rank holds, laid out like `like`."""
-        tensor = tensor.to(like.device)
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:
-            return tensor
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-    # Orders of rank 0.
-
-    def tell(self, words: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
-        """By rank 0: give the others an order, which each of them hears with `listen`."""
-        head = json.dumps({**words, "sizes": [len(each) for each in contents]}).encode()
-        whole = b"".join([head, *contents])
-        with _with_the_others():
-            dist.broadcast(torch.tensor([len(head), len(whole)]), 0, group=self._orders)
-            dist.broadcast(_tensor_of(whole), 0, group=self._orders)
-
-    def listen(self) -> Order:
-        """By the others: wait for the next order."""
-        sizes = torch.zeros(2, dtype=torch.int64)
-        with _with_the_others():
-            dist.broadcast(sizes, 0, group=self._orders)
-            whole = torch.empty(int(sizes[1]), dtype=torch.uint8)
-            dist.broadcast(whole, 0, group=self._orders)
-        said, start = whole.numpy().tobytes(), int(sizes[0])
-        words = json.loads(said[:start])
-        contents = list[bytes]()
-        for size in words.pop("sizes"):
-            contents.append(said[start : start + size])
-            start += size
-        return Order(words, contents)
-
-    def hand_out(self, tensors: Iterable[Tensor]) -> None:
-        """Fill these CPU tensors with those of rank 0, one after another."""
-        with _with_the_others():
-            for each in tensors:
-                dist.broadcast(each.reshape(-1).view(torch.uint8), 0)
-
-    def leave(self) -> None:
-        """Part from the others, when all have nothing more to say."""
-        dist.destroy_process_group()
-
-    def _exchanged(self, content: bytes) -> list[bytes]:
-        """What each rank says, in the order of their numbers."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        with _with_the_others():
+    def _all_gather(self, content: bytes) -> list[bytes]:
+        """The content of each rank, in rank order."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        with _rank_errors():
             dist.all_gather(sizes, torch.tensor([len(content)]))
             longest = int(max(sizes))
-            said = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
-            dist.all_gather(said, _tensor_of(content.ljust(longest)))
-        return [each[: int(size)].numpy().tobytes() for each, size in zip(said, sizes, strict=True)]
+            padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            dist.all_gather(padded, _as_tensor(content.ljust(longest)))
+        return [t[: int(size)].numpy().tobytes() for t, size in zip(padded, sizes, strict=True)]
+
+    # Parameters
+
+    def prepare(self, model: Module) -> Module:
+        """Return the model to train, with rank 0's weights: `model` itself or a sharded copy."""
+        with _rank_errors():
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        return self._sharded(copy.deepcopy(model)) if self.lockstep else model
+
+    def _sharded(self, model: Module) -> Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self._device.type, (self.world_size,))
+        layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+        parts = [module for module in model.modules() if module.__class__.__name__ in layers]
+        for part in (*parts, model):
+            sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)  # the loss divides by the totals of the step
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
+        return model
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor on every rank."""
+        return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor on rank 0, on the CPU if it was sharded; else an empty one."""
+        if not _is_sharded(tensor):
+            return tensor
+        full = self.full_tensor(tensor)
+        return full.cpu() if self.rank == 0 else full.new_empty(0)
+
+    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor, with the device and layout of `like`."""
+        tensor = tensor.to(like.device)
+        if not _is_sharded(like) or tensor.shape != like.shape:
+            return tensor
+        from torch.distributed.tensor import distribute_tensor
+
+        layout: Any = like
+        return distribute_tensor(tensor, layout.device_mesh, layout.placements, src_data_rank=None)
+
+    # Commands of rank 0
+
+    def send_command(self, fields: Mapping[str, Any], payloads: Sequence[bytes] = ()) -> None:
+        """Send a command to all other ranks. Only rank 0 calls it."""
+        header = json.dumps({**fields, "sizes": [len(payload) for payload in payloads]}).encode()
+        message = b"".join([header, *payloads])
+        with _rank_errors():
+            dist.broadcast(torch.tensor([len(header), len(message)]), 0, group=self._commands)
+            dist.broadcast(_as_tensor(message), 0, group=self._commands)
+
+    def receive_command(self) -> Command:
+        """Wait for the next command. All ranks but 0 call it."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        with _rank_errors():
+            dist.broadcast(sizes, 0, group=self._commands)
+            received = torch.empty(int(sizes[1]), dtype=torch.uint8)
+            dist.broadcast(received, 0, group=self._commands)
+        message, start = received.numpy().tobytes(), int(sizes[0])
+        fields = json.loads(message[:start])
+        payloads = list[bytes]()
+        for size in fields.pop("sizes"):
+            payloads.append(message[start : start + size])
+            start += size
+        return Command(fields, payloads)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Fill these CPU tensors with rank 0's."""
+        with _rank_errors():
+            for tensor in tensors:
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
+
+    def close(self) -> None:
+        """Leave the process group, after the last command."""
+        dist.destroy_process_group()
 
 
 @contextmanager
-def _with_the_others() -> Generator[None]:
+def _rank_errors() -> Generator[None]:
+    """Raise RankError for an error of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
@@ -188,5 +269,9 @@ def _with_the_others() -> Generator[None]:
         ) from None
 
 
-def _tensor_of(content: bytes) -> Tensor:
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")  # a DTensor
+
+
+def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""The policy being trained: fp32 masters, optimizer, schedule; groups in, metrics out.
+"""Training of a policy: fp32 parameters and optimizer; rollout groups in, metrics out.
 
-Knows parameters by name and a function that scores tokens; knows nothing of models or files.
+`Learner.learn` is one step of training: filters, packing, reference logprobs, optimizer steps.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -15,40 +16,41 @@ import torch
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter, apply_filters
-from peralta_zmq.learning.group_metrics import describe
-from peralta_zmq.learning.logprob_mismatch import Mismatch
+from peralta_zmq.learning.losses import TokenLoss
 from peralta_zmq.learning.optimizer_step import (
     Score,
     ScoreWithEntropy,
-    Taken,
-    logprobs_of,
+    StepResult,
+    compute_logprobs,
     take_step,
 )
 from peralta_zmq.learning.packing import (
     Batch,
     Oversize,
-    PackedGroups,
+    PackedSample,
     Temperature,
-    cut,
     make_batches,
+    pack_groups,
 )
-from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.learning.reference_models import Frozen, Reference
-from peralta_zmq.learning.tokens import TokenLoss
+from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel
+from peralta_zmq.learning.step_metrics import Mismatch, describe
 from peralta_zmq.rollout import RolloutGroup
 
-MAX_SKIPPED = 3  # steps in a row without a finite gradient
+MAX_SKIPPED = 3  # consecutive steps without a finite gradient that end the run
 
 
 class Learner:
-    """`learn` takes one step; `step` counts them, `problem` says why the last was skipped,
-    `mismatch` how far each sender's logprobs were from ours in it.
+    """Trains parameters on rollout groups. `step` counts the steps that `learn` has taken.
 
-    `reference` and `teacher` are frozen models that score the same tokens, for losses that ask;
-    `score_with_entropy` is the policy itself, for a loss that wants its entropy too.
-    `share_prompts` is off for a policy that cannot compute a prompt once for all siblings.
-    Of several `ranks` each makes the same calls with the same groups and takes its share of them.
+    After a step, `skip_reason` is non-empty if it was skipped, `advantages` has the advantages of
+    each group's rollouts (empty without signal), and `mismatch` the logprob mismatch by sender.
+
+    `reference` and `teacher` score the same tokens for losses that use them; `score_with_entropy`
+    replaces `score` for a loss with an entropy bonus. `share_prompts` is False for a policy that
+    cannot compute a shared prefix once. With several `ranks` each makes the same calls with the
+    same groups and computes its share of the micro-batches.
     """
 
     def __init__(
@@ -69,168 +71,165 @@ class Learner:
         oversize: Oversize = "truncate",
         share_prompts: bool = True,
         keep_zero_std: bool = False,
-        reference: Reference | None = None,
-        teacher: Frozen | None = None,
+        reference: PolicyCopy | None = None,
+        teacher: ReferenceModel | None = None,
         score_with_entropy: ScoreWithEntropy | None = None,
         filters: Sequence[Filter] = (),
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
     ) -> None:
         self.step = 0
-        self.problem = ""
-        self.advantages: Sequence[Sequence[float]] = ()  # of the newest step, as Cut has them
-        self.mismatch: dict[str, Mismatch] = {}  # by sender, of the last step
-        self._skipped = self._skipped_in_a_row = 0  # steps
-        self._parameters = parameters
-        self._score, self._loss, self._advantage = score, loss, advantage
+        self.skip_reason = ""
+        self.advantages: Sequence[Sequence[float]] = ()
+        self.mismatch: dict[str, Mismatch] = {}
+        self.learning_rate = learning_rate  # of a step
+        self._num_skipped = self._num_skipped_in_a_row = 0
+        self._parameters, self._score = parameters, score
         self._reference, self._teacher = reference, teacher
-        self._score_with_entropy, self._filters = score_with_entropy, filters
-        self.learning_rate = learning_rate
-        self._temperature, self._num_iterations = temperature, num_iterations
-        self._max_grad_norm, self._max_tokens = max_grad_norm, max_tokens_per_microbatch
-        self._oversize: Oversize = oversize
-        self._share_prompts, self._keep_zero_std = share_prompts, keep_zero_std
-        self._ranks = ranks
+        self._filters, self._num_iterations, self._ranks = filters, num_iterations, ranks
         self._optim: adamw.Optim = optim
         self._optimizer = adamw.make_optimizer(
             parameters, betas=betas, weight_decay=weight_decay, optim=optim
         )
+        self._pack = partial(
+            pack_groups, advantage=advantage, max_tokens=max_tokens_per_microbatch,
+            oversize=oversize, share_prompts=share_prompts, keep_zero_std=keep_zero_std,
+        )  # fmt: skip
+        self._make_batches = partial(
+            make_batches, max_tokens=max_tokens_per_microbatch, temperature=temperature,
+            device=next(iter(parameters.values())).device, padded=not share_prompts, ranks=ranks,
+        )  # fmt: skip
+        self._take_step = partial(
+            take_step, self._optimizer, score=score, loss=loss, max_grad_norm=max_grad_norm,
+            score_with_entropy=score_with_entropy, ranks=ranks,
+        )  # fmt: skip
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Take step `self.step + 1` on these groups; returns the step's metrics.
+        """Take step `self.step + 1` on these groups and return its metrics.
 
-        Raises TrainingError when this step is the third in a row that had to be skipped.
+        Raises TrainingError if this is the third consecutive step that is skipped.
         """
         self.step += 1
         started = time.monotonic()
         rate = self.learning_rate(self.step)
         adamw.set_learning_rate(self._optimizer, rate)
-        stays, caught = apply_filters(groups, self._filters)
-        pieces = cut(
-            groups, self._advantage, stays=stays,
-            max_tokens=self._max_tokens, oversize=self._oversize,
-            share_prompts=self._share_prompts, keep_zero_std=self._keep_zero_std,
-        )  # fmt: skip
-        self.advantages = pieces.advantages
-        metrics = self._update(pieces)
+        included, filter_metrics = apply_filters(groups, self._filters)
+        packed = self._pack(groups, included=included)
+        self.advantages = packed.advantages
+        metrics = self._update(packed.samples)
         if self._reference is not None:
-            self._reference.follow(self.step)
+            self._reference.sync(self.step)
         return {
             **describe(groups, step=self.step),
-            **caught,
+            **filter_metrics,
             **metrics,
-            "skipped_steps": self._skipped,
-            "num_truncated": pieces.num_truncated,
-            "num_dropped": pieces.num_dropped,
+            "skipped_steps": self._num_skipped,
+            "num_truncated": packed.num_truncated,
+            "num_dropped": packed.num_dropped,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
         }
 
-    def _update(self, pieces: PackedGroups) -> dict[str, float]:
-        """One update of the optimizer for each mini-batch of the step."""
-        # Fewer groups than mini-batches: each update has one. Without any, it is one of nothing.
-        count = self._num_iterations
-        num_groups = pieces.pieces[-1].group + 1 if pieces.pieces else 1
-        dealt = [self._batches(pieces, number) for number in range(min(count, num_groups))]
-        if count > 1:
-            dealt = [[self._with_prox(batch) for batch in batches] for batches in dealt]
-        taken = [
-            take_step(
-                self._optimizer, batches,
-                score=self._score, loss=self._loss, max_grad_norm=self._max_grad_norm,
-                score_with_entropy=self._score_with_entropy, ranks=self._ranks,
-            )
-            for batches in dealt
-        ]  # fmt: skip
-        self._judge(taken)
-        self.mismatch = taken[0].mismatch  # later mini-batches meet a policy that has moved
-        names = list(dict.fromkeys(name for each in taken for name in each.metrics))
-        return {name: fmean(each.metrics.get(name, 0.0) for each in taken) for name in names}
+    def _update(self, samples: Sequence[PackedSample]) -> dict[str, float]:
+        """Take one optimizer step per mini-batch; returns the mean of their metrics."""
+        # At most one mini-batch per group. A step without samples still has one, empty mini-batch.
+        num_groups = samples[-1].group + 1 if samples else 1
+        num_updates = min(self._num_iterations, num_groups)
+        mini_batches = [self._mini_batch(samples, index) for index in range(num_updates)]
+        if self._num_iterations > 1:
+            mini_batches = [
+                self._with_logprobs("prox_logprobs", b, self._score) for b in mini_batches
+            ]
+        results = [self._take_step(batches) for batches in mini_batches]
+        self._count_skipped(results)
+        self.mismatch = results[0].mismatch  # the policy has moved in later mini-batches
+        names = list(dict.fromkeys(name for result in results for name in result.metrics))
+        return {name: fmean(result.metrics.get(name, 0.0) for result in results) for name in names}
 
-    def _batches(self, pieces: PackedGroups, number: int) -> list[Batch]:
-        """The micro-batches of a mini-batch, with what frozen models think of their tokens."""
-        batches = make_batches(
-            [each for each in pieces.pieces if each.group % self._num_iterations == number],
-            max_tokens=self._max_tokens, temperature=self._temperature,
-            device=next(iter(self._parameters.values())).device,
-            padded=not self._share_prompts, ranks=self._ranks,
-        )  # fmt: skip
+    def _mini_batch(self, samples: Sequence[PackedSample], index: int) -> list[Batch]:
+        """Micro-batches of every num_iterations-th group, with logprobs of reference models."""
+        batches = self._make_batches(
+            [s for s in samples if s.group % self._num_iterations == index]
+        )
         if self._reference is not None:
-            with self._reference.at_work() as score:
-                batches = [replace(b, ref_logprobs=logprobs_of(score, b)) for b in batches]
+            with self._reference.scoring() as score:
+                batches = self._with_logprobs("ref_logprobs", batches, score)
         if self._teacher is not None:
-            with self._teacher.at_work() as score:
-                batches = [replace(b, teacher_logprobs=logprobs_of(score, b)) for b in batches]
+            with self._teacher.scoring() as score:
+                batches = self._with_logprobs("teacher_logprobs", batches, score)
         return batches
 
-    def _with_prox(self, batch: Batch) -> Batch:
-        return replace(batch, prox_logprobs=logprobs_of(self._score, batch))
+    @staticmethod
+    def _with_logprobs(field: str, batches: Sequence[Batch], score: Score) -> list[Batch]:
+        return [replace(b, **{field: compute_logprobs(score, b)}) for b in batches]
 
-    def _judge(self, taken: Sequence[Taken]) -> None:
-        self.problem = next((each.problem for each in taken if each.problem), "")
-        self._skipped += bool(self.problem)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.problem else 0
-        if self._skipped_in_a_row >= MAX_SKIPPED:
+    def _count_skipped(self, results: Sequence[StepResult]) -> None:
+        self.skip_reason = next((r.skip_reason for r in results if r.skip_reason), "")
+        self._num_skipped += bool(self.skip_reason)
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if self.skip_reason else 0
+        if self._num_skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
-                f"({self.problem}); the weights and every checkpoint are as before them, and the "
-                "same command ends here again. Choose another --run.name with a lower "
-                "train.learning_rate or another [loss]; or mend the rewards and go back to a "
-                "checkpoint with --checkpoint.resume-step"
+                f"({self.skip_reason}) and changed no weights; the same command would fail here "
+                "again. Choose another --run.name with a lower train.learning_rate or another "
+                "[loss]; or fix the rewards and resume a checkpoint with --checkpoint.resume-step"
             )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters, optimizer, RNG, counts: model/NAME, OPTIM/KIND/NAME, rng/torch, skipped; and
-        reference/NAME of a reference that follows the policy.
+        """Tensors of a checkpoint, full at any number of ranks; only rank 0 has all of them.
 
-        Every tensor is whole, at any number of ranks; rank 0 has them.
+        Paths: model/NAME, OPTIM/KIND/NAME, reference/NAME (of a reference that is synced),
+        rng/torch and skipped.
         """
         tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
-                tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.collected(tensor)
+                tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.gather(tensor)
         if self._reference is not None:
             for path, tensor in self._reference.state().items():
-                tensors[path] = self._ranks.collected(tensor)
-        skipped = torch.tensor([self._skipped, self._skipped_in_a_row])
+                tensors[path] = self._ranks.gather(tensor)
+        skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter by name, whole, for rank 0."""
+        """Name and full tensor of each parameter, on rank 0."""
         for name, parameter in self._parameters.items():
-            yield name, self._ranks.collected(parameter.detach())
+            yield name, self._ranks.gather(parameter.detach())
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave at `step`.
+        """Continue from the `state` of `step`.
 
         Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
-        masters = {path[6:]: each for path, each in tensors.items() if path.startswith("model/")}
-        if masters.keys() != self._parameters.keys():
-            strange = min(masters.keys() ^ self._parameters.keys())
-            raise ValueError(f"{strange} is in one of the two only")
-        for name, parameter in self._parameters.items():
-            if masters[name].shape != parameter.shape:
-                shapes = f"{list(masters[name].shape)}, not {list(parameter.shape)}"
-                raise ValueError(f"{name} has shape {shapes}")
-        kept = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
-        if strange := kept - {self._optim}:
-            raise ValueError(f"its train.optim is {min(strange)}, not {self._optim}")
+        self._check_state(tensors)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(self._ranks.own_part(masters[name], parameter))
+                parameter.copy_(self._ranks.shard(tensors[f"model/{name}"], parameter))
         if self._reference is not None:
+            own = self._reference.state()
             self._reference.restore(
-                {path: self._ranks.own_part(tensors[path], like)
-                 for path, like in self._reference.state().items()}
-            )  # fmt: skip
-        kinds: dict[str, dict[str, torch.Tensor]] = {}
+                {path: self._ranks.shard(tensors[path], like) for path, like in own.items()}
+            )
+        optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith(f"{self._optim}/"):
                 _, kind, name = path.split("/", 2)
-                own = self._ranks.own_part(tensor, self._parameters[name])
-                kinds.setdefault(name, {})[kind] = own
-        adamw.set_state(self._optimizer, self._parameters, kinds)
+                part = self._ranks.shard(tensor, self._parameters[name])
+                optimizer_state.setdefault(name, {})[kind] = part
+        adamw.set_state(self._optimizer, self._parameters, optimizer_state)
         torch.set_rng_state(tensors["rng/torch"])
-        if (skipped := tensors.get("skipped")) is not None:  # not in older checkpoints
-            self._skipped, self._skipped_in_a_row = (int(each) for each in skipped)
+        if "skipped" in tensors:  # older checkpoints have none
+            self._num_skipped, self._num_skipped_in_a_row = tensors["skipped"].tolist()
         self.step = step
+
+    def _check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
+        if different := names ^ self._parameters.keys():
+            place = "the checkpoint" if min(different) in names else "the model"
+            raise ValueError(f"only {place} has the parameter {min(different)}")
+        for name, parameter in self._parameters.items():
+            shape = tensors[f"model/{name}"].shape
+            if shape != parameter.shape:
+                raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
+        optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
+        if other := optims - {self._optim}:
+            raise ValueError(f"its train.optim is {min(other)}, not {self._optim}")

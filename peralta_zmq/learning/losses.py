@@ -1,27 +1,156 @@
-"""Losses that leave out what has drifted too far from what sampled it, token or whole rollout."""
+"""Loss functions for policy optimization, over the generated tokens of one micro-batch.
+
+To add a loss, write a function here and add its line to the table in `registry.py`:
+
+    def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
+
+Its keywords become options in [loss]. The loss and its metrics divide by `tokens.step_tokens` or
+`tokens.step_sequences`, the totals of the whole optimizer step. The trainer adds the results of all
+micro-batches and ranks, so their number and order do not change the gradient.
+
+Notation, per token: pi = logprobs, mu = old_logprobs, prox, ref and teacher = the other logprobs,
+A = advantages, lr = pi - mu, r = exp(lr). sg[x] stops the gradient. mean = over all unmasked tokens
+of the step.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from peralta_zmq.learning.losses.sums import (
-    ratio_of,
-    sequence_mean,
-    sequence_sum,
-    token_mean,
-    wanted,
-)
-from peralta_zmq.learning.tokens import Tokens
+from peralta_zmq.errors import ConfigError
 
-MAX_SEQUENCE_LOG_RATIO = 10.0
-ORDERED = (  # options that are bounds, low and high
+MAX_LOG_RATIO = 20.0  # default bound; keeps ratios finite for tokens the sampler gave no mass
+STRICT_LOG_RATIO = 10.0  # bound in the published GRPO, importance and k3 formulas
+MASK_BOUNDS = (  # options that are a lower and an upper bound
     ("token_mask_low", "token_mask_high"),
     ("geo_mask_low", "geo_mask_high"),
     ("sequence_mask_low", "sequence_mask_high"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The N generated tokens of one micro-batch. All tensors are [N]; index n is token n."""
+
+    logprobs: Tensor  # float32, policy, with gradient
+    old_logprobs: Tensor  # float32, weights that sampled the token
+    advantages: Tensor  # float32, advantage of the token's rollout
+    mask: Tensor  # float32, 0 on tokens removed by an enforced filter, else 1
+    sequence: Tensor  # int64, index of the token's rollout in this micro-batch
+    num_sequences: int  # rollouts in this micro-batch
+    step_tokens: float  # unmasked tokens in the whole step on all ranks, at least 1
+    step_sequences: float  # rollouts with an unmasked token in the whole step, at least 1
+    prox_logprobs: Tensor | None = None
+    """Policy before the first mini-batch of the step; the policy's own, without gradient, when
+    train.num_iterations is 1. The trainer always sets it."""
+    ref_logprobs: Tensor | None = None  # reference model, when the run has one
+    teacher_logprobs: Tensor | None = None  # teacher model, when the run has one
+    entropy: Tensor | None = None  # of the policy's distribution, with gradient, if requested
+
+
+Metrics: TypeAlias = dict[str, Tensor]
+TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, Metrics]]
+
+
+# Losses
+
+
+def reinforce(tokens: Tokens, *, epsilon_high: float | None = None) -> tuple[Tensor, Metrics]:
+    """REINFORCE: -mean(A pi).
+
+    `epsilon_high` weights each token with sg[clamp(r, 0, 1 + epsilon_high)] (PipelineRL uses 0.02).
+    """
+    objective = tokens.advantages * tokens.logprobs
+    if epsilon_high is None:
+        return -token_mean(tokens, objective), {}
+    ratio = ratio_of((tokens.logprobs - tokens.old_logprobs).detach())
+    clipped = (ratio > 1 + epsilon_high).to(ratio.dtype)
+    loss = -token_mean(tokens, ratio.clamp(0, 1 + epsilon_high) * objective)
+    return loss, {"clip_ratio/high_mean": token_mean(tokens, clipped)}
+
+
+def grpo(
+    tokens: Tokens,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    c_clip: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """GRPO without KL: -mean(min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)).
+
+    lr is clamped to +-10; arXiv 2402.03300. `c_clip` > 1 bounds the loss of a token with A < 0 by
+    c_clip |A| (dual clip, arXiv 1912.09729).
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs, limit=STRICT_LOG_RATIO)
+    per_token, clipped = _ppo_clip(ratio, tokens.advantages, epsilon, epsilon_high, c_clip)
+    return token_mean(tokens, per_token), {
+        name: token_mean(tokens, value) for name, value in clipped.items()
+    }
+
+
+def decoupled_ppo(
+    tokens: Tokens,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    c_clip: float | None = None,
+    use_decoupled_loss: bool = True,
+    behav_imp_weight_cap: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Decoupled PPO: mean(w max(-A r, -A clip(r))), r = exp(pi - prox), w = exp(prox - mu) (AReaL).
+
+    A weight above `behav_imp_weight_cap` becomes 0; its token still counts in the mean. Without
+    prox, or without `use_decoupled_loss`, it is PPO with r = exp(pi - mu) and w = 1.
+    """
+    prox = tokens.prox_logprobs if use_decoupled_loss else None
+    proximal = tokens.old_logprobs if prox is None else prox
+    ratio, weight = ratio_of(tokens.logprobs - proximal), ratio_of(proximal - tokens.old_logprobs)
+    per_token, metrics = _ppo_clip(ratio, tokens.advantages, epsilon, epsilon_high, c_clip)
+    if behav_imp_weight_cap is not None:
+        capped = (weight > behav_imp_weight_cap).to(weight.dtype)
+        weight = weight * (1 - capped)
+        metrics["masked/behav_imp_weight"] = capped
+    return token_mean(tokens, per_token * weight), {
+        name: token_mean(tokens, value) for name, value in metrics.items()
+    }
+
+
+def gspo(
+    tokens: Tokens, *, epsilon: float = 3e-4, epsilon_high: float | None = 4e-4
+) -> tuple[Tensor, Metrics]:
+    """GSPO: -min(s A, clip(s) A) per rollout, averaged over rollouts; s = exp(mean lr of rollout).
+
+    arXiv 2507.18071, with the clip bounds of the paper.
+    """
+    ratio = ratio_of(sequence_mean(tokens, tokens.logprobs - tokens.old_logprobs))
+    # A rollout without an unmasked token has ratio 1 and advantage 0 and adds nothing.
+    advantages = sequence_mean(tokens, tokens.advantages)
+    per_sequence, clipped = _ppo_clip(ratio, advantages, epsilon, epsilon_high)
+    return per_sequence.sum() / tokens.step_sequences, {
+        name: value.sum() / tokens.step_sequences for name, value in clipped.items()
+    }
+
+
+def grpo_kl(tokens: Tokens, *, beta: float = 0.001) -> tuple[Tensor, Metrics]:
+    """On-policy GRPO with KL: -exp(pi - sg[pi]) A + beta k3(ref - pi) (async-grpo).
+
+    Averaged over the tokens of each rollout, then over rollouts. Raises ConfigError without
+    reference logprobs, unless beta is 0.
+    """
+    per_token = -(tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
+    metrics: Metrics = {}
+    if beta:
+        reference = _required(tokens.ref_logprobs, "grpo_kl", option="beta", model="reference")
+        kl = k3(reference - tokens.logprobs)
+        per_token = per_token + beta * kl
+        metrics["kl"] = token_mean(tokens, kl.detach())
+    return sequence_mean(tokens, per_token).sum() / tokens.step_sequences, metrics
 
 
 def importance(
@@ -38,43 +167,50 @@ def importance(
     adv_tau: float = 1.0,
     teacher_tau: float = 0.0,
     kl_tau: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sum over kept tokens of sg[ratio (adv_tau A + teacher_tau (teacher - pi) - kl_tau lr)] pi.
+) -> tuple[Tensor, Metrics]:
+    """Masked importance sampling (Surogate, prime-rl).
 
-    lr = pi - mu; the ratio is exp(lr) of the token, or of the whole rollout. Divided by all tokens
-    of the step, dropped ones included; by rollout, each by its own length and then by the number
-    of rollouts (Surogate, prime-rl). Raises ConfigError without a teacher that is asked for.
+    -mean(keep sg[w (adv_tau A + teacher_tau (teacher - pi) - kl_tau lr)] pi)
+
+    A token is masked when its ratio, its rollout's geometric mean ratio (geo), or the smallest or
+    largest ratio of its rollout (sequence) is out of bounds; it still counts in the mean.
+    `ratio_type` token: w = r. sequence: w = min(exp(sum of lr of the rollout), sequence_clip_high),
+    and the loss averages over the tokens of each rollout, then over rollouts. Raises ConfigError
+    without teacher logprobs, unless teacher_tau is 0.
     """
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
     ratio = ratio_of(log_ratio)
-    dropped = {
+    masked = {
         "masked/token_low": ratio < token_mask_low,
         "masked/token_high": ratio > token_mask_high,
     }
-    dropped_sequences = {
-        "masked/geo": _outside(
-            ratio_of(sequence_mean(tokens, log_ratio)), geo_mask_low, geo_mask_high
-        ),
-        "masked/sequence": _extreme(tokens, ratio, sequence_mask_low, sequence_mask_high),
+    mean_ratio = ratio_of(sequence_mean(tokens, log_ratio))  # [num_sequences]
+    extreme = (ratio < sequence_mask_low) | (ratio > sequence_mask_high)  # [N]
+    masked_sequences = {  # [num_sequences]
+        "masked/geo": (mean_ratio < geo_mask_low) | (mean_ratio > geo_mask_high),
+        "masked/sequence": sequence_sum(tokens, extreme.to(ratio.dtype)) > 0,
     }
-    whole = [each[tokens.sequence] for each in dropped_sequences.values()]
-    lost = torch.stack([*dropped.values(), *whole]).any(0)
+    by_sequence = [flags[tokens.sequence] for flags in masked_sequences.values()]
+    dropped = torch.stack([*masked.values(), *by_sequence]).any(0)
     signal = adv_tau * tokens.advantages - kl_tau * log_ratio
     if teacher_tau:
-        teacher = wanted(
-            tokens.teacher_logprobs, loss="importance", option="teacher_tau", model="teacher"
+        teacher = _required(
+            tokens.teacher_logprobs, "importance", option="teacher_tau", model="teacher"
         )
         signal = signal + teacher_tau * (teacher - tokens.logprobs.detach())
-    weight = ratio if ratio_type == "token" else _of_sequence(tokens, log_ratio, sequence_clip_high)
-    per_token = -(weight * signal * ~lost) * tokens.logprobs
+    weight = ratio
+    if ratio_type == "sequence":
+        summed = sequence_sum(tokens, log_ratio).clamp(max=STRICT_LOG_RATIO)
+        weight = summed.exp().clamp(max=sequence_clip_high)[tokens.sequence]
+    per_token = -(weight * signal * ~dropped) * tokens.logprobs
     if ratio_type == "token":
         loss = token_mean(tokens, per_token)
     else:
         loss = sequence_mean(tokens, per_token).sum() / tokens.step_sequences
     return loss, {
-        "masked/mean": token_mean(tokens, lost.to(ratio.dtype)),
-        **{name: token_mean(tokens, each.to(ratio.dtype)) for name, each in dropped.items()},
-        **{name: (each).sum() / tokens.step_sequences for name, each in dropped_sequences.items()},
+        "masked/mean": token_mean(tokens, dropped.to(ratio.dtype)),
+        **{name: token_mean(tokens, flags.to(ratio.dtype)) for name, flags in masked.items()},
+        **{name: flags.sum() / tokens.step_sequences for name, flags in masked_sequences.items()},
     }
 
 
@@ -84,35 +220,97 @@ def dppo(
     dppo_mask_low: float = 0.2,
     dppo_mask_high: float = 0.2,
     kl_tau: float = 1e-3,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """mean(-keep A r + kl_tau lr^2), over all tokens of the step; gradient through r and lr^2.
+) -> tuple[Tensor, Metrics]:
+    """Divergence-masked PPO: mean(-keep A r + kl_tau lr^2) (prime-rl).
 
-    lr = pi - mu, r = e^lr. A token is dropped when its probability has risen by more than
-    `dppo_mask_high` and A > 0, or fallen by more than `dppo_mask_low` and A <= 0 (prime-rl).
+    A token is masked when its probability rose by more than `dppo_mask_high` with A > 0, or fell
+    by more than `dppo_mask_low` with A <= 0.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    risen = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
-    better = tokens.advantages > 0
-    low, high = (risen < -dppo_mask_low) & ~better, (risen > dppo_mask_high) & better
-    gained = tokens.advantages * ratio_of(log_ratio) * ~(low | high)
-    return token_mean(tokens, kl_tau * log_ratio**2 - gained), {
-        "masked/mean": token_mean(tokens, (low | high).to(risen.dtype)),
-        "masked/token_low": token_mean(tokens, low.to(risen.dtype)),
-        "masked/token_high": token_mean(tokens, high.to(risen.dtype)),
+    change = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
+    positive = tokens.advantages > 0
+    low, high = (change < -dppo_mask_low) & ~positive, (change > dppo_mask_high) & positive
+    gain = tokens.advantages * ratio_of(log_ratio) * ~(low | high)
+    masked = {"masked/mean": low | high, "masked/token_low": low, "masked/token_high": high}
+    return token_mean(tokens, kl_tau * log_ratio**2 - gain), {
+        name: token_mean(tokens, flags.to(change.dtype)) for name, flags in masked.items()
     }
 
 
-def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return (ratio < low) | (ratio > high)
+def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
+    """Subtract `coefficient` times the mean token entropy from any loss. Needs `tokens.entropy`."""
+
+    @functools.wraps(getattr(loss, "func", loss))  # error messages name the inner loss
+    def with_bonus(tokens: Tokens) -> tuple[Tensor, Metrics]:
+        value, metrics = loss(tokens)
+        assert tokens.entropy is not None, "the learner needs score_with_entropy for the bonus"
+        entropy = token_mean(tokens, tokens.entropy)
+        return value - coefficient * entropy, {**metrics, "entropy": entropy}
+
+    return with_bonus
 
 
-def _extreme(tokens: Tokens, ratio: Tensor, low: float, high: float) -> Tensor:
-    """Whether the smallest or the largest ratio of a rollout is out of bounds, [num_sequences]."""
-    out = _outside(ratio, low, high).to(ratio.dtype)
-    return sequence_sum(tokens, out) > 0
+# Shared terms
 
 
-def _of_sequence(tokens: Tokens, log_ratio: Tensor, clip_high: float) -> Tensor:
-    """The ratio of the whole rollout on each of its tokens, [N]."""
-    summed = sequence_sum(tokens, log_ratio).clamp(max=MAX_SEQUENCE_LOG_RATIO)
-    return summed.exp().clamp(max=clip_high)[tokens.sequence]
+def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
+    """exp(log_ratio) with log_ratio clamped to +-limit; the gradient is 0 beyond the limit."""
+    return log_ratio.clamp(-limit, limit).exp()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """The k3 estimate of a KL divergence per token, e^x - x - 1 with x clamped to +-10.
+
+    J. Schulman, "Approximating KL divergence", 2020.
+    """
+    log_ratio = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
+    return log_ratio.exp() - log_ratio - 1
+
+
+def token_mean(tokens: Tokens, values: Tensor) -> Tensor:
+    """This micro-batch's summand of the mean over all unmasked tokens of the step."""
+    return (values * tokens.mask).sum() / tokens.step_tokens
+
+
+def sequence_sum(tokens: Tokens, values: Tensor) -> Tensor:
+    """Sum over the unmasked tokens of each rollout, [num_sequences]."""
+    sums = values.new_zeros(tokens.num_sequences)
+    return sums.index_add(0, tokens.sequence, values * tokens.mask.to(values.dtype))
+
+
+def sequence_mean(tokens: Tokens, values: Tensor) -> Tensor:
+    """Mean over the unmasked tokens of each rollout, 0 if it has none, [num_sequences]."""
+    lengths = sequence_sum(tokens, torch.ones_like(tokens.logprobs)).clamp(min=1)
+    return sequence_sum(tokens, values) / lengths
+
+
+def _ppo_clip(
+    ratio: Tensor,
+    advantages: Tensor,
+    epsilon: float,
+    epsilon_high: float | None,
+    c_clip: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """PPO's max(-r A, -clip(r) A), at most c_clip |A| where A < 0.
+
+    The metrics, under TRL's names, are 1 where the clip removes the gradient, else 0.
+    """
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    if c_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -c_clip * advantages), loss)
+    clipped_low = (ratio.detach() < low) & (advantages < 0)
+    clipped_high = (ratio.detach() > high) & (advantages > 0)
+    return loss, {
+        "clip_ratio/low_mean": clipped_low.to(ratio.dtype),
+        "clip_ratio/high_mean": clipped_high.to(ratio.dtype),
+    }
+
+
+def _required(logprobs: Tensor | None, loss: str, *, option: str, model: str) -> Tensor:
+    if logprobs is None:
+        raise ConfigError(
+            f"loss.name {loss} with loss.{option} above 0 needs the logprobs of a {model} model, "
+            f"but this run has none; set loss.{option} to 0"
+        )
+    return logprobs

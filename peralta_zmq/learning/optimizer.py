@@ -1,26 +1,43 @@
-"""AdamW over fp32 masters, with its state as named tensors. Knows parameters by name.
+"""AdamW over fp32 parameters with its state as named tensors, and the learning-rate schedule.
 
-The state is fp32 (`adamw`), bfloat16 (`adamw_bf16`), or blocks of 8 bits (`adamw_8bit`, which is
-bitsandbytes', arXiv 2110.02861); every step is computed in fp32.
+The moments are stored in fp32 (`adamw`), bfloat16 (`adamw_bf16`), or blocks of 8 bits
+(`adamw_8bit`, from bitsandbytes, arXiv 2110.02861); every step is computed in fp32.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as take_adamw_step
+from torch.optim.adamw import adamw as adamw_step
 
 from peralta_zmq.errors import ConfigError
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
 EPSILON = 1e-8
-MEANS = ("exp_avg", "exp_avg_sq")
-TABLES = ("qmap1", "qmap2")  # of 8-bit codes; the same for all
+MOMENTS = ("exp_avg", "exp_avg_sq")
+QUANTILE_MAPS = ("qmap1", "qmap2")  # constant 8-bit code tables of bitsandbytes
+
+
+def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1 .. max_steps).
+
+    Linear warm-up over `warmup_steps`, then constant, linear or cosine decay that would reach 0
+    one step after the last.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps)
+    if kind == "linear":
+        return peak * (1 - progress)
+    if kind == "cosine":
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    return peak
 
 
 def make_optimizer(
@@ -30,28 +47,30 @@ def make_optimizer(
     weight_decay: float,
     optim: Optim = "adamw",
 ) -> torch.optim.Optimizer:
-    """AdamW, fused where it can be; the learning rate is set before each step.
+    """AdamW with learning rate 0, to be set before each step with `set_learning_rate`.
 
-    Raises ConfigError when a package is missing.
+    Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
-    chosen: dict[str, Any] = {"lr": 0.0, "betas": betas, "weight_decay": weight_decay}
+    options: dict[str, Any] = {
+        "lr": 0.0, "betas": betas, "eps": EPSILON, "weight_decay": weight_decay,
+    }  # fmt: skip
     if optim == "adamw_bf16":
-        return AdamWBf16(parameters.values(), {**chosen, "eps": EPSILON})
+        return AdamWBf16(parameters.values(), options)
     if optim == "adamw_8bit":
-        return _bitsandbytes().optim.AdamW8bit(parameters.values(), eps=EPSILON, **chosen)
-    return torch.optim.AdamW(parameters.values(), eps=EPSILON, fused=True, **chosen)
+        return _bitsandbytes().optim.AdamW8bit(parameters.values(), **options)
+    return torch.optim.AdamW(parameters.values(), fused=True, **options)
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW that keeps its two means in bfloat16: 4 bytes of state for a parameter, not 8.
+    """AdamW with both moments in bfloat16: 4 bytes of state per parameter instead of 8.
 
-    A mean that moves by less than 1/256 of itself in a step may stand still; hence the bound of
-    the betas, which the config checks.
+    bfloat16 has 8 significant bits, so a moment that changes by less than 1/256 in a step may not
+    change at all; the config bounds the betas accordingly.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """As torch's; only one parameter at a time has its means in fp32."""
+        """Update all parameters; only one at a time has its moments in fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -63,10 +82,10 @@ class AdamWBf16(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            for kind in MEANS:
+            for kind in MOMENTS:
                 state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        mean, square = (state[kind].float() for kind in MEANS)
-        take_adamw_step(
+        mean, square = (state[kind].float() for kind in MOMENTS)
+        adamw_step(
             [parameter], [gradient], [mean], [square], [], [state["step"]],
             fused=True, amsgrad=False, maximize=False, beta1=group["betas"][0],
             beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
@@ -77,7 +96,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` from the next step on."""
+    """Set the learning rate of the next steps."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -85,12 +104,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def state_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state by parameter name; empty before the first step."""
+    """Optimizer state as {parameter name: {kind: tensor}}; empty before the first step."""
     state = optimizer.state
     return {
-        name: {kind: torch.as_tensor(each) for kind, each in state[p].items() if kind not in TABLES}
-        for name, p in parameters.items()
-        if p in state
+        name: {
+            kind: torch.as_tensor(value)
+            for kind, value in state[parameter].items()
+            if kind not in QUANTILE_MAPS
+        }
+        for name, parameter in parameters.items()
+        if parameter in state
     }
 
 
@@ -99,20 +122,20 @@ def set_state(
     parameters: Mapping[str, torch.nn.Parameter],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Restore what `state_of` gave."""
-    begin: Any = getattr(optimizer, "init_state", None)  # bitsandbytes', with its tables
-    for number, (name, parameter) in enumerate(parameters.items()):
-        kinds: dict[str, Any] = dict(state.get(name, {}))
-        if kinds and begin is not None:
-            begin(optimizer.param_groups[0], parameter, 0, number)
-            kinds["step"] = int(kinds["step"])
-            kinds = {**optimizer.state[parameter], **kinds}
-        if kinds:
-            optimizer.state[parameter] = kinds
+    """Restore the result of `state_of`."""
+    init_state: Any = getattr(optimizer, "init_state", None)  # bitsandbytes: adds its maps
+    for index, (name, parameter) in enumerate(parameters.items()):
+        values: dict[str, Any] = dict(state.get(name, {}))
+        if values and init_state is not None:
+            init_state(optimizer.param_groups[0], parameter, 0, index)
+            values["step"] = int(values["step"])
+            values = {**optimizer.state[parameter], **values}
+        if values:
+            optimizer.state[parameter] = values
 
 
 def _bitsandbytes() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that are none of ours
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about unused CUDA kernels
     try:
         import bitsandbytes  # pyright: ignore[reportMissingImports]
     except ImportError as error:

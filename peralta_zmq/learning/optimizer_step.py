@@ -1,31 +1,27 @@
-"""One optimizer step over any number of micro-batches.
-
-Knows tensors and losses; knows nothing of models: `score` gives the logprobs.
-"""
+"""One optimizer step over the micro-batches of all ranks, with its diagnostics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning.logprob_mismatch import Mismatch
+from peralta_zmq.learning.distributed import SINGLE, Ranks
+from peralta_zmq.learning.losses import STRICT_LOG_RATIO, TokenLoss, Tokens, token_mean
 from peralta_zmq.learning.packing import Batch
-from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.learning.tokens import TokenLoss, Tokens
+from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.rollout import PackedSequence
 
-MAX_LOG_RATIO = 10.0  # of the diagnostics
-BY_SENDER = "sender/"  # sums that are no metrics
+SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
 
 
 class Score(Protocol):
-    """Logprobs [N] of the tokens at `scored` in a row of segments, at their temperatures."""
+    """Compute the logprobs [N] of the tokens at indices `scored` of a row of segments."""
 
     def __call__(
         self,
@@ -38,7 +34,7 @@ class Score(Protocol):
 
 
 class ScoreWithEntropy(Protocol):
-    """The same with the entropy of the policy at each token, [N]."""
+    """Compute the logprobs [N] and the entropies [N] of the distributions they come from."""
 
     def __call__(
         self,
@@ -51,11 +47,11 @@ class ScoreWithEntropy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a step was; `problem` says why it was skipped, and is empty when it was not."""
+class StepResult:
+    """Outcome of an optimizer step."""
 
     metrics: dict[str, float]
-    problem: str = ""
+    skip_reason: str = ""  # empty if the step was taken
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
 
 
@@ -66,169 +62,160 @@ def take_step(
     score: Score,
     loss: TokenLoss,
     max_grad_norm: float,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     score_with_entropy: ScoreWithEntropy | None = None,
-) -> Taken:
-    """Accumulate the gradient of all batches of all ranks, clip, step.
+) -> StepResult:
+    """Accumulate the gradients of all batches on all ranks, clip them, and step the optimizer.
 
-    The loss divides by the totals of the whole step, so that no split into micro-batches or
-    ranks changes the gradient. A step whose gradient is not finite is skipped, by all ranks, and
-    says why.
-    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the loss's own. Raises
-    ConfigError when the loss does not keep its contract. A loss that wants the entropy of the
-    policy is given `score_with_entropy`, which is asked instead of `score`.
+    The loss divides by the totals of the whole step, so the split into micro-batches and ranks
+    does not change the gradient. All ranks skip a step whose gradient norm is not finite.
+    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
+    `score_with_entropy`, if set, replaces `score` and fills `Tokens.entropy`. Raises ConfigError
+    when the loss returns something other than its contract says.
     """
     step_tokens, step_sequences, num_batches = _totals(batches, ranks)
     sums: dict[str, float] = {}
     for batch in batches:
-        where = (batch.token_ids, batch.segments, batch.scored)
+        row = (batch.token_ids, batch.segments, batch.scored)
         if score_with_entropy is None:
-            logprobs, entropy = score(*where, temperature=batch.temperatures), None
+            logprobs, entropy = score(*row, temperature=batch.temperatures), None
         else:
-            logprobs, entropy = score_with_entropy(*where, temperature=batch.temperatures)
-        tokens = replace(_tokens(batch, logprobs, step_tokens, step_sequences), entropy=entropy)
-        if not tokens.mask.any():  # only here so that the ranks are lined up
+            logprobs, entropy = score_with_entropy(*row, temperature=batch.temperatures)
+        if not batch.mask.any():  # filler of a rank in lockstep: run the backward pass only
             (logprobs.sum() * 0.0).backward()
             continue
-        value, own = _checked(loss, tokens)
+        tokens = Tokens(
+            logprobs=logprobs,
+            old_logprobs=batch.old_logprobs,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            sequence=batch.sequence,
+            num_sequences=batch.num_sequences,
+            step_tokens=step_tokens,
+            step_sequences=step_sequences,
+            prox_logprobs=logprobs.detach() if batch.prox_logprobs is None else batch.prox_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
+            entropy=entropy,
+        )
+        value, loss_metrics = _checked_loss(loss, tokens)
         value.backward()
-        told = {
-            "entropy": _entropy(tokens), **own, **_diagnostics(tokens),
-            **_by_sender(tokens, batch.senders), "loss": value,
-        }  # fmt: skip
-        for name, each in told.items():
-            sums[name] = sums.get(name, 0.0) + float(each.detach())
-    metrics = ranks.merged(sums)
+        estimate = {"entropy": _entropy_estimate(tokens)}  # replaced by a loss that computes it
+        summands = {**estimate, **loss_metrics, **_diagnostics(tokens, batch.senders)}
+        for name, summand in {**summands, "loss": value}.items():
+            sums[name] = sums.get(name, 0.0) + float(summand.detach())
+    metrics = ranks.sum_metrics(sums)
     mismatch = _pop_mismatch(metrics)
-    unlikely = metrics.pop("not_finite", 0.0)
+    num_not_finite = metrics.pop("not_finite", 0.0)
     ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
     grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
-    skipped = not math.isfinite(grad_norm)
-    own = {name: each for name, each in metrics.items() if name not in ("loss", "mismatch_kl")}
-    return Taken(
+    loss_value, mismatch_kl = metrics.pop("loss", 0.0), metrics.pop("mismatch_kl", 0.0)
+    skip_reason = ""
+    if not math.isfinite(grad_norm):
+        skip_reason = _skip_reason(loss, loss_value, num_not_finite)
+    return StepResult(
         {
-            "loss": metrics.get("loss", 0.0),
+            "loss": loss_value,
             "grad_norm": grad_norm,
-            "mismatch_kl": metrics.get("mismatch_kl", 0.0),
+            "mismatch_kl": mismatch_kl,
             "ess": ratio**2 / (step_tokens * square) if square else 1.0,
-            "skipped": float(skipped),
-            **own,
+            "skipped": float(bool(skip_reason)),
+            **metrics,
         },
-        _problem(loss, metrics["loss"], unlikely) if skipped else "",
-        {} if skipped else mismatch,
+        skip_reason,
+        {} if skip_reason else mismatch,
     )
 
 
 @torch.no_grad()
-def logprobs_of(score: Score, batch: Batch) -> Tensor:
-    """What `score` thinks of the generated tokens, [N], without gradient."""
+def compute_logprobs(score: Score, batch: Batch) -> Tensor:
+    """Logprobs of the generated tokens of a batch without gradient, [N]."""
     return score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
 
 
 def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
-    """Tokens that count in the whole step, rollouts that have one, each at least 1; batches."""
+    """Unmasked tokens and rollouts with one in the whole step, each at least 1; and batches."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
     totals = torch.tensor([tokens, rollouts, len(batches)], dtype=torch.float64)
-    ranks.add_up(totals)
+    ranks.all_reduce(totals)
     return max(1.0, float(totals[0])), max(1.0, float(totals[1])), int(totals[2])
 
 
-def _tokens(batch: Batch, logprobs: Tensor, step_tokens: float, step_sequences: float) -> Tokens:
-    prox = batch.prox_logprobs
-    return Tokens(
-        logprobs=logprobs,
-        old_logprobs=batch.old_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        sequence=batch.sequence,
-        num_sequences=batch.num_sequences,
-        step_tokens=step_tokens,
-        step_sequences=step_sequences,
-        prox_logprobs=logprobs.detach() if prox is None else prox,
-        ref_logprobs=batch.ref_logprobs,
-        teacher_logprobs=batch.teacher_logprobs,
-    )
-
-
-def _checked(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the loss gives; it may be a user's own, which promises nothing."""
+def _checked_loss(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call the loss, which may be a user's function, and check its result."""
     name = _name(loss)
-    given = cast("object", loss(tokens))
-    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
+    result = cast("object", loss(tokens))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
-    value, own = cast("tuple[object, dict[str, object]]", given)
+    value, metrics = cast("tuple[object, dict[str, object]]", result)
     if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
         raise ConfigError(f"loss '{name}' must return a scalar that depends on tokens.logprobs")
-    for metric, each in own.items():
-        if not isinstance(each, Tensor) or each.ndim:
+    for metric, number in metrics.items():
+        if not isinstance(number, Tensor) or number.ndim:
             raise ConfigError(f"metric '{metric}' of loss '{name}' must be a scalar tensor")
-    return value, cast("dict[str, Tensor]", own)
+    return value, cast("dict[str, Tensor]", metrics)
+
+
+def _clamped_log_ratio(tokens: Tokens) -> Tensor:
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    return log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
 
 
 @torch.no_grad()
-def _diagnostics(tokens: Tokens) -> dict[str, Tensor]:
-    """k3 estimate of the distance to the sampler, and the sums behind the effective sample size."""
-    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = apart.exp()
-    return {
-        "mismatch_kl": (tokens.mask * (ratio - apart - 1)).sum() / tokens.step_tokens,
+def _entropy_estimate(tokens: Tokens) -> Tensor:
+    """The policy's entropy in nats, estimated from the sampled tokens: mean(-r pi).
+
+    Unbiased when sampling truncates nothing (no top-k, top-p or min-p).
+    """
+    return token_mean(tokens, -_clamped_log_ratio(tokens).exp() * tokens.logprobs)
+
+
+@torch.no_grad()
+def _diagnostics(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
+    """Summands of mismatch_kl (k3 of sampler and policy), of ess, and of the mismatch by sender."""
+    log_ratio = _clamped_log_ratio(tokens)
+    ratio = log_ratio.exp()
+    kl = ratio - log_ratio - 1
+    sums = {
+        "mismatch_kl": token_mean(tokens, kl),
         "ratio": (tokens.mask * ratio).sum(),
         "ratio_square": (tokens.mask * ratio.square()).sum(),
         "not_finite": (~tokens.logprobs.isfinite()).sum(),
     }
-
-
-@torch.no_grad()
-def _entropy(tokens: Tokens) -> Tensor:
-    """The policy's entropy in nats, estimated from the sampled tokens: E_mu[-ratio pi].
-
-    Exact in the mean when nothing is cut off in sampling; a loss that computes it says it itself.
-    """
-    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return -(tokens.mask * apart.exp() * tokens.logprobs).sum() / tokens.step_tokens
-
-
-@torch.no_grad()
-def _by_sender(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
-    """k3 and tokens that count of each sender, to be added up by the two names of both."""
-    apart = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    sums: dict[str, Tensor] = {}
-    for name, each in (("kl", apart.exp() - apart - 1), ("tokens", torch.ones_like(apart))):
-        of_rollouts = apart.new_zeros(tokens.num_sequences)
-        of_rollouts.index_add_(0, tokens.sequence, tokens.mask * each)
-        for sender, of_rollout in zip(senders, of_rollouts.cpu(), strict=False):
-            key = f"{BY_SENDER}{name}/{sender}"
-            sums[key] = sums.get(key, 0.0) + of_rollout
+    for prefix, values in ((SENDER_KL, kl), (SENDER_TOKENS, torch.ones_like(kl))):
+        by_rollout = kl.new_zeros(tokens.num_sequences)
+        by_rollout.index_add_(0, tokens.sequence, tokens.mask * values)
+        for sender, value in zip(senders, by_rollout.cpu(), strict=False):
+            sums[prefix + sender] = sums.get(prefix + sender, 0.0) + value
     return sums
 
 
 def _pop_mismatch(metrics: dict[str, float]) -> dict[str, Mismatch]:
-    """Take what `_by_sender` told out of the metrics; senders without a token are left out."""
-    told = {name: metrics.pop(name) for name in list(metrics) if name.startswith(BY_SENDER)}
-    tokens = {
-        name.removeprefix(f"{BY_SENDER}tokens/"): count
-        for name, count in told.items()
-        if name.startswith(f"{BY_SENDER}tokens/") and count
-    }
-    return {
-        sender: Mismatch(told[f"{BY_SENDER}kl/{sender}"], count) for sender, count in tokens.items()
-    }
+    """Remove the sums by sender from the metrics; senders without unmasked tokens have no entry."""
+    mismatch: dict[str, Mismatch] = {}
+    for name in [name for name in metrics if name.startswith(SENDER_TOKENS)]:
+        sender = name.removeprefix(SENDER_TOKENS)
+        kl, num_tokens = metrics.pop(SENDER_KL + sender), metrics.pop(name)
+        if num_tokens:
+            mismatch[sender] = Mismatch(kl, num_tokens)
+    return mismatch
 
 
 def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    ranks.add_up_gradients(parameters)
-    grad_norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
+    """Clip the summed gradients, step if their norm is finite, and return the norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ranks.sum_gradients(parameters)
+    grad_norm = float(ranks.full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
 
 
-def _problem(loss: TokenLoss, value: float, unlikely: float) -> str:
-    if unlikely:
-        return f"the policy gives {unlikely:.0f} tokens a logprob that is not finite"
+def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float) -> str:
+    if num_not_finite:
+        return f"{num_not_finite:.0f} logprobs of the policy are not finite"
     if not math.isfinite(value):
         return f"the loss is {value} although every logprob of the policy is finite"
     return f"the gradient of loss '{_name(loss)}' is not finite although its value is {value:.6g}"

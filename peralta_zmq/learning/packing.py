@@ -1,76 +1,125 @@
-"""From groups to micro-batches: what is packed together, and what each token is worth.
-
-Knows groups and tensors; knows nothing of models or sockets.
-"""
+"""Packing of rollout groups into micro-batches; a prefix shared by rollouts is stored once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
-from peralta_zmq.learning.prefix_tree import Int64Array, PrefixTree
-from peralta_zmq.learning.ranks import ALONE, Ranks
-from peralta_zmq.rollout import Int32Array, PackedSequence, Rollout, RolloutGroup
+from peralta_zmq.learning.distributed import SINGLE, Ranks
+from peralta_zmq.rollout import Int32Array, PackedSequence, PrefixSpan, Rollout, RolloutGroup
 
-Temperature = float | Callable[[int], float]  # a constant, or that of a policy step
-Oversize = Literal["truncate", "drop"]
+Int64Array: TypeAlias = NDArray[np.int64]
+Temperature: TypeAlias = float | Callable[[int], float]  # constant, or a function of policy_step
+Oversize: TypeAlias = Literal["truncate", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """Siblings, or a single rollout: the smallest unit that is packed."""
+    """Rollouts of one group that are packed together: the unit that batches are made of."""
 
-    token_ids: Int32Array  # [T], each token that siblings have in common once
+    token_ids: Int32Array  # [T], shared prefixes once
     segment: PackedSequence
-    places: tuple[Int64Array, ...]  # of each rollout, where its tokens are
+    positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...]  # of each rollout
-    sender: str = ""  # of their group
-    group: int = 0  # its number among those of the step that have a piece
+    advantages: tuple[float, ...]  # per rollout
+    sender: str = ""  # of the group
+    group: int = 0  # index among the groups of the step that have a sample
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row that it takes."""
+        """Tokens that the sample takes in a row."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: segments in a row of M tokens, N of which were generated."""
+    """One micro-batch: segments in a row of M tokens, with N generated tokens to score."""
 
     token_ids: Tensor  # int64 [M]
     segments: tuple[PackedSequence, ...]  # in the order of the row
-    scored: Tensor  # int64 [N], where in the row the generated tokens are; siblings share some
+    scored: Tensor  # int64 [N], indices of the generated tokens in the row; siblings share some
     old_logprobs: Tensor  # float32 [N]
-    advantages: Tensor  # float32 [N], the rollout's on each of its tokens
-    mask: Tensor  # float32 [N], 1 where a token counts
-    sequence: Tensor  # int64 [N], which rollout of this micro-batch
+    advantages: Tensor  # float32 [N], advantage of the token's rollout
+    mask: Tensor  # float32 [N], 1 on tokens in the loss
+    sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
     num_sequences: int
-    senders: tuple[str, ...] = ()  # of the rollouts of this micro-batch
-    temperatures: Tensor | float = 1.0  # float32 [N], that sampled each token; a number for all
-    prox_logprobs: Tensor | None = None  # float32 [N], see tokens
+    senders: tuple[str, ...] = ()  # per rollout
+    temperatures: Tensor | float = 1.0  # float32 [N], sampling temperature; a number for all
+    prox_logprobs: Tensor | None = None  # float32 [N], see losses.Tokens
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Pieces of at most so many tokens, and what did not fit into one."""
+    """The samples of a step, and the number of rollouts that did not fit."""
 
-    pieces: tuple[PackedSample, ...]
+    samples: tuple[PackedSample, ...]
     num_truncated: int  # rollouts that lost their end
-    num_dropped: int  # rollouts that are not trained
-    advantages: tuple[tuple[float, ...], ...]  # of each group's rollouts; none without signal
+    num_dropped: int  # rollouts left out because of their length
+    advantages: tuple[tuple[float, ...], ...]  # per group and rollout; empty without signal
 
 
-def cut(
+class PrefixTree:
+    """Token sequences in one row; each added sequence stores only its part after a known prefix."""
+
+    def __init__(self) -> None:
+        self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in the row
+        self._tokens: list[int] = []
+        self._spans: list[PrefixSpan] = []
+        self._next: dict[tuple[int, int], int] = {}  # (index, next token) -> index of that token
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the row."""
+        return len(self._tokens)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The row, [T]."""
+        return np.array(self._tokens, np.int32)
+
+    @property
+    def segment(self) -> PackedSequence:
+        """The spans of the row."""
+        return PackedSequence(tuple(self._spans))
+
+    def num_new(self, tokens: Sequence[int]) -> int:
+        """Tokens that `add` would append to the row."""
+        return len(tokens) - len(self._longest_prefix(tokens))
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append the part of the sequence that is not in the row yet."""
+        positions = self._longest_prefix(tokens)
+        previous, start = positions[-1] if positions else -1, len(self._tokens)
+        suffix = tokens[len(positions) :]
+        if suffix:
+            self._spans.append(PrefixSpan(previous, len(suffix)))
+        for index, token in enumerate(suffix, start=start):
+            self._next[(previous, token)] = previous = index
+        self._tokens += suffix
+        self.positions.append(np.array([*positions, *range(start, len(self._tokens))], np.int64))
+
+    def _longest_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Indices of the longest prefix that is in the row."""
+        index, prefix = -1, list[int]()
+        for token in tokens:
+            following = self._next.get((index, token))
+            if following is None:
+                break
+            prefix.append(index := following)
+        return prefix
+
+
+def pack_groups(
     groups: Sequence[RolloutGroup],
     advantage: AdvantageFunction,
     *,
@@ -78,80 +127,80 @@ def cut(
     oversize: Oversize = "truncate",
     share_prompts: bool = True,
     keep_zero_std: bool = False,
-    stays: Sequence[Sequence[bool]] | None = None,
+    included: Sequence[Sequence[bool]] | None = None,
 ) -> PackedGroups:
-    """Groups with signal as pieces of at most `max_tokens` tokens.
+    """Pack the groups that have signal into samples of at most `max_tokens` tokens.
 
-    `keep_zero_std` takes those without signal too. Siblings share what they begin with unless
-    `share_prompts` is off. A rollout that is too long loses its end, or is dropped, as `oversize`
-    says. `stays` tells of each rollout of each group whether the filters leave it in; it counts in
-    the baseline anyhow.
+    `keep_zero_std` packs groups without signal too. Rollouts of a group share their prefix unless
+    `share_prompts` is False. A rollout longer than `max_tokens` is truncated or dropped, as
+    `oversize` says. `included` is False for each rollout of each group that a filter removed from
+    the loss; its reward still counts in the advantages of the group.
     """
-    pieces, counts = list[PackedSample](), {"truncated": 0, "dropped": 0}
-    signal = [number for number, group in enumerate(groups) if keep_zero_std or group.has_signal]
-    worths = advantages_of([groups[number] for number in signal], advantage)
-    for number, worth_of in zip(signal, worths, strict=True):
-        kept = list[tuple[Rollout, float]]()
-        rollouts = groups[number].rollouts
-        stay_of = stays[number] if stays is not None else [True] * len(rollouts)
-        for rollout, worth, stay in zip(rollouts, worth_of, stay_of, strict=True):
-            if not stay:
-                continue  # its tokens would be masked out
-            shorter = rollout
-            if len(rollout.token_ids) > max_tokens:
-                counts["truncated" if oversize == "truncate" else "dropped"] += 1
-                shorter = _shortened(rollout, max_tokens if oversize == "truncate" else 0)
-            if shorter.loss_mask[1:].any():
-                kept.append((shorter, worth))
-            elif oversize == "truncate" and shorter is not rollout:  # nothing but prompt is left
-                counts["truncated"] -= 1
-                counts["dropped"] += 1
-        place = pieces[-1].group + 1 if pieces else 0
-        cut_up = _pieces(kept, max_tokens if share_prompts else 0)
-        pieces += [replace(each, sender=groups[number].sender, group=place) for each in cut_up]
-    told = dict(zip(signal, map(tuple, worths), strict=True))
-    advantages = tuple(told.get(number, ()) for number in range(len(groups)))
-    return PackedGroups(tuple(pieces), counts["truncated"], counts["dropped"], advantages)
+    samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
+    signal = [index for index, group in enumerate(groups) if keep_zero_std or group.has_signal]
+    advantages = advantages_of([groups[index] for index in signal], advantage)
+    for index, group_advantages in zip(signal, advantages, strict=True):
+        packable = list[tuple[Rollout, float]]()
+        rollouts = groups[index].rollouts
+        flags = included[index] if included is not None else [True] * len(rollouts)
+        for rollout, value, include in zip(rollouts, group_advantages, flags, strict=True):
+            if not include:
+                continue
+            fitting = rollout
+            if too_long := len(rollout.token_ids) > max_tokens:
+                fitting = _truncated(rollout, max_tokens if oversize == "truncate" else 0)
+            has_target = bool(fitting.loss_mask[1:].any())  # not only the prompt is left
+            num_truncated += too_long and has_target
+            num_dropped += too_long and not has_target
+            if has_target:
+                packable.append((fitting, value))
+        group_index = samples[-1].group + 1 if samples else 0
+        for sample in _samples_of(packable, max_tokens if share_prompts else 0):
+            samples.append(replace(sample, sender=groups[index].sender, group=group_index))
+    by_group = dict(zip(signal, map(tuple, advantages), strict=True))
+    all_advantages = tuple(by_group.get(index, ()) for index in range(len(groups)))
+    return PackedGroups(tuple(samples), num_truncated, num_dropped, all_advantages)
 
 
 def make_batches(
-    pieces: Sequence[PackedSample],
+    samples: Sequence[PackedSample],
     *,
     max_tokens: int,
     temperature: Temperature = 1.0,
     device: torch.device | str = "cpu",
     padded: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> list[Batch]:
-    """This rank's micro-batches of at most `max_tokens` tokens, as `deal` deals them.
+    """This rank's micro-batches of at most `max_tokens` tokens, by `assign_to_bins`.
 
-    With `padded` every piece counts as much as the longest of its micro-batch. Ranks that are
-    lined up get one of each round; for one that is left over it has no token that counts.
+    With `padded` every sample counts as much as the longest one of its micro-batch. Ranks that
+    run in lockstep get one micro-batch per round each; a rank without samples gets a masked one.
     """
 
-    def packed(chosen: Sequence[int]) -> Batch:
-        return _packed([pieces[each] for each in chosen], temperature, device)
+    def batch_of(indices: Sequence[int]) -> Batch:
+        return _to_batch([samples[index] for index in indices], temperature, device)
 
-    sizes, batches = [piece.num_tokens for piece in pieces], list[Batch]()
-    for bins in deal(sizes, max_tokens, num_ranks=ranks.count, padded=padded):
-        if chosen := bins[ranks.number]:
-            batches.append(packed(chosen))
-        elif ranks.lined_up:
-            batches.append(masked_out(packed(bins[0][-1:])))
+    sizes, batches = [sample.num_tokens for sample in samples], list[Batch]()
+    for bins in assign_to_bins(sizes, max_tokens, num_ranks=ranks.world_size, padded=padded):
+        if indices := bins[ranks.rank]:
+            batches.append(batch_of(indices))
+        elif ranks.lockstep:
+            filler = batch_of(bins[0][-1:])
+            batches.append(replace(filler, mask=torch.zeros_like(filler.mask)))
     return batches
 
 
-def deal(
+def assign_to_bins(
     sizes: Sequence[int], capacity: int, *, num_ranks: int = 1, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Indices of `sizes` in rounds of one bin of `capacity` for each rank.
+    """Assign the indices of `sizes` to rounds of one bin of `capacity` per rank.
 
-    The largest first, each to the least loaded rank of the first round that has room there; with
-    one rank that is first-fit-decreasing. With `padded` each takes as much as the first of its
-    bin. A rank's bin is empty when a round has fewer pieces than ranks; rank 0's never is.
+    Greedy by decreasing size: each goes to the least loaded rank of the first round with room on
+    it (first-fit-decreasing with one rank). With `padded` an index takes as much room as the
+    first of its bin. Bins of ranks other than 0 may be empty.
     """
     rounds, loads = list[list[list[int]]](), list[list[int]]()
-    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         for bins, load in zip(rounds, loads, strict=True):
             rank = load.index(min(load))
             needed = sizes[bins[rank][0]] if padded and bins[rank] else sizes[index]
@@ -165,12 +214,7 @@ def deal(
     return rounds
 
 
-def masked_out(batch: Batch) -> Batch:
-    """The same tokens, none of which counts: work for a rank that has none."""
-    return replace(batch, mask=torch.zeros_like(batch.mask))
-
-
-def _shortened(rollout: Rollout, length: int) -> Rollout:
+def _truncated(rollout: Rollout, length: int) -> Rollout:
     return replace(
         rollout,
         token_ids=rollout.token_ids[:length],
@@ -180,58 +224,61 @@ def _shortened(rollout: Rollout, length: int) -> Rollout:
     )
 
 
-def _pieces(kept: Sequence[tuple[Rollout, float]], max_tokens: int) -> Iterator[PackedSample]:
-    """Rollouts together as long as they fit into `max_tokens`, each alone when none does."""
+def _samples_of(
+    rollouts: Sequence[tuple[Rollout, float]], max_tokens: int
+) -> Iterator[PackedSample]:
+    """Combine rollouts (with advantages) into samples while they fit into `max_tokens`.
+
+    A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
+    """
     tree, members = PrefixTree(), list[tuple[Rollout, float]]()
-    for rollout, worth in kept:
+    for rollout, advantage in rollouts:
         tokens = rollout.token_ids.tolist()
         if members and tree.num_tokens + tree.num_new(tokens) > max_tokens:
-            yield _piece(tree, members)
+            yield _sample_of(tree, members)
             tree, members = PrefixTree(), []
         tree.add(tokens)
-        members.append((rollout, worth))
+        members.append((rollout, advantage))
     if members:
-        yield _piece(tree, members)
+        yield _sample_of(tree, members)
 
 
-def _piece(tree: PrefixTree, members: Sequence[tuple[Rollout, float]]) -> PackedSample:
+def _sample_of(tree: PrefixTree, members: Sequence[tuple[Rollout, float]]) -> PackedSample:
     rollouts, advantages = zip(*members, strict=True)
-    return PackedSample(tree.token_ids, tree.segment, tuple(tree.places), rollouts, advantages)
+    return PackedSample(tree.token_ids, tree.segment, tuple(tree.positions), rollouts, advantages)
 
 
-def _packed(
-    pieces: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
+def _to_batch(
+    samples: Sequence[PackedSample], temperature: Temperature, device: torch.device | str
 ) -> Batch:
-    rollouts = list(chain.from_iterable(piece.rollouts for piece in pieces))
-    worth = list(chain.from_iterable(piece.advantages for piece in pieces))
-    scored = [_scored(rollout) for rollout in rollouts]
-    counts = [len(each) for each in scored]
-    starts = np.cumsum([0, *(piece.num_tokens for piece in pieces[:-1])])
-    places = [
-        start + each for start, piece in zip(starts, pieces, strict=True) for each in piece.places
+    rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
+    advantages = list(chain.from_iterable(sample.advantages for sample in samples))
+    # Nothing predicts a sequence's first token, so it is never scored.
+    scored = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
+    counts = [len(indices) for indices in scored]
+    starts = np.cumsum([0, *(sample.num_tokens for sample in samples[:-1])])
+    positions = [
+        start + indices
+        for start, sample in zip(starts, samples, strict=True)
+        for indices in sample.positions
     ]
 
-    def tensor(arrays: Iterable[np.ndarray], kind: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(arrays)).astype(kind)).to(device)
+    def tensor(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays)).astype(dtype)).to(device)
 
     old = tensor((r.logprobs[at] for r, at in zip(rollouts, scored, strict=True)), np.float32)
     steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, scored, strict=True)])
     return Batch(
-        token_ids=tensor((piece.token_ids for piece in pieces), np.int64),
-        segments=tuple(piece.segment for piece in pieces),
-        scored=tensor((p[at] for p, at in zip(places, scored, strict=True)), np.int64),
+        token_ids=tensor((sample.token_ids for sample in samples), np.int64),
+        segments=tuple(sample.segment for sample in samples),
+        scored=tensor((p[at] for p, at in zip(positions, scored, strict=True)), np.int64),
         old_logprobs=old,
-        advantages=tensor([np.repeat(worth, counts)], np.float32),
+        advantages=tensor([np.repeat(advantages, counts)], np.float32),
         mask=torch.ones_like(old),
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
-        senders=tuple(piece.sender for piece in pieces for _ in piece.rollouts),
+        senders=tuple(sample.sender for sample in samples for _ in sample.rollouts),
         temperatures=tensor([np.array([temperature(step) for step in steps.tolist()])], np.float32)
         if callable(temperature)
         else temperature,
     )
-
-
-def _scored(rollout: Rollout) -> np.ndarray:
-    """Where the generated tokens are, but for a first token, which nothing predicts."""
-    return 1 + np.flatnonzero(rollout.loss_mask[1:])

@@ -1,7 +1,4 @@
-"""Frozen models that score the policy's tokens: its own earlier weights, or another model.
-
-Knows parameters by name and functions that score; knows nothing of losses or files.
-"""
+"""Reference models that score the policy's tokens for a loss: a policy copy or a teacher."""
 
 from __future__ import annotations
 
@@ -14,37 +11,37 @@ from torch import Tensor
 
 from peralta_zmq.learning.optimizer_step import Score
 
-PLACE = "reference/"  # before the names of tensors in a checkpoint
+PREFIX = "reference/"  # of tensor names in a checkpoint
 
 
-class Frozen(Protocol):
-    """What is asked for logprobs beside the policy."""
+class ReferenceModel(Protocol):
+    """A model that computes logprobs of the policy's tokens and is not trained."""
 
     @contextmanager
-    def at_work(self) -> Generator[Score]:
-        """How it scores; the policy is not itself meanwhile."""
+    def scoring(self) -> Generator[Score]:
+        """Yield the function that scores. The policy must not be used inside the context."""
         ...
 
 
 class TeacherModel:
-    """A model of its own, such as a teacher from a folder."""
+    """A model with weights of its own."""
 
     def __init__(self, score: Score) -> None:
         self._score = score
 
     @contextmanager
-    def at_work(self) -> Generator[Score]:
-        """How it scores."""
+    def scoring(self) -> Generator[Score]:
+        """Yield the function that scores."""
         yield self._score
 
 
-class Reference:
-    """The policy as it was, by a copy of the parameters that are trained.
+class PolicyCopy:
+    """A copy of the trained parameters, swapped into the policy while it scores.
 
-    The copy changes places with them while it scores, so that adapters cost a copy of themselves
-    only: before the first step they are the base with the adapters off. With `sync_steps` it
-    follows the policy every so many steps: mixup_alpha policy + (1 - mixup_alpha) copy (TR-DPO,
-    arXiv 2404.09656, as in TRL), and is a part of checkpoints.
+    With LoRA it copies only the adapters; before the first step they are zero, so the copy scores
+    as the base model. With `sync_steps` every sync_steps-th step sets the copy to
+    mixup_alpha policy + (1 - mixup_alpha) copy (TR-DPO, arXiv 2404.09656, as in TRL), and the copy
+    is saved in checkpoints.
     """
 
     def __init__(
@@ -57,37 +54,37 @@ class Reference:
     ) -> None:
         self._parameters, self._score = parameters, score
         self._sync_steps, self._mixup_alpha = sync_steps, mixup_alpha
-        self._copy = {name: each.detach().clone() for name, each in parameters.items()}
+        self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     @contextmanager
-    def at_work(self) -> Generator[Score]:
-        """How it scores; the policy has its weights back on leaving, bit for bit."""
-        self._change_places()
+    def scoring(self) -> Generator[Score]:
+        """Yield the function that scores; on exit the policy has its weights back, bit for bit."""
+        self._swap()
         try:
             yield self._score
         finally:
-            self._change_places()
+            self._swap()
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
-        """Come nearer to the policy of `step`, when it is time."""
+    def sync(self, step: int) -> None:
+        """Move the copy towards the policy if `step` is a multiple of sync_steps."""
         if self._sync_steps and step % self._sync_steps == 0:
-            for name, each in self._parameters.items():
-                self._copy[name].lerp_(each, self._mixup_alpha)
+            for name, parameter in self._parameters.items():
+                self._copy[name].lerp_(parameter, self._mixup_alpha)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: nothing of a copy that never changes."""
-        return {PLACE + name: each for name, each in self._copy.items()} if self._sync_steps else {}
+        """Tensors for a checkpoint; none for a copy that is never synced."""
+        return {PREFIX + name: t for name, t in self._copy.items()} if self._sync_steps else {}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave; `tensors` may hold more."""
+        """Continue from a `state`; `tensors` may have other names, too."""
         for path in self.state():
-            self._copy[path.removeprefix(PLACE)].copy_(tensors[path])
+            self._copy[path.removeprefix(PREFIX)].copy_(tensors[path])
 
     @torch.no_grad()
-    def _change_places(self) -> None:
-        for name, each in self._parameters.items():
-            aside = each.detach().clone()
-            each.copy_(self._copy[name])
-            self._copy[name].copy_(aside)
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            policy = parameter.detach().clone()
+            parameter.copy_(self._copy[name])
+            self._copy[name].copy_(policy)

@@ -294,7 +294,7 @@ class BatchCollector:
     def accounting(self) -> dict[str, int]:
         """What became of every group that we heard of; `made` is the sum of what follows it."""
         ledger = self.admission.ledger
-        told = self._roster.told_beyond({each: ledger.seen(each) for each in ledger.senders})
+        told = self._roster.told_beyond({each: ledger.highest(each) for each in ledger.senders})
         made = max(ledger.made + told, self._books.made_before)
         outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
@@ -332,7 +332,7 @@ class BatchCollector:
             min_step=max(0, step - self.admission.max_off_policy_steps),
             received={sender: ledger.settled(sender) for sender in live},
             durable={sender: self._durable.get(sender, -1) for sender in live},
-            highest_received={sender: ledger.seen(sender) for sender in live},
+            highest_received={sender: ledger.highest(sender) for sender in live},
             consumed={sender: self._taken.get(sender, -1) for sender in live},
             waiting=waiting,
             done=done,
@@ -359,7 +359,7 @@ class BatchCollector:
         now = time.monotonic()
         if now - said < QUIET_SECONDS:
             return said
-        aside = sorted({each.rpartition("/")[0] for each in self.admission.distrusted})
+        aside = sorted({each.rpartition("/")[0] for each in self.admission.flagged})
         self._books.note(silence_text(now - started, self._receiver.address, aside))
         return now
 

@@ -23,9 +23,8 @@ from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.learning.group_metrics import by_environment
-from peralta_zmq.learning.logprob_mismatch import figures
-from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.learning.distributed import SINGLE, SingleRank
+from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import training_dtype
 from peralta_zmq.observe.run_log import RunLog
@@ -59,7 +58,7 @@ def run(config: Config) -> None:
     """
     config, ranks = enlist(config)
     models.keep_memory()
-    if not isinstance(ranks, OneRank) and ranks.number > 0:
+    if not isinstance(ranks, SingleRank) and ranks.rank > 0:
         return follow(config, ranks)
     with ExitStack() as stack:
         trainer = Trainer(config, stack, ranks)
@@ -74,7 +73,7 @@ def run(config: Config) -> None:
 class Trainer:
     """One session of a run: what it holds open, and what it does with it."""
 
-    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = ALONE) -> None:
+    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = SINGLE) -> None:
         self._config, self._folder = config, config.run_folder
         self._earlier = earlier_config(config, config.run_folder)  # of the session before
         self._stop = StopSignal()
@@ -314,12 +313,12 @@ class Trainer:
         row = self._learner.learn(groups)
         failpoint("trainer.learned")
         self._intake.commit()  # nothing is told or published of groups that are not on disk
-        if problem := self._learner.problem:
+        if problem := self._learner.skip_reason:
             self._books.event("skip", step=self._learner.step, reason=problem)
             self._books.note(f"step {self._learner.step} skipped: {problem}")
         self._progress = {**self._intake.saved(), **self._beside.about}
         self._doubts.note(self._learner.mismatch)
-        return row | figures(self._learner.mismatch)
+        return row | mismatch_metrics(self._learner.mismatch)
 
     def _publish(self) -> float:
         """Hand this step's weights over to be published; returns the seconds it took.

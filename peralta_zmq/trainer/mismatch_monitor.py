@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from peralta_zmq.config import Config
 from peralta_zmq.learning.admission import Admission
-from peralta_zmq.learning.logprob_mismatch import WINDOW, BySender, MismatchStatistics
+from peralta_zmq.learning.step_metrics import WINDOW, MismatchBySender, MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 
 
@@ -22,15 +22,15 @@ class LogprobMismatchMonitor:
         self._books, self._admission = books, admission
         self._trust = MismatchStatistics(bound=self._bound)
 
-    def note(self, mismatch: BySender) -> None:
+    def note(self, mismatch: MismatchBySender) -> None:
         """Take in what a step has shown of each sender."""
-        self._trust.note(mismatch)
+        self._trust.record(mismatch)
 
     def judge(self, *, step: int) -> None:
         """Report each start of a generator that is too far off, once."""
-        for sender in self._trust.newly_suspect():
+        for sender in self._trust.flag_senders():
             name, _, incarnation = sender.rpartition("/")
-            mean = self._trust.suspects[sender]
+            mean = self._trust.flagged[sender]
             self._books.event(
                 "mismatch", generator=name, incarnation=incarnation, step=step, mismatch_kl=mean,
                 dropped=self._sets_aside,
@@ -41,7 +41,7 @@ class LogprobMismatchMonitor:
                 f"(train.max_mismatch_kl). {self._advice(name)}"
             )
             if self._sets_aside:
-                self._admission.distrusted.add(sender)
+                self._admission.flagged.add(sender)
 
     def _advice(self, name: str) -> str:
         if self._sets_aside:

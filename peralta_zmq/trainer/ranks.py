@@ -18,16 +18,16 @@ import torch
 from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
+from peralta_zmq.learning.distributed import SINGLE, SingleRank
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.logprob_mismatch import Mismatch
-from peralta_zmq.learning.ranks import ALONE, OneRank
+from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
 
 if TYPE_CHECKING:
-    from peralta_zmq.learning.distributed import ManyRanks, Order
+    from peralta_zmq.learning.distributed import Command, DistributedRanks
 
-TrainerRanks: TypeAlias = "OneRank | ManyRanks"
+TrainerRanks: TypeAlias = "SingleRank | DistributedRanks"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun tells each process
 
 
@@ -65,7 +65,7 @@ def enlist(config: Config) -> tuple[Config, TrainerRanks]:
     place = place_of(os.environ)
     models.use_threads(config.train.num_workers * place.num_local)
     if place.num_ranks == 1:
-        return config, ALONE
+        return config, SINGLE
     from peralta_zmq.learning import distributed
 
     device = models.choose_device(config.model.device)
@@ -73,10 +73,10 @@ def enlist(config: Config) -> tuple[Config, TrainerRanks]:
         device = torch.device("cuda", place.local_rank)
     check_shared(config, device)
     ranks = distributed.join(device)
-    if ranks.number == 0:
-        ranks.tell({"do": "begin"}, [config.model_dump_json().encode()])
+    if ranks.rank == 0:
+        ranks.send_command({"do": "begin"}, [config.model_dump_json().encode()])
         return config, ranks
-    return _settings_of(ranks.listen(), config, device), ranks
+    return _settings_of(ranks.receive_command(), config, device), ranks
 
 
 def check_shared(config: Config, device: torch.device) -> None:
@@ -93,8 +93,8 @@ def check_shared(config: Config, device: torch.device) -> None:
         )
 
 
-def _settings_of(order: Order, own: Config, device: torch.device) -> Config:
-    theirs = Config.model_validate_json(order.contents[0])
+def _settings_of(order: Command, own: Config, device: torch.device) -> Config:
+    theirs = Config.model_validate_json(order.payloads[0])
     model = theirs.model.model_copy(update={"device": str(device)})
     train = theirs.train.model_copy(update={"num_workers": own.train.num_workers})
     return theirs.model_copy(update={"model": model, "train": train})
@@ -102,9 +102,9 @@ def _settings_of(order: Order, own: Config, device: torch.device) -> Config:
 
 def dismiss(ranks: TrainerRanks) -> None:
     """By rank 0: all work is done, every rank ends."""
-    if not isinstance(ranks, OneRank):
-        ranks.tell({"do": "end"})
-        ranks.leave()
+    if not isinstance(ranks, SingleRank):
+        ranks.send_command({"do": "end"})
+        ranks.close()
 
 
 def led(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner | Leader:
@@ -112,13 +112,13 @@ def led(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner |
 
     Where ranks share the parameters among them, `model` has the whole weights after each step.
     """
-    return learner if isinstance(ranks, OneRank) else Leader(learner, ranks, model)
+    return learner if isinstance(ranks, SingleRank) else Leader(learner, ranks, model)
 
 
 class Leader:
     """A learner on rank 0, with its face: what is asked of it is asked of every rank."""
 
-    def __init__(self, learner: Learner, ranks: ManyRanks, model: models.Model) -> None:
+    def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
         self._learner, self._ranks = learner, ranks
         self._whole = lora.trained_parameters(model)
 
@@ -128,9 +128,9 @@ class Leader:
         return self._learner.step
 
     @property
-    def problem(self) -> str:
+    def skip_reason(self) -> str:
         """Why the last step was skipped, if it was."""
-        return self._learner.problem
+        return self._learner.skip_reason
 
     @property
     def advantages(self) -> Sequence[Sequence[float]]:
@@ -155,33 +155,33 @@ class Leader:
         """Take the next step with all ranks. Raises as `Learner.learn`, and RankError."""
         rate = self.learning_rate(self.step + 1)
         frames = [wire.encode_group(group) for group in groups]
-        self._ranks.tell({"do": "learn", "rate": rate}, frames)
+        self._ranks.send_command({"do": "learn", "rate": rate}, frames)
         metrics = self._learner.learn(groups)
         self._gather()
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
         """As `Learner.state`: whole tensors, which any number of ranks can restore."""
-        if self._ranks.lined_up:
-            self._ranks.tell({"do": "state"})
+        if self._ranks.lockstep:
+            self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let all ranks go on from what `state` gave. Raises ValueError, with nothing changed."""
         self._learner.restore(step, tensors)
         told = [(name, str(each.dtype)[6:], list(each.shape)) for name, each in tensors.items()]
-        self._ranks.tell({"do": "restore", "step": step, "tensors": told})
-        self._ranks.hand_out(tensors.values())
+        self._ranks.send_command({"do": "restore", "step": step, "tensors": told})
+        self._ranks.broadcast(tensors.values())
         self._gather()
 
     @torch.no_grad()
     def _gather(self) -> None:
-        if self._ranks.lined_up:
+        if self._ranks.lockstep:
             for name, tensor in self._learner.weights():
                 self._whole[name].copy_(tensor)
 
 
-def follow(config: Config, ranks: ManyRanks) -> None:
+def follow(config: Config, ranks: DistributedRanks) -> None:
     """Do as rank 0 says until it is done; it alone is asked to stop.
 
     Raises RankError when rank 0 is gone, or what a part of one's own raises on this rank only.
@@ -192,29 +192,29 @@ def follow(config: Config, ranks: ManyRanks) -> None:
     try:
         model = build.load_policy(config, models.model_folder(config.model.name))
         learner = build.make_learner(config, model, ranks)
-        while (order := ranks.listen()).words["do"] != "end":
+        while (order := ranks.receive_command()).fields["do"] != "end":
             _obey(order, learner, ranks, vocab_size=int(model.config.vocab_size))
     except TrainingError:
         return  # it is the same on all ranks, and rank 0 says it
     except PeraltaError as error:
-        raise type(error)(f"rank {ranks.number}: {error}") from None
-    ranks.leave()
+        raise type(error)(f"rank {ranks.rank}: {error}") from None
+    ranks.close()
 
 
-def _obey(order: Order, learner: Learner, ranks: ManyRanks, *, vocab_size: int) -> None:
-    words = order.words
+def _obey(order: Command, learner: Learner, ranks: DistributedRanks, *, vocab_size: int) -> None:
+    words = order.fields
     if words["do"] == "learn":
         learner.learning_rate = partial(_constant, words["rate"])
-        learner.learn([wire.decode_group(each, vocab_size=vocab_size) for each in order.contents])
+        learner.learn([wire.decode_group(each, vocab_size=vocab_size) for each in order.payloads])
     elif words["do"] == "restore":
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype))
                    for name, dtype, shape in words["tensors"]}  # fmt: skip
-        ranks.hand_out(tensors.values())
+        ranks.broadcast(tensors.values())
         learner.restore(words["step"], tensors)
     else:
         learner.state()
         return
-    if ranks.lined_up:  # rank 0 gathers them
+    if ranks.lockstep:  # rank 0 gathers them
         for _ in learner.weights():
             pass
 

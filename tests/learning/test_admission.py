@@ -95,7 +95,7 @@ def test_ledger_of_an_earlier_start_is_honoured() -> None:
 def test_floor_of_a_group_settles_what_its_sender_has_given_up() -> None:
     ledger = Ledger()
     ledger.settle("a", 5, "trained", min_sequence=5)
-    assert (ledger.settled("a"), ledger.seen("a")) == (5, 5)
+    assert (ledger.settled("a"), ledger.highest("a")) == (5, 5)
     assert not ledger.settle("a", 3, "trained")
 
 
@@ -104,12 +104,12 @@ def test_a_gap_holds_the_watermark_until_it_is_filled() -> None:
     marks = []
     for sequence in (0, 2, 3, 1):
         ledger.settle("a", sequence, "trained")
-        marks.append((ledger.settled("a"), ledger.seen("a")))
+        marks.append((ledger.settled("a"), ledger.highest("a")))
     assert marks == [(0, 0), (0, 2), (0, 3), (3, 3)]
 
 
 def test_a_sender_never_heard_has_settled_nothing() -> None:
-    assert (Ledger().settled("a"), Ledger().seen("a")) == (-1, -1)
+    assert (Ledger().settled("a"), Ledger().highest("a")) == (-1, -1)
 
 
 def test_jumping_sequences_do_not_fill_memory() -> None:
@@ -148,7 +148,7 @@ def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> No
     for sequence, min_sequence in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
         ledger.settle("a", sequence, "trained", min_sequence=min_sequence)
     assert ledger.outcomes == {"trained": 3, "lost": 3}
-    assert (ledger.settled("a"), ledger.seen("a")) == (4, 6)
+    assert (ledger.settled("a"), ledger.highest("a")) == (4, 6)
 
 
 @given(
@@ -170,7 +170,7 @@ def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
     monkeypatch.setattr(admission_module, "MAX_SENDERS", 2)
     ledger = Ledger()
     for sender in ("a", "b", "a", "c"):
-        ledger.settle(sender, ledger.seen(sender) + 1, "trained")
+        ledger.settle(sender, ledger.highest(sender) + 1, "trained")
     assert ledger.senders == ["a", "c"]
     assert ledger.total == 4 == ledger.outcomes["trained"]
 
@@ -213,7 +213,7 @@ def test_groups_that_are_all_right_or_all_wrong_are_filtered_when_asked(
 
 def test_what_a_distrusted_sender_samples_is_counted_and_not_trained() -> None:
     admission = Admission(8)
-    admission.distrusted.add(group_of([1, 0]).sender)
+    admission.flagged.add(group_of([1, 0]).sender)
     assert admission.admit(group_of([1, 0]), step=1) == "mismatched"
     assert admission.admit(group_of([1, 0], generator_id="other"), step=1) == "trained"
     assert admission.ledger.outcomes == {"mismatched": 1, "trained": 1}

@@ -1,6 +1,6 @@
 """However many processes take a step, it is the step of one.
 
-.venv/bin/python -m pytest tests/learning/test_ranks.py
+.venv/bin/python -m pytest tests/learning/test_distributed.py
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from gang import on_ranks
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.distributed import ManyRanks, join
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
 from peralta_zmq.learning.losses import grpo, importance, reinforce
 from peralta_zmq.learning.optimizer_step import take_step
-from peralta_zmq.learning.packing import cut, make_batches
-from peralta_zmq.learning.ranks import ALONE, Ranks
+from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 
 CPU = torch.device("cpu")
@@ -35,12 +34,12 @@ GROUPS = [
 ]
 
 
-def several(*, shards: bool) -> ManyRanks:
+def several(*, shards: bool) -> DistributedRanks:
     """This process among those that were started with it."""
     if not shards:
         return join(CPU)
     dist.init_process_group("gloo")
-    return ManyRanks(CPU, shards=True)
+    return DistributedRanks(CPU, shards=True)
 
 
 # The gradient.
@@ -62,17 +61,17 @@ LOSSES = {
 
 def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
     """The whole gradient of a step on all groups, or on one, and the metrics of the step."""
-    model = ranks.prepared(tiny_model().double())
+    model = ranks.prepare(tiny_model().double())
     score, found = Scorer(model), {}
     for name, loss in LOSSES.items():
         for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
-            pieces = cut(groups, group_mean, max_tokens=max_tokens).pieces
+            pieces = pack_groups(groups, group_mean, max_tokens=max_tokens).samples
             batches = make_batches(pieces, max_tokens=max_tokens, ranks=ranks)
             optimizer = Keep(model.parameters(), lr=1.0)
             taken = take_step(
                 optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, ranks=ranks
             )
-            seen = torch.cat([ranks.whole(each).flatten() for each in optimizer.seen])
+            seen = torch.cat([ranks.full_tensor(each).flatten() for each in optimizer.seen])
             found[f"{name} {max_tokens} {len(groups)}"] = seen, taken.metrics
     return found
 
@@ -82,12 +81,12 @@ def gradients_of_many(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
     try:
         return gradients(ranks)
     finally:
-        ranks.leave()
+        ranks.close()
 
 
 @pytest.mark.parametrize(("count", "shards"), [(2, False), (3, False), (3, True)])
 def test_no_number_of_ranks_changes_the_gradient(tmp_path: Path, count: int, shards: bool) -> None:
-    alone = gradients(ALONE)  # one rank
+    alone = gradients(SINGLE)  # one rank
     for found in on_ranks(tmp_path, gradients_of_many, shards, count=count):
         for name, (expected, metrics) in alone.items():
             theirs, told = found[name]

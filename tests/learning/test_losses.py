@@ -11,6 +11,7 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.losses import (
+    Tokens,
     decoupled_ppo,
     dppo,
     grpo,
@@ -19,7 +20,6 @@ from peralta_zmq.learning.losses import (
     importance,
     reinforce,
 )
-from peralta_zmq.learning.tokens import Tokens
 
 # The oracle of algorithms.md: one sequence of four tokens, all masked in.
 PI = [-0.5, -1.2, -2.0, -0.1]

@@ -15,17 +15,15 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.losses import grpo, reinforce
-from peralta_zmq.learning.optimizer_step import Taken, take_step
+from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
+from peralta_zmq.learning.optimizer_step import StepResult, take_step
 from peralta_zmq.learning.packing import (
     Batch,
     PackedGroups,
     Temperature,
-    cut,
     make_batches,
-    masked_out,
+    pack_groups,
 )
-from peralta_zmq.learning.tokens import TokenLoss, Tokens
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PackedSequence, PrefixSpan
 
@@ -55,11 +53,11 @@ def model() -> Iterator[Any]:
 
 
 def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> PackedGroups:
-    return cut(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
+    return pack_groups(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
 
 
 def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
-    pieces = cut_to(max_tokens).pieces
+    pieces = cut_to(max_tokens).samples
     return make_batches(pieces, max_tokens=max_tokens, temperature=temperature)
 
 
@@ -103,7 +101,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
     whole, _ = gradient(model, batches_of(), loss)
-    pieces = list(cut_to(15).pieces)
+    pieces = list(cut_to(15).samples)
     random.Random(0).shuffle(pieces)
     shuffled = make_batches(pieces, max_tokens=20)[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
@@ -124,7 +122,7 @@ def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: Tok
     packed, told = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
     scorer.note = "padded rows: asked for"
-    alone = cut_to(share_prompts=False).pieces
+    alone = cut_to(share_prompts=False).samples
     padded = make_batches(alone, max_tokens=1000, padded=True)
     found, metrics = gradient(model, padded, loss, score=scorer)
     assert close(found, packed, 1e-6)
@@ -161,9 +159,13 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
     return parameter, batch
 
 
+def masked_out(batch: Batch) -> Batch:
+    return replace(batch, mask=torch.zeros_like(batch.mask))
+
+
 def step_by_hand(
     parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
-) -> Taken:
+) -> StepResult:
     chosen: dict[str, Any] = {
         "score": lambda ids, segments, scored, temperature: parameter.expand(1) * factor,
         "loss": reinforce,
@@ -278,13 +280,13 @@ def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
     assert (parameter.item(), taken.metrics["skipped"]) == (-1.0, 1.0)
-    assert taken.problem == "the policy gives 1 tokens a logprob that is not finite"
+    assert taken.skip_reason == "1 logprobs of the policy are not finite"
 
 
 def test_a_skipped_step_tells_the_loss_from_the_policy() -> None:
     parameter, batch = by_hand(old=-1.0)
     taken = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
-    assert taken.problem == "the loss is inf although every logprob of the policy is finite"
+    assert taken.skip_reason == "the loss is inf although every logprob of the policy is finite"
 
 
 def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
@@ -293,7 +295,7 @@ def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
 
     parameter, batch = by_hand(old=-1.0)
     taken = step_by_hand(parameter, [batch], loss=loss)
-    assert taken.problem == "the gradient of loss 'loss' is not finite although its value is 0"
+    assert taken.skip_reason == "the gradient of loss 'loss' is not finite although its value is 0"
 
 
 def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
@@ -301,7 +303,7 @@ def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for factor in (math.nan, 1.0):
         taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
-    assert (taken.problem, parameter.item()) == ("", pytest.approx(-0.95))
+    assert (taken.skip_reason, parameter.item()) == ("", pytest.approx(-0.95))
 
 
 @pytest.mark.parametrize(

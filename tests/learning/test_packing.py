@@ -9,7 +9,7 @@ import torch
 from fakes import group_of, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted, token_whitening
-from peralta_zmq.learning.packing import Batch, cut, deal, make_batches
+from peralta_zmq.learning.packing import Batch, assign_to_bins, make_batches, pack_groups
 from peralta_zmq.rollout import RolloutGroup
 
 
@@ -21,7 +21,7 @@ def batches_of(
     **options: Any,
 ) -> list[Batch]:
     share = options.pop("share_prompts", True)
-    pieces = cut(groups, advantage, max_tokens=max_tokens, share_prompts=share).pieces
+    pieces = pack_groups(groups, advantage, max_tokens=max_tokens, share_prompts=share).samples
     return make_batches(pieces, max_tokens=max_tokens, **options)
 
 
@@ -109,28 +109,28 @@ def test_step_without_any_signal_has_no_batches() -> None:
 
 def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
     # 9 and 1; 7 and 3; 4, 4 and 2
-    assert deal([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
+    assert assign_to_bins([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
 
 
 def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
-    assert deal([5, 3, 3], 12) == [[[0, 1, 2]]]
-    assert deal([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
+    assert assign_to_bins([5, 3, 3], 12) == [[[0, 1, 2]]]
+    assert assign_to_bins([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
 
 
 def test_each_piece_goes_to_the_least_loaded_rank() -> None:
     # 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
-    assert deal([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
+    assert assign_to_bins([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
 
 
 def test_a_round_ends_for_all_ranks_when_no_rank_has_room() -> None:
     # 9 | 8, then 7 | 3 in a second round; 1 is the first to find room in the first, beside the 8
-    assert deal([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
+    assert assign_to_bins([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
 
 
 def test_rank_0_has_a_piece_in_every_round() -> None:
-    assert deal([4], 10, num_ranks=3) == [[[0], [], []]]
-    assert deal([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
-    assert deal([], 10, num_ranks=2) == []
+    assert assign_to_bins([4], 10, num_ranks=3) == [[[0], [], []]]
+    assert assign_to_bins([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
+    assert assign_to_bins([], 10, num_ranks=2) == []
 
 
 def sizes(batches: list[Batch]) -> list[list[int]]:
@@ -154,19 +154,21 @@ def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() 
 def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
     oversize: Any, lengths: list[int], counts: tuple[int, int]
 ) -> None:
-    found = cut([siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize)
-    assert [len(places) for each in found.pieces for places in each.places] == lengths
+    found = pack_groups(
+        [siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize
+    )
+    assert [len(places) for each in found.samples for places in each.positions] == lengths
     assert (found.num_truncated, found.num_dropped) == counts
 
 
 def test_a_prompt_longer_than_the_budget_leaves_nothing_to_train() -> None:
-    found = cut([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
-    assert (found.pieces, found.num_truncated, found.num_dropped) == ((), 0, 2)
+    found = pack_groups([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
+    assert (found.samples, found.num_truncated, found.num_dropped) == ((), 0, 2)
 
 
 def test_the_reward_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
     group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
-    (piece,) = cut([group], group_mean, max_tokens=10, oversize="drop").pieces
+    (piece,) = pack_groups([group], group_mean, max_tokens=10, oversize="drop").samples
     assert piece.advantages == (0.75, -0.25, -0.25)
 
 
@@ -204,7 +206,7 @@ def test_a_group_of_equal_rewards_is_compared_as_the_estimator_says_when_it_is_k
     advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
 ) -> None:
     groups = [group_of([1, 1]), group_of([1, 0])]
-    kept = cut(groups, advantage, max_tokens=1000, keep_zero_std=True).advantages
+    kept = pack_groups(groups, advantage, max_tokens=1000, keep_zero_std=True).advantages
     assert kept[0] == pytest.approx(equal, abs=1e-6)
     assert kept[1] == pytest.approx(other, abs=1e-6)
 

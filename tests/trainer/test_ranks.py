@@ -155,9 +155,9 @@ def run_one_rank(config: Config, how: dict[str, bool]) -> None:
     trainer.run(config)
 
 
-def sharing(device: torch.device) -> distributed.ManyRanks:
+def sharing(device: torch.device) -> distributed.DistributedRanks:
     dist.init_process_group("gloo")
-    return distributed.ManyRanks(device, shards=True)
+    return distributed.DistributedRanks(device, shards=True)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from gang import results, start
 
 from peralta_zmq import build, models
 from peralta_zmq.config import load_config
-from peralta_zmq.learning.distributed import ManyRanks
-from peralta_zmq.learning.ranks import ALONE, Ranks
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 
 STEPS = 4
 OBJECTIVES = {
@@ -65,21 +64,23 @@ def learned(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list
 def learned_by_all() -> dict[tuple[str, bool], Any]:
     """The same for each objective, with whole parameters and with shares of them."""
     dist.init_process_group("gloo")
-    kinds = {shards: ManyRanks(torch.device("cpu"), shards=shards) for shards in (False, True)}
+    kinds = {
+        shards: DistributedRanks(torch.device("cpu"), shards=shards) for shards in (False, True)
+    }
     found = {
         (name, shards): learned(ranks, *settings)
         for shards, ranks in kinds.items()
         for name, settings in OBJECTIVES.items()
         if not (shards and name == "8-bit state")  # which cannot be shared
     }
-    kinds[False].leave()
+    kinds[False].close()
     return found
 
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     gang = start(tmp_path, learned_by_all)
-    alone = {name: learned(ALONE, *settings) for name, settings in OBJECTIVES.items()}
+    alone = {name: learned(SINGLE, *settings) for name, settings in OBJECTIVES.items()}
     for (name, shards), (theirs, told) in results(tmp_path, gang)[0].items():
         expected, rows = alone[name]
         assert theirs.keys() == expected.keys(), name

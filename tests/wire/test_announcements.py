@@ -256,7 +256,7 @@ def test_what_died_with_the_trainer_comes_again_and_everything_exactly_once(
             sender.send(numbered(number), timeout=0)
         elif ledger.settle(got[0].sender, got[0].sequence, "trained"):
             taken.append(got[0].sequence)
-        seen = {GROUP.sender: ledger.seen(GROUP.sender)}
+        seen = {GROUP.sender: ledger.highest(GROUP.sender)}
         settled = {GROUP.sender: ledger.settled(GROUP.sender)}
         said = wire.Announcement(RUN, incarnation=b"second", durable=settled, highest_received=seen)
         for frame in outbox.frames_to_resend(said):

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 from fakes import group_of, rollout_with
 
-from peralta_zmq.learning.group_metrics import by_environment, describe
+from peralta_zmq.learning import step_metrics
+from peralta_zmq.learning.step_metrics import (
+    MIN_STEPS,
+    WINDOW,
+    Mismatch,
+    MismatchStatistics,
+    by_environment,
+    describe,
+    mismatch_metrics,
+)
 
 GROUPS = [
     group_of([1, 0, 0, 1], lengths=[4, 4, 4, 8], policy_step=6),
@@ -75,3 +84,55 @@ def test_step_without_any_signal_still_reports_its_reward() -> None:
 
 def test_order_of_groups_does_not_matter() -> None:
     assert describe(GROUPS[::-1], step=8) == pytest.approx(ROW)
+
+
+# Logprob mismatch
+
+FAR, NEAR = Mismatch(3.0, 10.0), Mismatch(0.1, 10.0)  # .3 and .01 per token
+
+
+def test_mean_is_per_token_and_not_per_step() -> None:
+    statistics = MismatchStatistics(bound=0.1)
+    statistics.record({"ann/0": Mismatch(1.0, 1.0)})
+    statistics.record({"ann/0": Mismatch(0.0, 9.0)})
+    assert statistics.mean("ann/0") == pytest.approx(0.1)
+    assert statistics.flag_senders() == []  # at the bound, not above
+
+
+def test_one_step_is_no_proof_and_two_are() -> None:
+    statistics = MismatchStatistics(bound=0.1)
+    for step in range(MIN_STEPS):
+        assert statistics.flag_senders() == [], step
+        statistics.record({"ann/0": FAR, "bob/0": NEAR})
+    assert statistics.flag_senders() == ["ann/0"]
+    assert statistics.flagged == {"ann/0": pytest.approx(0.3)}
+
+
+def test_suspect_is_told_of_once_and_a_new_start_is_judged_anew() -> None:
+    statistics = MismatchStatistics(bound=0.1)
+    for _ in range(5):
+        statistics.record({"ann/0": FAR})
+    assert statistics.flag_senders() == ["ann/0"]
+    statistics.record({"ann/0": FAR, "ann/1": NEAR})
+    statistics.record({"ann/1": NEAR})
+    assert statistics.flag_senders() == []
+
+
+def test_only_the_last_steps_count() -> None:
+    statistics = MismatchStatistics(bound=0.1)
+    statistics.record({"ann/0": Mismatch(100.0, 10.0)})
+    for _ in range(WINDOW):
+        statistics.record({"ann/0": NEAR})
+    assert statistics.mean("ann/0") == pytest.approx(0.01)
+
+
+def test_senders_unseen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_metrics, "MAX_SENDERS", 2)
+    statistics = MismatchStatistics(bound=0.1)
+    for sender in ("ann/0", "bob/0", "ann/0", "cid/0"):
+        statistics.record({sender: FAR})
+    assert (statistics.mean("bob/0"), statistics.mean("ann/0")) == (0, pytest.approx(0.3))
+
+
+def test_figures_are_named_after_the_generator() -> None:
+    assert mismatch_metrics({"ann/00ff": FAR}) == {"gen/ann/mismatch_kl": pytest.approx(0.3)}

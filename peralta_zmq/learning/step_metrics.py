@@ -1,0 +1,127 @@
+"""Metrics of a step that need no model: its rollout groups, and the logprob mismatch by sender.
+
+Names are TRL's where TRL has one; docs/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import TypeAlias
+
+from peralta_zmq.learning.admission import staleness
+from peralta_zmq.rollout import RolloutGroup
+
+WINDOW = 4  # steps with groups of a sender that its mean mismatch covers
+MIN_STEPS = 2  # steps before a sender can be flagged
+MAX_SENDERS = 4096  # with a mean; the sender without groups for longest is forgotten first
+
+
+def describe(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
+    """Metrics of all groups admitted to a step, with or without signal.
+
+    `reward_std` is the mean of the standard deviations within groups.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    ages = [staleness(group, step=step) for group in groups]
+    lengths = [rollout.num_generated for rollout in rollouts]
+    return {
+        "reward": fmean(rollout.reward for rollout in rollouts),
+        "reward_std": fmean(pstdev(group.rewards) for group in groups),
+        "frac_reward_zero_std": fmean(not group.has_signal for group in groups),
+        "completions/mean_length": fmean(lengths),
+        "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
+        "num_rollouts": len(rollouts),
+        "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts),
+        "staleness/mean": fmean(ages),
+        "staleness/max": max(ages),
+        **_mean_rewards(part for rollout in rollouts for part in rollout.rewards.items()),
+        **_by_generator(groups),
+    }
+
+
+def by_environment(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Mean reward of the rollouts of each environment, as rewards/NAME/mean."""
+    return _mean_rewards((group.task, reward) for group in groups for reward in group.rewards)
+
+
+def _mean_rewards(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
+    for name, reward in rewards:
+        by_name.setdefault(name, []).append(reward)
+    return {f"rewards/{name}/mean": fmean(values) for name, values in by_name.items()}
+
+
+def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
+    """Groups of each generator, and the newest policy step among them."""
+    steps: dict[str, list[int]] = {}
+    for group in groups:
+        steps.setdefault(group.generator_id, []).append(max(0, group.policy_step))
+    return {f"gen/{name}/groups": len(values) for name, values in steps.items()} | {
+        f"gen/{name}/step": max(values) for name, values in steps.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """k3 estimate of KL(sampler, trainer), summed over one sender's tokens of a step."""
+
+    kl: float
+    num_tokens: float
+
+    @property
+    def mean(self) -> float:
+        """Mean per token."""
+        return self.kl / max(1.0, self.num_tokens)
+
+
+MismatchBySender: TypeAlias = Mapping[str, Mismatch]
+
+
+class MismatchStatistics:
+    """Mean mismatch per sender over its last steps; senders above `bound` are flagged for good.
+
+    A different dtype or older weights cause a small mismatch; wrong kernels or wrong weights cause
+    one that is larger by orders of magnitude.
+    """
+
+    def __init__(self, *, bound: float) -> None:
+        self.flagged: dict[str, float] = {}  # sender -> its mean when it was flagged
+        self._bound = bound
+        self._steps: dict[str, deque[Mismatch]] = {}
+
+    def record(self, step: MismatchBySender) -> None:
+        """Add the mismatch of a step."""
+        for sender, mismatch in step.items():
+            steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
+            steps.append(mismatch)
+            self._steps[sender] = steps  # to the end of the order
+        while len(self._steps) > MAX_SENDERS:
+            del self._steps[next(iter(self._steps))]
+
+    def mean(self, sender: str) -> float:
+        """Mean per token over the sender's last WINDOW steps; 0 without steps."""
+        steps = self._steps.get(sender, ())
+        return Mismatch(sum(m.kl for m in steps), sum(m.num_tokens for m in steps)).mean
+
+    def flag_senders(self) -> list[str]:
+        """Flag the senders whose mean exceeds the bound; returns those not flagged before."""
+        new = {
+            sender: mean
+            for sender, steps in self._steps.items()
+            if sender not in self.flagged
+            and len(steps) >= MIN_STEPS
+            and (mean := self.mean(sender)) > self._bound
+        }
+        self.flagged |= new
+        return list(new)
+
+
+def mismatch_metrics(step: MismatchBySender) -> dict[str, float]:
+    """Metrics of a step: gen/NAME/mismatch_kl."""
+    return {
+        f"gen/{sender.rpartition('/')[0]}/mismatch_kl": mismatch.mean
+        for sender, mismatch in step.items()
+    }
