@@ -23,7 +23,7 @@ from benchmarks.wire import RUN, group_of
 from peralta_zmq import wire
 from peralta_zmq.generator.pacing import SamplingPacer
 from peralta_zmq.rollout import RolloutGroup, sender_of
-from peralta_zmq.wire.generator_status_sockets import REPORT_SECONDS
+from peralta_zmq.wire.generator_status import STATUS_SECONDS
 from peralta_zmq.wire.sockets import open_socket
 
 SIBLINGS, NUM_PROMPT, NUM_GENERATED = 8, 31, 12
@@ -122,7 +122,7 @@ def work(crowd: list[Scripted], listener: wire.AnnouncementSubscriber, *, rate: 
         wait = interval if sent else IMPATIENCE
         heapq.heapreplace(due, (max(at, time.monotonic() - interval) + wait, number))
         if time.monotonic() > reports:
-            reports = time.monotonic() + REPORT_SECONDS
+            reports = time.monotonic() + STATUS_SECONDS
             for each in crowd:
                 each.counters.send(
                     wire.GeneratorStatus(RUN, each.name, each.incarnation, made=each.sequence)

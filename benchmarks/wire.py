@@ -30,7 +30,7 @@ from peralta_zmq import wire
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire import messages, validation
-from peralta_zmq.wire.keys import TRAINER, make_keys
+from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
 from tools.link_proxy import free_ports
 
@@ -154,12 +154,12 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
     """Microseconds of a check: msgpack; whose group it is, and its checksum; the rollouts."""
     frame, rounds = wire.encode_group(group), 3000
     said = validation.unpack(frame)
-    _, _, columns = messages._opened(said, frame)  # pyright: ignore[reportPrivateUsage]
-    siblings_of = messages._siblings_of  # pyright: ignore[reportPrivateUsage]
+    _, columns = messages._read_fields(said, frame)  # pyright: ignore[reportPrivateUsage]
+    decode_rollouts = messages._decode_rollouts  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Callable[[], object]] = {
         "unpack": lambda: validation.unpack(frame),
-        "envelope": lambda: messages._opened(said, frame),  # pyright: ignore[reportPrivateUsage]
-        "rollouts": lambda: siblings_of(group.policy_step, VOCAB_SIZE, *columns),
+        "envelope": lambda: messages._read_fields(said, frame),  # pyright: ignore[reportPrivateUsage]
+        "rollouts": lambda: decode_rollouts(group.policy_step, VOCAB_SIZE, *columns),
     }
 
     def microseconds(part: Callable[[], object]) -> float:

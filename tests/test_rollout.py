@@ -76,7 +76,7 @@ def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool
 
 
 def test_rewards_of_a_group_keep_the_order_of_its_rollouts() -> None:
-    assert group_of([0.25, 1, 0]).rewards == [0.25, 1, 0]
+    assert group_of([0.25, 1, 0]).rewards == (0.25, 1, 0)
 
 
 def test_sender_names_the_generator_and_its_start() -> None:

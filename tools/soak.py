@@ -23,7 +23,7 @@ from typing import TypeAlias
 from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.local import event_recorder, local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
-from peralta_zmq.wire import keys
+from peralta_zmq.wire import auth
 from tools.link_proxy import Link, free_ports
 from tools.promise_checker import check, own_ends
 from tools.run_history import RECORDING_OPTIONS, read_history
@@ -141,8 +141,8 @@ class ChaosMonkey:
 def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> int:
     """Run for so long under faults, then in peace to the end; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
-    for name in (keys.TRAINER, *NAMES):
-        keys.make_keys(folder / KEYS, name)
+    for name in (auth.TRAINER, *NAMES):
+        auth.make_keys(folder / KEYS, name)
     record, weights, port = event_recorder(folder), folder / "nas" / "weights", free_ports()
     over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
     with ExitStack() as stack:

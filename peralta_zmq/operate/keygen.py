@@ -13,21 +13,21 @@ from peralta_zmq.errors import ConfigError
 
 def main(config: Config) -> None:
     """Make the keys that are missing. Raises ConfigError, or WireError for a key file."""
-    from peralta_zmq.wire import keys
+    from peralta_zmq.wire import auth
 
     folder, name = config.keys_folder, config.generator.name
     if folder is None:
         raise ConfigError("keygen: where to? --security.keys DIR")
-    if name == keys.TRAINER:
+    if name == auth.TRAINER:
         raise ConfigError(f"generator.name {name!r} is the trainer's; choose another")
-    for each in filter(None, (keys.TRAINER, name)):
-        made = keys.make_keys(folder, each)
+    for each in filter(None, (auth.TRAINER, name)):
+        made = auth.make_keys(folder, each)
         sys.stdout.write(f"{each}: {'made' if made else 'kept'} in {folder}\n")
     if name is None:
         sys.stdout.write("for a generator: the same with --generator.name NAME\n")
         return
     sys.stdout.write(
-        f"copy {keys.TRAINER}{keys.PUBLIC} and {name}{keys.SECRET} to {folder} on its machine "
-        f"(chmod 600 {name}{keys.SECRET}), start it there with --generator.name {name},\n"
-        f"and leave {name}{keys.PUBLIC} and {keys.TRAINER}{keys.SECRET} here, with the trainer\n"
+        f"copy {auth.TRAINER}{auth.PUBLIC} and {name}{auth.SECRET} to {folder} on its machine "
+        f"(chmod 600 {name}{auth.SECRET}), start it there with --generator.name {name},\n"
+        f"and leave {name}{auth.PUBLIC} and {auth.TRAINER}{auth.SECRET} here, with the trainer\n"
     )

@@ -224,10 +224,10 @@ def _show(hosts: Hosts, again: str, lines: int) -> int:
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:
-    from peralta_zmq.wire import keys
+    from peralta_zmq.wire import auth
 
-    for name in (keys.TRAINER, *generators):
-        if keys.make_keys(folder, name):
+    for name in (auth.TRAINER, *generators):
+        if auth.make_keys(folder, name):
             sys.stdout.write(f"key of {name}: made in {folder}\n")
 
 

@@ -1,41 +1,49 @@
-"""Rollouts, announcements and counters over ZeroMQ. Knows sockets and bytes, not models.
+"""The protocol between generators and trainer: messages over ZeroMQ, the only use of zmq.
 
-Generators PUSH whole groups to the trainer's PULL; the trainer PUBlishes what it is doing on the
-next port; generators PUBlish how they fare to the port after that; a fourth port answers doctors.
-An announcement is a hint and may be lost. A message that breaks any rule is counted and dropped
-by the receiver, never raised. A group is kept in the sender's outbox until an announcement says
-that it is safe, and is sent again when it was lost on the way.
+Generators PUSH groups of rollouts to the trainer's PULL socket. The trainer PUBlishes announcements
+on the next port, receives the generators' status on the port after that, and answers probes on the
+fourth. A receiver counts and drops invalid messages. The sender keeps each group in its outbox
+until an announcement acknowledges it as durable, and resends it if it was lost.
 
-    strict         bytes from a stranger as plain values
-    groups         a group as bytes; announcements, counters, greetings  the other messages
-    sockets        options, addresses, ports
-    rollouts       the pair that carries groups; announcing, counting, greeting  the other pairs
-    outbox         what was sent and is not yet known to be safe
-    keys, gate     who may connect
+    messages          RolloutGroup <-> bytes
+    validation        bounded unpacking, field types, limits, rules of a group
+    sockets           socket options, addresses, RolloutSender and RolloutReceiver
+    announcements     trainer -> generators: progress, acknowledgements
+    generator_status  generator -> trainer: counters
+    probe             doctor <-> trainer: connection test
+    outbox            groups that are sent and not yet durable
+    auth              key files, authentication, refused handshakes
 """
 
-from peralta_zmq.wire.announcement_sockets import AnnouncementPublisher, AnnouncementSubscriber
-from peralta_zmq.wire.announcements import Announcement, decode_announcement, encode_announcement
-from peralta_zmq.wire.auth import CurveAuthenticator
+from peralta_zmq.wire.announcements import (
+    Announcement,
+    AnnouncementPublisher,
+    AnnouncementSubscriber,
+    decode_announcement,
+    encode_announcement,
+)
+from peralta_zmq.wire.auth import (
+    CurveAuthenticator,
+    GeneratorKeys,
+    accepts_connection,
+    generator_keys,
+)
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
+    GeneratorStatusReceiver,
+    GeneratorStatusSender,
     decode_generator_status,
     encode_generator_status,
 )
-from peralta_zmq.wire.generator_status_sockets import GeneratorStatusReceiver, GeneratorStatusSender
-from peralta_zmq.wire.keys import GeneratorKeys, generator_keys
 from peralta_zmq.wire.messages import decode_group, encode_group
 from peralta_zmq.wire.outbox import Outbox
-from peralta_zmq.wire.probe import (
-    ProbeReply,
-    decode_probe_reply,
-    decode_probe_request,
-    encode_probe_reply,
-    encode_probe_request,
+from peralta_zmq.wire.probe import ProbeClient, ProbeReply, ProbeServer
+from peralta_zmq.wire.sockets import (
+    RolloutReceiver,
+    RolloutSender,
+    next_port,
+    port_in_use_message,
 )
-from peralta_zmq.wire.probe_sockets import ProbeClient, ProbeServer
-from peralta_zmq.wire.rollout_sockets import RolloutReceiver, RolloutSender
-from peralta_zmq.wire.sockets import accepts_connection, next_port, port_in_use_message
 
 __all__ = [
     "Announcement",
@@ -56,13 +64,9 @@ __all__ = [
     "decode_announcement",
     "decode_generator_status",
     "decode_group",
-    "decode_probe_reply",
-    "decode_probe_request",
     "encode_announcement",
     "encode_generator_status",
     "encode_group",
-    "encode_probe_reply",
-    "encode_probe_request",
     "generator_keys",
     "next_port",
     "port_in_use_message",

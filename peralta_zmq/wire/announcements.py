@@ -1,93 +1,151 @@
-"""What the trainer announces, as bytes: how far it is, what it has, whether it waits.
+"""Announcements: the trainer publishes its progress every second and on change (PUB/SUB).
 
-Knows the rules of a sound announcement; knows nothing of sockets.
+An announcement repeats the whole state, so a lost one does no harm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, cast
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
 
-import msgpack
+import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import validation
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.sockets import open_server, open_socket, ready
+from peralta_zmq.wire.validation import decode_fields, encode_fields
 
-MAX_ANNOUNCEMENT = 4 << 20  # bytes; of 4,096 senders with the longest names it has 2.7 million
+ANNOUNCE_SECONDS = 1.0
+MAX_ANNOUNCEMENT = 4 << 20  # bytes; with 4,096 senders of the longest names it has 2.7 million
 MAX_SENDERS = 1 << 14  # in one announcement
-MAX_BITS = 1 << 19  # of problems that rest or are answered
+MAX_BITS = 1 << 19  # problems of a bit field
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What the trainer says of itself, every second and on change."""
+    """Progress of the trainer and acknowledgements of received groups."""
 
     run_id: str
     incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
-    step: int = 0  # optimizer steps taken
+    step: int = 0  # optimizer steps completed
     started_step: int = 0  # optimizer steps started
-    version: int = -1  # newest published version, -1 before the first
+    version: int = -1  # newest published weight version; -1 before the first
     weights_id: str = ""  # of the newest version
-    min_step: int = 0  # groups of older weights are not accepted any more
+    min_step: int = 0  # groups from older weights are not accepted any more
     received: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender heard from lately: all its groups up to this sequence have come."""
+    """By active sender: all of its groups up to this sequence were received."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: all its groups up to this sequence are on the trainer's disk, or not needed."""
+    """By sender: all of its groups up to this sequence are on disk, or not needed."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: the highest sequence that came. Above `received`, something between is lost."""
+    """By sender: highest sequence received. Above `received` if a group between them is lost."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender, less 1: how many of its groups are in steps that have begun, or dropped."""
-    waiting: bool = False  # for groups; else in a step, an evaluation, a start
+    """By sender: number of its groups in started steps or dropped, minus 1."""
+    waiting: bool = False  # for groups; False during a step, an evaluation and the start
     done: bool = False  # the run is complete
-    groups_in_step: int = 0  # groups that the newest step took; 0 = none was taken yet
-    next_sample_index: int = 0  # all groups that came are of draws below this
-    train_set_digest: bytes = b""  # 8 bytes that tell one set of problems to train on from another
+    groups_in_step: int = 0  # groups in the newest step; 0 before the first
+    next_sample_index: int = 0  # above the sample_index of every received group
+    train_set_digest: bytes = b""  # 8 bytes that identify the training problems
     excluded: bytes = b""
-    """A bit for each position of the train set that is not to be drawn now (bit p % 8 of byte
-    p // 8); empty = all are drawn."""
-    evaluation_step: int = -1  # the step whose weights the generators shall evaluate; -1 = none
+    """Bit field of the positions in the train set that are not sampled at present (bit p % 8 of
+    byte p // 8); empty = all are sampled."""
+    evaluation_step: int = -1  # step of the weights that the generators evaluate; -1 = none
     answered: bytes = b""
-    """A bit for each held-out example that needs no further answer in this evaluation."""
-
-
-SAID = {
-    "run_id": str, "incarnation": bytes, "step": int, "started_step": int, "version": int,
-    "weights_id": str,
-    "min_step": int,
-    "received": dict, "durable": dict, "highest_received": dict, "consumed": dict,
-    "waiting": bool, "done": bool, "groups_in_step": int, "next_sample_index": int,
-    "train_set_digest": bytes, "excluded": bytes, "evaluation_step": int,
-    "answered": bytes,
-}  # fmt: skip
-BY_SENDER = ("received", "durable", "highest_received", "consumed")
+    """Bit field of the held-out examples that need no further answer in this evaluation."""
 
 
 def encode_announcement(announcement: Announcement) -> bytes:
     """One announcement as one msgpack map."""
-    said = {each.name: getattr(announcement, each.name) for each in fields(announcement)}
-    return cast(bytes, msgpack.packb(said))
+    return encode_fields(announcement)
 
 
 def decode_announcement(frame: bytes) -> Announcement:
-    """The announcement in a frame; fields of a later version are passed over.
+    """The announcement in a frame; unknown fields are ignored.
 
-    Raises WireError when it is too large, `run_id` is missing or a field is of another type.
+    Raises WireError if it is too large, `run_id` is missing or a field has a wrong type.
     """
     if len(frame) > MAX_ANNOUNCEMENT:
-        raise WireError(f"an announcement of {len(frame)} bytes")
-    told = validation.unpack(frame, max_map_len=MAX_SENDERS, max_maps=1 + len(BY_SENDER))
-    try:
-        return Announcement(**_known(told))
-    except (TypeError, ValueError) as error:
-        raise WireError(f"malformed announcement: {error}") from None
+        raise WireError(f"announcement of {len(frame)} bytes")
+    return decode_fields(frame, Announcement, _check, max_map_len=MAX_SENDERS)
 
 
-def _known(told: dict[str, Any]) -> dict[str, Any]:
-    known = validation.known(told, SAID)
-    if any(len(known.get(name, b"")) > MAX_BITS // 8 for name in ("excluded", "answered")):
-        raise ValueError(f"more than {MAX_BITS} bits")
-    for name in BY_SENDER:
-        for sender, sequence in known.get(name, {}).items():
-            validation.typed(sender, str, name)
-            validation.typed(sequence, int, name)
-    return known
+def _check(announcement: Announcement) -> None:
+    if max(len(announcement.excluded), len(announcement.answered)) > MAX_BITS // 8:
+        raise ValueError(f"bit field of more than {MAX_BITS} bits")
+
+
+class AnnouncementPublisher:
+    """Publishes the newest announcement at once and every second until there is a newer one.
+
+    A thread owns the socket, so announcements continue while the trainer computes. Use with
+    `closing`.
+    """
+
+    def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
+        self._changed = threading.Condition()
+        self._newest: bytes | None = None  # guarded by _changed, as the following
+        self._is_new = self._closed = False
+        self._linger_seconds = 0.0
+        self._socket, self.address = open_server(zmq.PUB, address, authenticator)
+        self._thread = threading.Thread(target=self._work, name="announcements", daemon=True)
+        self._thread.start()
+
+    def publish(self, announcement: Announcement) -> None:
+        """Replace the announcement and publish it now; never blocks."""
+        frame = encode_announcement(announcement)
+        with self._changed:
+            self._newest, self._is_new = frame, True
+            self._changed.notify()
+
+    def close(self, linger_seconds: float = 0.5) -> None:
+        """Publish the last announcement once more and close after up to `linger_seconds`."""
+        with self._changed:
+            self._closed, self._linger_seconds = True, linger_seconds
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        closed = False
+        while not closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_new or self._closed, ANNOUNCE_SECONDS)
+                frame, closed, self._is_new = self._newest, self._closed, False
+            if frame is not None:
+                self._socket.send(frame)  # PUB drops messages, it never blocks
+        self._socket.close(linger=int(self._linger_seconds * 1000))
+
+
+class AnnouncementSubscriber:
+    """Receives the trainer's announcements and keeps the latest. Use with `closing`."""
+
+    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+        self.latest: Announcement | None = None
+        self.received_at = float("-inf")  # monotonic seconds
+        self._socket = open_socket(zmq.SUB, max_bytes=MAX_ANNOUNCEMENT)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self._socket.subscribe(b"")
+        self._monitor = HandshakeMonitor(self._socket, address, keys)
+        self._socket.connect(address)
+
+    def receive(self, *, timeout: float = 0.0) -> Announcement | None:
+        """The latest announcement, after waiting up to `timeout` seconds for a new one.
+
+        Raises WireError if the trainer refused the connection.
+        """
+        self._monitor.check()
+        while ready(self._socket, zmq.POLLIN, timeout):
+            timeout = 0.0
+            try:
+                self.latest = decode_announcement(self._socket.recv())
+                self.received_at = time.monotonic()
+            except WireError as error:
+                logger.warning("announcement refused: %s", error)
+        return self.latest
+
+    def close(self) -> None:
+        """Close at once."""
+        self._monitor.close()
+        self._socket.close(linger=0)

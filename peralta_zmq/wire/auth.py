@@ -1,15 +1,20 @@
-"""Who may connect to the trainer (CURVE with ZAP), and why a client was turned away.
+"""CURVE keys: key files, authentication of clients (ZAP), and why a handshake failed.
 
-Fails closed: bound sockets enforce a domain, so that libzmq itself turns everyone away when no
-gate answers. Knows keys and handshakes; knows nothing of messages.
+A key folder holds one CURVE key per file: `trainer.public` and `trainer.secret`, and for each
+generator `NAME.public` and `NAME.secret`. The trainer needs its own secret key and every public
+key; a generator needs `trainer.public` and its own secret key.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
+import re
+import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +23,191 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.keys import GeneratorKeys, known_generators, trainer_secret
-from peralta_zmq.wire.sockets import greets
 
-ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZAP
+TRAINER = "trainer"
+PUBLIC, SECRET = ".public", ".secret"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"
-LOOK_SECONDS = 0.2  # until a closed gate ends
-READ_SECONDS = 1.0  # between two looks into the folder, however many knock
-RETRY_SECONDS = 5.0  # until libzmq hangs up on a client that a gate could not judge
-PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5  # of a client whose connection just ends
-HANDSHAKES = (
+POLL_SECONDS = 0.2  # until a closed authenticator ends
+READ_SECONDS = 1.0  # between two reads of the key folder, however many clients connect
+HANDSHAKE_SECONDS = 5.0  # until libzmq disconnects a client without an answer from ZAP
+# A client reports a wrong server key after this time and number of disconnected handshakes.
+PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
+HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_monitor_numbers = itertools.count()
 logger = logging.getLogger(__name__)
 
 
-class CurveAuthenticator:
-    """Lets in the generators whose public keys lie in a folder, under their files' names.
+# Key files.
 
-    Open it before the sockets that it guards, and close it after them. A key that is added or
-    removed counts for connections made a second later. Use with `closing`.
+
+class KeyFileError(WireError):
+    """A key file is missing, is not a regular file, is not readable or holds no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorKeys:
+    """The keys of one generator."""
+
+    name: str
+    secret: bytes
+    trainer: bytes  # public key of the trainer
+
+    @property
+    def public(self) -> bytes:
+        """The public key that belongs to `secret`."""
+        return zmq.curve_public(self.secret)
+
+
+def make_keys(folder: Path, name: str) -> bool:
+    """Write NAME.secret (mode 0600) and NAME.public; False if both exist.
+
+    Raises WireError if the folder cannot be written or only one of the two files exists.
+    """
+    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    _check_name(name)
+    if secret.exists():
+        if _read_key(public) != zmq.curve_public(read_secret(secret)):
+            raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
+        return False
+    if public.exists():
+        raise WireError(f"{public} is here without {secret.name}; delete it for a new pair")
+    public_key, secret_key = zmq.curve_keypair()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_key(public, public_key, 0o644)
+        _write_key(secret, secret_key, 0o600)
+    except OSError as error:
+        raise WireError(f"{error.filename} cannot be written ({error.strerror})") from None
+    return True
+
+
+def trainer_secret(folder: Path) -> bytes:
+    """The trainer's secret key. Raises WireError as `read_secret`."""
+    return read_secret(folder / f"{TRAINER}{SECRET}")
+
+
+def generator_keys(folder: Path, name: str) -> GeneratorKeys:
+    """The keys of one generator.
+
+    Raises WireError if a file is missing or no key, others can read the secret key, or everyone can
+    write to the folder (and replace the trainer's key).
+    """
+    _check_name(name)
+    secret = read_secret(folder / f"{name}{SECRET}")
+    keys = GeneratorKeys(name, secret, _read_key(folder / f"{TRAINER}{PUBLIC}"))
+    _list_folder(folder)
+    return keys
+
+
+def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
+    """The generators whose public keys are in the folder: key -> name.
+
+    Raises WireError if the folder or a file cannot be read, one key has two names, or everyone can
+    write to the folder. A file that is no key raises if `strict`, else it is logged and skipped.
+    """
+    names: dict[bytes, str] = {}
+    for entry in _list_folder(folder):
+        name, kind = os.path.splitext(entry)
+        if kind != PUBLIC or name == TRAINER or not NAME.fullmatch(name):
+            continue
+        try:
+            key = _read_key(folder / entry)
+        except KeyFileError as error:
+            if strict:
+                raise
+            logger.warning("key file skipped: %s", error)
+            continue
+        if key in names:
+            raise WireError(f"{folder / entry} holds the key of {names[key]}; one key has one name")
+        names[key] = name
+    return names
+
+
+def read_secret(file: Path) -> bytes:
+    """A secret key that only its owner can read. Raises WireError."""
+    key = _read_key(file)
+    if file.stat().st_mode & 0o077:
+        raise WireError(f"{file} can be read by others; chmod 600 {file}")
+    return key
+
+
+def _list_folder(folder: Path) -> list[str]:
+    """The names in a key folder. Raises WireError, also if everyone can add a key to it."""
+    try:
+        mode, names = folder.stat().st_mode, sorted(os.listdir(folder))
+    except OSError as error:
+        raise WireError(f"key folder {folder} cannot be read ({error.strerror})") from None
+    if mode & 0o002:
+        raise WireError(f"{folder} can be written by others; chmod o-w {folder}")
+    return names
+
+
+def _read_key(file: Path) -> bytes:
+    try:
+        key = file.read_bytes()[:100].strip()
+    except OSError as error:
+        permanent = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
+        raise (KeyFileError if permanent else WireError)(
+            f"key {file}: {error.strerror}; make it with bin/doctor keygen, or copy it here"
+        ) from None
+    if not KEY.fullmatch(key):
+        raise KeyFileError(f"{file} is not a key; make a new pair with bin/doctor keygen")
+    return key
+
+
+def _write_key(file: Path, key: bytes, mode: int) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(key + b"\n")
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise WireError(f"{name!a} is not a plain name; use letters, digits, . _ and -")
+
+
+# The trainer's side.
+
+
+class CurveAuthenticator:
+    """Accepts the generators whose public keys are in a folder, under the names of their files.
+
+    Open it before the sockets that it protects and close it after them. An added or removed key
+    takes effect on connections made a second later. Fails closed: protected sockets enforce a ZAP
+    domain, so libzmq rejects every client while no authenticator runs. Use with `closing`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.refused, self._strangers = 0, 0  # clients, and those whose key is unknown
+        self.refused, self._num_unknown = 0, 0  # clients; those with an unknown key
         self._secret = trainer_secret(folder)
         self._folder = folder
-        self._names: dict[bytes, str] | None = known_generators(folder)  # None: we cannot tell
+        self._names: dict[bytes, str] | None = known_generators(folder)  # None = unreadable
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        # The thread's, once it runs. A REP would have to answer before it hears the next.
-        self._door = zmq.Context.instance().socket(zmq.ROUTER)
-        self._door.setsockopt(zmq.LINGER, 0)
+        # Belongs to the thread. ROUTER, because a REP must answer before it receives again.
+        self._zap = zmq.Context.instance().socket(zmq.ROUTER)
+        self._zap.setsockopt(zmq.LINGER, 0)
         try:
-            self._door.bind(ENDPOINT)
+            self._zap.bind(ZAP_ENDPOINT)
         except zmq.ZMQError as error:
-            self._door.close()
-            raise WireError(f"a second gate in one process ({error})") from None
-        self._thread = threading.Thread(target=self._serve, name="gate", daemon=True)
+            self._zap.close()
+            raise WireError(f"a second CurveAuthenticator in one process ({error})") from None
+        self._thread = threading.Thread(target=self._serve, name="authenticator", daemon=True)
         self._thread.start()
 
     def protect(self, server: zmq.Socket[bytes]) -> None:
-        """Before `bind`: this socket talks only to clients that the gate lets in.
+        """Make a server socket accept only known clients; call it before `bind`.
 
-        libzmq passes the client's name through the queue as a message that it never counts as
-        read: a queue of one would stay full for ever.
+        libzmq passes the client's name through the receive queue as a message that it never counts
+        as read: a queue of one would stay full for ever.
         """
         queue = server.getsockopt(zmq.RCVHWM)
         assert isinstance(queue, int)
@@ -74,134 +216,156 @@ class CurveAuthenticator:
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        server.setsockopt(zmq.HANDSHAKE_IVL, int(RETRY_SECONDS * 1000))
+        server.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no client any more."""
         self._closed.set()
-        self._thread.join(timeout=2.0)  # it may hang in a dead mount
+        self._thread.join(timeout=2.0)  # a read in a dead mount can block it
 
     def _serve(self) -> None:
-        with self._door as door:
+        with self._zap as zap:
             while not self._closed.is_set():
-                if door.poll(int(LOOK_SECONDS * 1000)):
-                    who, nothing, *request = door.recv_multipart()
-                    if answer := self._answer(request):
-                        door.send_multipart([who, nothing, *answer])
-            door.unbind(ENDPOINT)  # closing alone frees the name later
+                if zap.poll(int(POLL_SECONDS * 1000)):
+                    identity, delimiter, *request = zap.recv_multipart()
+                    if reply := self._reply(request):
+                        zap.send_multipart([identity, delimiter, *reply])
+            zap.unbind(ZAP_ENDPOINT)  # close alone would release the name only later
 
-    def _answer(self, request: list[bytes]) -> list[bytes] | None:
+    def _reply(self, request: list[bytes]) -> list[bytes] | None:
         """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials.
 
-        Returns: None, when we cannot tell: libzmq hangs up RETRY_SECONDS later, and the client
-        tries again. (A 300 that comes quickly makes it hang up at once, as on a wrong key.)
+        None while the keys cannot be read: libzmq then disconnects the client after
+        HANDSHAKE_SECONDS and the client tries again. (After a 300 libzmq would disconnect at once,
+        which the client could not tell from a wrong key.)
         """
         version, number, domain, address, _, mechanism, *credentials = request
-        names, name = self._known(), None
+        names, name = self._known_names(), None
         if names and (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
             name = names.get(z85.encode(credentials[0]))
         if name is not None:
-            return [version, number, b"200", b"welcome", name.encode(), b""]
+            return [version, number, b"200", b"OK", name.encode(), b""]
         self.refused += 1
         if names is None:
             return None
-        self._strangers += 1
+        self._num_unknown += 1
         logger.log(
-            logging.WARNING if self._strangers == 1 else logging.DEBUG,
-            "refused: an unknown key from %s", address.decode(errors="replace"),
+            logging.WARNING if self._num_unknown == 1 else logging.DEBUG,
+            "client refused: reason=unknown_key address=%s", address.decode(errors="replace"),
         )  # fmt: skip
         return [version, number, b"400", b"unknown key", b"", b""]
 
-    def _known(self) -> dict[bytes, str] | None:
+    def _known_names(self) -> dict[bytes, str] | None:
         if time.monotonic() - self._read_at > READ_SECONDS:
             self._read_at = time.monotonic()
             try:
                 self._names = known_generators(self._folder, strict=False)
             except WireError as error:
                 self._names = None
-                logger.warning("nobody is let in: %s", error)
+                logger.warning("no client is accepted: %s", error)
         return self._names
 
 
-def show_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
-    """Before it connects: without keys it talks to a trainer without a gate only."""
+# The generator's side.
+
+
+def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
+    """Set the keys of a client socket before it connects; None = no encryption."""
     if keys is not None:
         client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
         client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
 
 
-_numbers = itertools.count()
-
-
 class HandshakeMonitor:
-    """The client's side of a handshake: shows its keys, and learns of a refusal."""
+    """Sets the keys of a client socket and reports why the trainer refuses it.
+
+    Create it before the socket connects and close it before the socket.
+    """
 
     def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:
         self._address, self._keys = address, keys
-        self._failures, self._first_failure = 0, 0.0  # since the last success; monotonic seconds
         self._refusal: str | None = None
-        show_keys(client, keys)
-        events = f"inproc://handshakes-{next(_numbers)}"  # libzmq frees a name late
-        client.monitor(events, HANDSHAKES)
+        self._failures = 0  # handshakes that ended without a reason, since the last success
+        self._first_failure = 0.0  # monotonic seconds
+        use_keys(client, keys)
+        endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"  # libzmq releases names late
+        client.monitor(endpoint, HANDSHAKE_EVENTS)
         self._client, self._events = client, zmq.Context.instance().socket(zmq.PAIR)
-        # Without a limit: at one, libzmq would wait for us in the thread that serves all sockets.
+        # Unlimited: on a full queue libzmq would block the I/O thread that serves all sockets.
         self._events.setsockopt(zmq.RCVHWM, 0)
-        self._events.connect(events)
+        self._events.connect(endpoint)
 
     def check(self) -> None:
-        """Raise WireError when the trainer turned us away; blocks for half a second at most when
-        handshakes have failed without a reason.
+        """Raise WireError if the trainer refused the client.
+
+        Blocks for up to half a second after handshakes that failed without a reason.
         """
-        silent = 0
+        failures = 0
         while self._refusal is None and self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures = silent = 0
+                self._failures = failures = 0
                 continue
             self._refusal = self._reason(message["event"])
-            silent += self._refusal is None
-        if silent:
-            self._refusal = self._refusal or self._reason_of_silence(silent)
+            failures += self._refusal is None
+        if failures:
+            self._refusal = self._refusal or self._reason_of_disconnects(failures)
         if self._refusal:
             raise WireError(self._refusal)
 
     def close(self) -> None:
-        """Before the client's socket is closed."""
+        """Stop monitoring; call it before the client socket is closed."""
         self._client.monitor(None, 0)
         self._events.close(linger=0)
 
     def _reason(self, event: int) -> str | None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            with_or_without = "no keys" if self._keys is None else "keys"
+            used, expected = ("no keys", "keys") if self._keys is None else ("keys", "no keys")
             return (
-                f"the trainer at {self._address} turned us away: we come with {with_or_without}, "
-                "and it expects the contrary; give both sides the same security.keys"
+                f"the trainer at {self._address} refused the connection: this generator uses "
+                f"{used}, the trainer {expected}; set the same security.keys on both sides"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
             return (
-                f"the trainer at {self._address} does not know the key of {self._keys.name}; "
+                f"the trainer at {self._address} has no key of {self._keys.name}; "
                 f"put {self._keys.name}.public into its security.keys folder"
             )
         return None
 
-    def _reason_of_silence(self, failures: int) -> str | None:
-        """One that is killed or frozen is waited for; one whose key we do not have greets us, and
-        hangs up every time.
+    def _reason_of_disconnects(self, failures: int) -> str | None:
+        """The reason if the trainer has a different key: it accepts every TCP connection and closes
+        it during the handshake. A trainer that is down, stopped or suspended is waited for.
         """
-        now = time.monotonic()  # those that fail while it greets us count the next time
-        if self._keys is None or not greets(self._address):
+        now = time.monotonic()  # failures during the probe count the next time
+        if self._keys is None or not accepts_connection(
+            self._address, timeout=0.5, greeting=b"\xff"
+        ):
             self._failures = 0
             return None
         if not self._failures:
-            failures, self._first_failure = 1, now  # nobody knows when those before it were
+            failures, self._first_failure = 1, now  # the time of earlier ones is unknown
         self._failures += failures
         elapsed = now - self._first_failure
         if self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
             return None
-        if elapsed / self._failures > RETRY_SECONDS / 2:  # so rarely: it cannot tell who we are
+        if elapsed / self._failures > HANDSHAKE_SECONDS / 2:  # it cannot read its key folder
             return None
         return (
-            f"the trainer at {self._address} hangs up on us: trainer.public is not its key, "
-            "or it lets nobody in; copy trainer.public from its security.keys folder"
+            f"the trainer at {self._address} closes every connection: trainer.public is not its "
+            "key, or it accepts no client; copy trainer.public from its security.keys folder"
         )
+
+
+def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
+    """Check that tcp://HOST:PORT accepts a connection and sends `greeting` first.
+
+    A ZeroMQ socket of a running process sends 0xff. A forwarder to a dead process closes the
+    connection; for a stopped process the kernel accepts, but nothing is sent.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+            return not greeting or connection.recv(len(greeting)) == greeting
+    except OSError:
+        return False

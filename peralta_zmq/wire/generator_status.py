@@ -1,41 +1,62 @@
-"""What each generator says of itself every two seconds, as bytes; it may be lost.
+"""Generator status: each generator reports its counters to the trainer every two seconds.
 
-Knows the rules of a sound report; knows nothing of sockets.
+A status repeats all counters, so a lost one does no harm.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+import time
+from dataclasses import dataclass, field
+from typing import cast
 
-import msgpack
+import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
-from peralta_zmq.wire import validation
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
+from peralta_zmq.wire.sockets import open_server, open_socket, ready
+from peralta_zmq.wire.validation import (
+    check_facts,
+    check_incarnation,
+    check_name,
+    check_owner,
+    decode_fields,
+    encode_fields,
+)
+
+STATUS_SECONDS = 2.0
+MAX_SENDERS = 4096  # remembered; the one without a message for longest is forgotten first
+MAX_AT_ONCE = 1000  # messages read in one call
+MAX_STATUS = 1 << 16  # bytes; a queue of them waits while the trainer computes
+COUNTERS = (
+    "made", "lost", "resent", "unjudged", "step", "tokens_per_s", "blocked_frac", "queue_frac",
+    "reload_s",
+)  # fmt: skip
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStatus:
-    """How one start of a generator fares; counts are since that start."""
+    """Progress of one incarnation of a generator; counts since its start."""
 
     run_id: str
     generator_id: str
-    incarnation: bytes  # the one its groups carry
+    incarnation: bytes  # as in its groups
     made: int = 0  # groups
-    lost: int = 0  # groups given up
+    lost: int = 0  # groups dropped because the outbox was full
     resent: int = 0  # groups sent again
-    unjudged: int = 0  # groups given up because a reward failed
-    step: int = 0  # of the weights in use
+    unjudged: int = 0  # groups dropped because a reward failed
+    step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0
-    blocked_frac: float = 0.0  # share of the time without a turn to sample
-    queue_frac: float = 0.0  # share of the time with a full queue, a part of the former
+    blocked_frac: float = 0.0  # share of the time in which it may not sample
+    queue_frac: float = 0.0  # share of the time with a full send queue, part of blocked_frac
     reload_s: float = 0.0  # seconds of the latest change of weights
-    wants_keyframe: bool = False  # no version can be followed from the one in use
-    last: bool = False  # nothing is made after this report
+    wants_keyframe: bool = False  # no delta leads from its weights to a newer version
+    last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
-    """Facts that stay: package, python, torch, transformers; device, dtype, threads."""
+    """Constant facts: versions of package, python, torch, transformers; device, dtype, threads."""
 
     @property
     def sender(self) -> str:
@@ -43,38 +64,105 @@ class GeneratorStatus:
         return sender_of(self.generator_id, self.incarnation)
 
 
-COUNTS = ("made", "lost", "resent", "unjudged", "step")
-MEASURES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s")
-TOLD = {
-    "run_id": str, "generator_id": str, "incarnation": bytes, **dict.fromkeys(COUNTS, int),
-    **dict.fromkeys(MEASURES, float), "wants_keyframe": bool, "last": bool, "worker_info": dict,
-}  # fmt: skip
-
-
-def encode_generator_status(counters: GeneratorStatus) -> bytes:
-    """One report as one msgpack map."""
-    return cast(bytes, msgpack.packb(asdict(counters)))
+def encode_generator_status(status: GeneratorStatus) -> bytes:
+    """One status as one msgpack map."""
+    return encode_fields(status)
 
 
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
-    """The report in a frame; fields of a later version are passed over.
+    """The status in a frame; unknown fields are ignored.
 
-    Raises WireError when a name is missing, or a field is of another type or no sound number.
+    Raises WireError if an identity is missing, a field has a wrong type or a number is invalid.
     """
-    fields = validation.unpack(frame, max_maps=2)
-    try:
-        return _counters_of(fields)
-    except (TypeError, ValueError) as error:
-        raise WireError(f"malformed counters: {error}") from None
+    return decode_fields(frame, GeneratorStatus, _check)
 
 
-def _counters_of(fields: dict[str, Any]) -> GeneratorStatus:
-    counters = GeneratorStatus(**validation.known(fields, TOLD))
-    validation.check_name(counters.generator_id)
-    if len(counters.incarnation) != 8:
-        raise ValueError("boot is not 8 bytes")
-    for name in (*COUNTS, *MEASURES):
-        if not 0 <= getattr(counters, name) < math.inf:  # NaN too
+def _check(status: GeneratorStatus) -> None:
+    check_name(status.generator_id)
+    check_incarnation(status.incarnation)
+    for name in COUNTERS:
+        if not 0 <= getattr(status, name) < math.inf:  # false for NaN, too
             raise ValueError(f"{name} is negative or not finite")
-    validation.check_facts(counters.worker_info)
-    return counters
+    check_facts(status.worker_info)
+
+
+class GeneratorStatusSender:
+    """Sends the status of one generator; never blocks and never fails. Use with `closing`."""
+
+    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+        self._due = float("inf")  # monotonic seconds; not before the trainer subscribes
+        self._socket = open_socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # show subscriptions of a restarted trainer
+        use_keys(self._socket, keys)
+        self._socket.connect(address)
+
+    @property
+    def due(self) -> bool:
+        """Whether a trainer has just subscribed or it is time for the next status."""
+        while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._socket.recv()  # a subscription
+            self._due = float("-inf")
+        return time.monotonic() >= self._due
+
+    def send(self, status: GeneratorStatus) -> None:
+        """Send now."""
+        self._due = time.monotonic() + STATUS_SECONDS
+        self._socket.send(encode_generator_status(status))
+
+    def close(self, linger_seconds: float = 0.5) -> None:
+        """Close after sending the last status for up to `linger_seconds`."""
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+
+class GeneratorStatusReceiver:
+    """Binds the trainer's SUB socket and keeps the latest status of each sender of one run."""
+
+    def __init__(
+        self, address: str, *, run_id: str, authenticator: CurveAuthenticator | None = None
+    ) -> None:
+        self.latest: dict[str, GeneratorStatus] = {}  # by sender, the most recent at the end
+        self.refused = 0  # messages
+        self.is_empty = True  # whether the last `receive` emptied the queue
+        self._run_id, self._has_keys = run_id, authenticator is not None
+        self._socket, self.address = open_server(
+            zmq.SUB, address, authenticator, max_bytes=MAX_STATUS
+        )
+        self._socket.subscribe(b"")
+
+    def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
+        """The status of each sender with a new one; waits up to `timeout` seconds for the first."""
+        if timeout > 0.0:
+            ready(self._socket, zmq.POLLIN, timeout)
+        received: dict[str, GeneratorStatus] = {}
+        self.is_empty = False
+        for _ in range(MAX_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self.is_empty = True
+                break
+            try:
+                status = self._accept(frames)
+                received[status.sender] = status
+            except WireError as error:
+                self.refused += 1
+                level = logging.DEBUG if self.refused > 1 else logging.WARNING
+                logger.log(level, "generator status refused: %s", error)
+        return received
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close(linger=0)
+
+    def _accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
+        if len(frames) > 1:
+            raise WireError(f"{len(frames)} frames instead of one")
+        status = decode_generator_status(frames[0].bytes)
+        check_owner(status.generator_id, str(frames[0]["User-Id"]) if self._has_keys else None)
+        if status.run_id != self._run_id:
+            raise WireError(f"generator status of another run, {status.run_id[:40]!a}")
+        self.latest.pop(status.sender, None)
+        self.latest[status.sender] = status
+        if len(self.latest) > MAX_SENDERS:
+            del self.latest[next(iter(self.latest))]
+        return status

@@ -1,7 +1,4 @@
-"""Groups that were sent and are not yet known to be safe with the trainer.
-
-Knows sequences, frames and announcements; knows nothing of sockets.
-"""
+"""Outbox: groups that were sent and are not yet durable at the trainer, and when to resend them."""
 
 from __future__ import annotations
 
@@ -9,93 +6,94 @@ import time
 
 from peralta_zmq.wire.announcements import Announcement
 
-RESEND_SECONDS = 2.0  # for an announcement to tell of what was just sent again
-STILL_SECONDS = 5.0  # in which a trainer that waits hears of something, if it is on its way
+RESEND_SECONDS = 2.0  # until an announcement can acknowledge groups that were sent again
+IDLE_SECONDS = 5.0  # a waiting trainer that received nothing for so long has lost groups
 
 
 class Outbox:
-    """Keeps the frames of one sender until they are durable; bounded, the oldest goes first."""
+    """Keeps the frames of one sender until they are durable, at most `limit` of them."""
 
     def __init__(self, sender: str, *, limit: int = 64) -> None:
-        self.lost = 0  # groups given up because the outbox was full
+        self.lost = 0  # groups dropped because the outbox was full
         self.resent = 0  # groups sent again
         self.sender, self._limit = sender, limit
         self._frames: dict[int, bytes] = {}  # by sequence, ascending
-        self._next = 0
-        self._received = -1  # all up to this sequence have come to the trainer
-        self._trainer = b""  # the start of the trainer that we last heard
-        self._resent_at = float("-inf")
-        self._heard: Announcement | None = None  # the last one
-        self._still_since = float("-inf")  # nothing has come, and nothing was added
-        self._mark = 0, 0
+        self._next = 0  # sequence
+        self._received = -1  # the trainer received all groups up to this sequence
+        self._trainer = b""  # incarnation of the latest announcement
+        self._resent_at = float("-inf")  # monotonic seconds
+        self._announcement: Announcement | None = None  # the latest
+        self._idle_since = float("-inf")  # nothing was received or added since then
+        self._progress = 0, 0  # _received and _next at the latest announcement
 
     def __len__(self) -> int:
         return len(self._frames)
 
     @property
     def in_flight(self) -> int:
-        """Groups on their way: kept, and not known to have come."""
+        """Number of groups that the trainer has not acknowledged as received."""
         return sum(sequence > self._received for sequence in self._frames)
 
     @property
     def min_sequence(self) -> int:
-        """Nothing below this sequence will be sent again."""
+        """No group below this sequence will be sent again."""
         return next(iter(self._frames), self._next)
 
-    def has_room(self, under_way: int) -> bool:
-        """Whether one more can be kept, beside so many that are still being made."""
-        return len(self._frames) + under_way < self._limit
+    def has_room(self, in_progress: int) -> bool:
+        """Whether a group can be kept in addition to `in_progress` unfinished ones."""
+        return len(self._frames) + in_progress < self._limit
 
     def add(self, sequence: int, frame: bytes) -> int | None:
-        """Keep a frame; sequences ascend. Returns the sequence given up for it, if there is one."""
-        lost = None
+        """Keep a frame; sequences ascend. Returns the oldest sequence if it was dropped for it."""
+        dropped = None
         if len(self._frames) == self._limit:
-            lost = self.min_sequence
-            del self._frames[lost]
+            dropped = self.min_sequence
+            del self._frames[dropped]
             self.lost += 1
         self._frames[sequence] = frame
         self._next = sequence + 1
-        return lost
+        return dropped
 
     def skip(self, sequence: int) -> None:
-        """There will be no frame for this one."""
+        """Record that this sequence has no frame."""
         self._next = sequence + 1
 
-    def frames_to_resend(self, heard: Announcement | None) -> list[bytes]:
-        """Forget what `heard` says is durable; returns the frames to send again now, in order.
+    def frames_to_resend(self, announcement: Announcement | None) -> list[bytes]:
+        """Drop the frames that are durable; returns the frames to send again now, in order.
 
-        A restarted trainer has lost all that was in its sockets; one that has seen a later group
-        than it has received without a gap has lost something between; one that waits, and goes on
-        saying so, has lost the last ones.
+        Groups were lost if the trainer restarted (those in its sockets), if it received a later
+        group (those before it), or if it keeps waiting for groups (the last ones).
         """
-        if heard is None:
+        if announcement is None:
             return []
-        restarted = self._trainer not in (b"", heard.incarnation)
-        self._trainer = heard.incarnation
-        self._settle(heard, restarted)
-        if self._is_still(heard) or restarted:
-            return self._again(self._next)
+        restarted = self._trainer not in (b"", announcement.incarnation)
+        self._trainer = announcement.incarnation
+        self._acknowledge(announcement, restarted)
+        if self._is_idle(announcement) or restarted:
+            return self._resend(self._next)
         if time.monotonic() - self._resent_at < RESEND_SECONDS:
             return []
-        return self._again(heard.highest_received.get(self.sender, -1))
+        return self._resend(announcement.highest_received.get(self.sender, -1))
 
-    def _is_still(self, heard: Announcement) -> bool:
-        """Whether the trainer has waited long for what we have sent, as it said just now."""
-        now, before, mark = time.monotonic(), self._mark, (self._received, self._next)
-        news, self._heard, self._mark = heard is not self._heard, heard, mark
-        if mark != before or not heard.waiting or now - self._resent_at < STILL_SECONDS:
-            self._still_since = now
-        return news and now - self._still_since > STILL_SECONDS
-
-    def _settle(self, heard: Announcement, restarted: bool) -> None:
-        durable = heard.durable.get(self.sender, -1)
-        known = -1 if restarted else self._received  # what a dead trainer had received is lost
-        self._received = max(known, durable, heard.received.get(self.sender, -1))
+    def _acknowledge(self, announcement: Announcement, restarted: bool) -> None:
+        durable = announcement.durable.get(self.sender, -1)
+        before = -1 if restarted else self._received  # a restart loses what was only received
+        self._received = max(before, durable, announcement.received.get(self.sender, -1))
         self._frames = {number: each for number, each in self._frames.items() if number > durable}
 
-    def _again(self, below: int) -> list[bytes]:
-        frames = [each for number, each in self._frames.items()
-                  if self._received < number < below]  # fmt: skip
+    def _is_idle(self, announcement: Announcement) -> bool:
+        """Whether this is a new announcement of a trainer that waits and receives nothing."""
+        now, progress = time.monotonic(), (self._received, self._next)
+        changed, self._progress = progress != self._progress, progress
+        is_new, self._announcement = announcement is not self._announcement, announcement
+        if changed or not announcement.waiting or now - self._resent_at < IDLE_SECONDS:
+            self._idle_since = now
+        return is_new and now - self._idle_since > IDLE_SECONDS
+
+    def _resend(self, below: int) -> list[bytes]:
+        frames = [
+            frame for sequence, frame in self._frames.items() if self._received < sequence < below
+        ]
         if frames:
             self._resent_at = time.monotonic()
             self.resent += len(frames)

@@ -1,127 +1,116 @@
-"""One ZeroMQ socket, opened with the options of the protocol, bound or explained.
-
-Knows options, addresses and ports; knows nothing of messages.
-"""
+"""ZeroMQ sockets with the protocol's options, and the pair that carries groups of rollouts."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import socket
+from collections import Counter
 from pathlib import Path
 from typing import cast
 
 import zmq
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire.validation import MAX_MESSAGE
+from peralta_zmq.failpoints import failpoint
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.messages import InvalidGroupError, decode_group
+from peralta_zmq.wire.validation import MAX_MESSAGE, check_owner
 
 SEND_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
-# With a window below two segments of the loopback (64 KiB each) TCP waits 40 ms for an
-# acknowledgement again and again: 177 to 5,000 groups a second instead of 25,000.
+# Below two segments of the loopback device (64 KiB each) TCP waits 40 ms for an acknowledgement
+# again and again: 177 to 5,000 groups a second instead of 25,000.
 RECEIVE_BUFFER = 128 << 10
-# Milliseconds between two tries, doubled; at 5000 a short run ended before it was heard.
+# Milliseconds between two attempts, doubled from the first to the second; with a maximum of 5000
+# a short run ended before its announcements were received.
 RECONNECT, RECONNECT_MAX = 100, 1000
-HINTS_HWM = 100  # announcements or counters that wait for a slow reader
-TCP_LISTEN = "0A"  # in /proc/net/tcp
+STATUS_HWM = 100  # queued messages that may be lost: announcements, generator status, probes
+TCP_LISTEN = "0A"  # state in /proc/net/tcp
+MAX_REASONS = 100  # distinct refusals counted, so that a hostile sender cannot fill the memory
+logger = logging.getLogger(__name__)
 
 
-def open_socket(kind: int, *, hwm: int) -> zmq.Socket[bytes]:
-    """A socket of this kind with the options of the protocol."""
+# Options, addresses, ports.
+
+
+def open_socket(
+    kind: int, *, hwm: int = STATUS_HWM, max_bytes: int = MAX_MESSAGE
+) -> zmq.Socket[bytes]:
+    """A socket of this ZeroMQ type with the options of the protocol."""
     opened = zmq.Context.instance().socket(kind)
     for option, value in (
         (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
-        (zmq.SNDBUF, SEND_BUFFER), (zmq.RCVBUF, RECEIVE_BUFFER), (zmq.MAXMSGSIZE, MAX_MESSAGE),
+        (zmq.SNDBUF, SEND_BUFFER), (zmq.RCVBUF, RECEIVE_BUFFER), (zmq.MAXMSGSIZE, max_bytes),
         (zmq.RECONNECT_IVL, RECONNECT), (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX),
     ):  # fmt: skip
         opened.setsockopt(option, value)
     return opened
 
 
-def keep_alive(opened: zmq.Socket[bytes]) -> None:
-    """Let the kernel notice a peer that is gone; heartbeats would cut off a busy one."""
+def open_server(
+    kind: int,
+    address: str,
+    authenticator: CurveAuthenticator | None,
+    *,
+    hwm: int = STATUS_HWM,
+    max_bytes: int = MAX_MESSAGE,
+) -> tuple[zmq.Socket[bytes], str]:
+    """A bound socket and its address; with an authenticator it accepts known clients only.
+
+    Raises WireError if it cannot be bound, with the process that uses the port.
+    """
+    server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
+    # TCP keepalive detects dead peers; ZeroMQ heartbeats would disconnect a busy one.
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
     ):  # fmt: skip
-        opened.setsockopt(option, value)
+        server.setsockopt(option, value)
+    if authenticator is not None:
+        authenticator.protect(server)
+    try:
+        server.bind(address)
+    except zmq.ZMQError as error:
+        server.close(linger=0)
+        if error.errno == zmq.EADDRINUSE:
+            raise WireError(port_in_use_message(int(address.rpartition(":")[2]))) from None
+        raise WireError(
+            f"cannot listen on {address} ({error}); check wire.bind and wire.port"
+        ) from None
+    return server, cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode()
 
 
 def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
-    """Whether `event` comes within `timeout` seconds."""
+    """Wait up to `timeout` seconds for POLLIN or POLLOUT; False if it did not come."""
     return bool(opened.poll(int(timeout * 1000), event))
 
 
-def wait_at_most(opened: zmq.Socket[bytes], option: int, timeout: float, before: float) -> float:
-    """Seconds that it waits in RCVTIMEO or SNDTIMEO from now on; `before` is what it waited."""
-    if timeout != before:  # to set the option costs as much as to receive
-        opened.setsockopt(option, int(timeout * 1000))
-    return timeout
-
-
-def bind(opened: zmq.Socket[bytes], address: str) -> str:
-    """The address that it listens on. Raises WireError, having closed the socket."""
-    try:
-        opened.bind(address)
-    except zmq.ZMQError as error:
-        opened.close(linger=0)
-        raise WireError(_bind_failure(address, error)) from None
-    return cast(bytes, opened.getsockopt(zmq.LAST_ENDPOINT)).decode()
-
-
 def next_port(address: str, by: int = 1) -> str:
-    """Announcements are on the port after the rollouts', then counters, then hellos."""
+    """The address `by` ports higher: announcements 1, generator status 2, probes 3."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + by}"
 
 
-def accepts_connection(address: str, *, timeout: float = 1.0) -> bool:
-    """Whether anything accepts a TCP connection at tcp://HOST:PORT."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=timeout):
-            return True
-    except OSError:
-        return False
-
-
-def greets(address: str, *, timeout: float = 0.5) -> bool:
-    """Whether a ZeroMQ socket of a program that runs is at tcp://HOST:PORT: it speaks first. What
-    forwards to a dead one hangs up, and the kernel of a frozen one only accepts.
-    """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=timeout) as link:
-            return link.recv(1) == b"\xff"
-    except OSError:
-        return False
-
-
-def _bind_failure(address: str, error: zmq.ZMQError) -> str:
-    if error.errno != zmq.EADDRINUSE:
-        return f"cannot listen on {address} ({error}); check wire.bind and wire.port"
-    return port_in_use_message(int(address.rpartition(":")[2]))
-
-
 def port_in_use_message(port: int) -> str:
-    """What to tell a person about a port of this machine that is in use."""
+    """Error text for a local port in use, with the process that listens on it if known."""
     return (
-        f"port {port} is in use by {_port_holder(port)}; "
+        f"port {port} is in use by {_listener_of(port)}; "
         "stop it, or choose another with --wire.port"
     )
 
 
-def _port_holder(port: int) -> str:
-    """'pid 123 (python bin/trainer)' where /proc tells, else 'another process'."""
-    sockets = {
+def _listener_of(port: int) -> str:
+    """'pid 123 (python bin/trainer)' if /proc shows it, else 'another process'."""
+    inodes = {
         f"socket:[{columns[9]}]"
         for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()
         for columns in map(str.split, table.read_text().splitlines()[1:])
         if columns[3] == TCP_LISTEN and int(columns[1].rpartition(":")[2], 16) == port
     }  # fmt: skip
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to see
-            if sockets & _open_files(process):
+        with contextlib.suppress(OSError):  # the process ended, or belongs to another user
+            if inodes & _open_files(process):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
                 words = " ".join(command.decode(errors="replace").split())
                 return f"pid {process.name} ({words:.60})"
@@ -134,3 +123,129 @@ def _open_files(process: Path) -> set[str]:
         with contextlib.suppress(FileNotFoundError):
             files.add(os.readlink(process / "fd" / name))
     return files
+
+
+# Groups of rollouts.
+
+
+class _Timeout:
+    """The timeout option of a socket; setting it costs as much as a receive, so it is cached."""
+
+    def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
+        self._socket, self._option, self._seconds = opened, option, -1.0
+
+    def set(self, seconds: float) -> None:
+        """Let each following send or receive wait for up to `seconds`."""
+        if seconds != self._seconds:
+            self._socket.setsockopt(self._option, int(seconds * 1000))
+            self._seconds = seconds
+
+
+class RolloutSender:
+    """Pushes groups to the trainer. Use with `closing`."""
+
+    def __init__(self, address: str, *, hwm: int = 1, keys: GeneratorKeys | None = None) -> None:
+        self._socket = open_socket(zmq.PUSH, hwm=hwm)
+        self._timeout = _Timeout(self._socket, zmq.SNDTIMEO)
+        self._monitor = HandshakeMonitor(self._socket, address, keys)
+        self._socket.connect(address)
+
+    def send(self, frame: bytes, *, timeout: float) -> bool:
+        """Queue one encoded group; False if the queue stays full for `timeout` seconds.
+
+        With a timeout of 0 the result can be False although the queue has just become free.
+        Raises WireError if the trainer refused the connection: libzmq does not try again then.
+        """
+        failpoint("wire.send")
+        self._timeout.set(timeout)
+        try:
+            self._socket.send(frame)
+        except zmq.Again:
+            self._monitor.check()
+            return False
+        return True
+
+    def close(self, linger_seconds: float = 2.0) -> None:
+        """Close after sending queued groups for up to `linger_seconds`."""
+        self._monitor.close()
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+
+class RolloutReceiver:
+    """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
+
+    Invalid messages are counted in `refused`, logged once per reason and dropped.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        vocab_size: int,
+        hwm: int = 1,
+        authenticator: CurveAuthenticator | None = None,
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # reason -> messages
+        self._run_id, self._vocab_size = run_id, vocab_size
+        self._has_keys = authenticator is not None
+        self._socket, self.address = open_server(zmq.PULL, address, authenticator, hwm=hwm)
+        self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
+
+    def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
+        """The next group and its frame; None after `timeout` seconds or an invalid message.
+
+        A group with invalid rollouts is returned without rollouts, so that it can be accounted for.
+        """
+        message = self._receive_message(timeout)
+        if message is None:
+            return None
+        failpoint("wire.receive")
+        try:
+            return self._check_message(*message)
+        except WireError as error:
+            self._refuse(error)
+            return None
+
+    def close(self) -> None:
+        """Close at once; queued groups are lost."""
+        self._socket.close(linger=0)
+
+    def _receive_message(self, timeout: float) -> tuple[bytes, int, str | None] | None:
+        """The first frame of a message, the number of frames and the owner of the sender's key."""
+        self._timeout.set(timeout)  # half the cost of polling when the queue is often empty
+        try:
+            frame = self._socket.recv(copy=False)  # a Frame knows RCVMORE without a system call
+        except zmq.Again:
+            return None
+        owner = str(frame["User-Id"]) if self._has_keys else None
+        first, more, count = frame.bytes, frame.more, 1
+        while more:
+            more = self._socket.recv(copy=False).more
+            count += 1
+        return first, count, owner
+
+    def _check_message(
+        self, frame: bytes, count: int, owner: str | None
+    ) -> tuple[RolloutGroup, bytes]:
+        if count > 1:
+            raise WireError(f"{count} frames instead of one")
+        invalid = None
+        try:
+            group = decode_group(frame, vocab_size=self._vocab_size)
+        except InvalidGroupError as error:
+            group, invalid = error.group, error
+        check_owner(group.generator_id, owner)
+        if group.run_id != self._run_id:
+            raise WireError(f"group of another run, {group.run_id[:40]!a}")
+        if invalid is not None:
+            self._refuse(invalid)
+        return group, frame
+
+    def _refuse(self, error: WireError) -> None:
+        reason = str(error)[:80]
+        if reason not in self.refused and len(self.refused) >= MAX_REASONS:
+            reason = "other"
+        if not self.refused[reason]:  # once per reason, so that one sender cannot fill the log
+            logger.warning("message refused: %s", reason)
+        self.refused[reason] += 1

@@ -1,32 +1,54 @@
-"""Bytes from a stranger as plain values, or WireError: every length is bounded before it is used.
+"""Validation of received bytes: bounded unpacking, field types, size limits, rules of a group.
 
-Knows msgpack and the limits; knows nothing of what a message means.
+Every length is checked before memory is allocated for it. A message that breaks a rule raises
+WireError, or ValueError where the caller adds the name of the message.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
+import numpy as np
 
 from peralta_zmq.atomic_files import MAX_NAME
 from peralta_zmq.errors import WireError
+from peralta_zmq.rollout import MAX_REWARD
 
-MAX_MESSAGE = 16 << 20  # bytes; libzmq drops a larger one together with those behind it
-MAX_TEXT = 1 << 10  # bytes of one text
-LARGE = 1 << 18  # bytes of a message whose maps are counted before any of it is kept
-MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}  # what the first byte of one is
-MAX_FACTS, MAX_FACT = 32, 128  # facts in one hello; letters of a name or a value
+# Limits of any message.
+MAX_MESSAGE = 16 << 20  # bytes; libzmq closes the connection on more and drops what is queued
+MAX_TEXT = 1 << 10  # bytes of one string
+MAX_FACTS, MAX_FACT = 32, 128  # entries of a worker_info; characters of a key or a value
+LARGE = 1 << 18  # bytes of a message whose maps are counted before any of it is unpacked
+# Limits of a group.
+MAX_TOKENS = 1 << 20  # a shared prompt could make a small message large
+MAX_COUNT = 1 << 12  # rollouts, turns, changes of the policy step
+MAX_VALUES = 1 << 16  # named rewards of all rollouts
+MAX_STEP = 2**31 - 1
+MAX_SAMPLE_INDEX = 2**53
+LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
+
+MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
+UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")
+MessageT = TypeVar("MessageT")
+
+
+# Any message.
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
-    """The map in a frame; it holds no lists, and `max_maps` maps in all: one inside the other
-    would multiply. Raises WireError.
+    """The msgpack map in a frame, without lists and with at most `max_maps` maps in all.
+
+    Raises WireError. The number of maps is limited because the lengths of nested maps multiply.
     """
     left = [None] * max_maps
 
-    def counted(inner: dict[str, Any]) -> dict[str, Any]:
+    def count_map(inner: dict[str, Any]) -> dict[str, Any]:
         if not left:
             raise ValueError(f"more than {max_maps} maps")
         left.pop()
@@ -34,90 +56,222 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
     try:
         if len(frame) > LARGE:
-            _count_maps(frame, max_map_len, max_maps)
-        fields = cast(Any, msgpack).unpackb(
-            frame, object_hook=counted, max_map_len=max_map_len, max_str_len=MAX_TEXT,
+            _check_maps(frame, max_map_len, max_maps)
+        message = cast(Any, msgpack).unpackb(
+            frame, object_hook=count_map, max_map_len=max_map_len, max_str_len=MAX_TEXT,
             max_bin_len=MAX_MESSAGE, max_array_len=0, max_ext_len=0,
         )  # fmt: skip
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"not a message: {error}") from None
-    if type(fields) is not dict:
-        raise WireError(f"not a message: {type(fields).__name__} is not a map")
-    return fields
+    if type(message) is not dict:
+        raise WireError(f"not a message: {type(message).__name__} is not a map")
+    return message
 
 
-def _count_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
-    """Raise ValueError or UnpackException for too many maps, or too long ones. unpackb counts one
-    when it closes; a thousand open ones hold far more than the message.
+def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
+    """Raise ValueError or UnpackException for too many maps or a map that is too long.
+
+    `unpackb` counts a map only when it ends: a thousand unfinished ones would hold far more memory
+    than the message.
     """
-    look = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
-    look.feed(frame)
+    unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
+    unpacker.feed(frame)
     maps, items = 0, 1
     while items:
         items -= 1
-        if not MAPS.intersection(frame[look.tell() : look.tell() + 1]):
-            look.skip()
+        if not MAP_PREFIXES.intersection(frame[unpacker.tell() : unpacker.tell() + 1]):
+            unpacker.skip()
             continue
-        maps, length = maps + 1, look.read_map_header()
+        maps, length = maps + 1, unpacker.read_map_header()
         if maps > max_maps or length > max_map_len:
-            raise ValueError(f"more than {max_maps} maps, or than {max_map_len} names in one")
+            raise ValueError(f"more than {max_maps} maps, or a map of more than {max_map_len} keys")
         items += 2 * length
 
 
-class Fields:
-    """The fields of a message in a fixed order, each of exactly its type.
-
-    One that has a default may be missing.
-    """
-
-    def __init__(self, kinds: dict[str, type], **defaults: object) -> None:
-        self._kinds = tuple(kinds.items())
-        self._get = itemgetter(*kinds)
-        self._types = list(kinds.values())
-        self._defaults = defaults
-
-    def of(self, fields: dict[str, Any]) -> tuple[Any, ...]:
-        """Their values. Raises KeyError or ValueError with the name of the first wrong one."""
-        try:
-            values = self._get(fields)
-        except KeyError:
-            values = self._get({**self._defaults, **fields})
-        if [*map(type, values)] != self._types:
-            for (name, kind), value in zip(self._kinds, values, strict=True):
-                typed(value, kind, name)
-        return values
-
-
-def typed(value: Any, kind: type, name: str) -> Any:
-    """`value` if it is exactly of that type. Raises ValueError."""
-    if type(value) is not kind:
-        raise ValueError(f"{name}: {type(value).__name__} is not {kind.__name__}")
+def check_type(value: Any, expected: type, name: str) -> Any:
+    """`value` if its type is exactly `expected`. Raises ValueError."""
+    if type(value) is not expected:
+        raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
     return value
 
 
-def known(fields: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
-    """The fields that we know, each of exactly its type; others are passed over, and any may be
-    missing. Raises ValueError.
+class Schema:
+    """Required and optional fields of a message in a fixed order, each of exactly its type."""
+
+    def __init__(self, types: dict[str, type], **defaults: object) -> None:
+        self._types, self._defaults = types, defaults
+        self._get, self._expected = itemgetter(*types), list(types.values())
+
+    def read(self, message: dict[str, Any]) -> tuple[Any, ...]:
+        """The values in order. Raises KeyError or ValueError with the first wrong field."""
+        try:
+            values = self._get(message)
+        except KeyError:
+            values = self._get({**self._defaults, **message})
+        if [*map(type, values)] != self._expected:
+            for (name, expected), value in zip(self._types.items(), values, strict=True):
+                check_type(value, expected, name)
+        return values
+
+
+def encode_fields(message: Any) -> bytes:
+    """A dataclass of plain values as one msgpack map."""
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return cast(bytes, msgpack.packb(values))
+
+
+def decode_fields(
+    frame: bytes,
+    kind: type[MessageT],
+    check: Callable[[MessageT], None],
+    *,
+    max_map_len: int = 64,
+) -> MessageT:
+    """The dataclass `kind` in a frame of `encode_fields`, after `check`.
+
+    Unknown fields are ignored and missing ones take their default, so that versions can be mixed.
+    Raises WireError for a missing required field, a wrong type or a ValueError of `check`.
     """
-    return {name: typed(fields[name], kind, name) for name, kind in kinds.items() if name in fields}
+    types = _field_types(kind)
+    num_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
+    values = unpack(frame, max_map_len=max_map_len, max_maps=num_maps)
+    try:
+        message = kind(**{
+            name: _check_field(values[name], expected, name)
+            for name, expected in types.items() if name in values
+        })  # fmt: skip
+        check(message)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"malformed {kind.__name__}: {error}") from None
+    return message
+
+
+@lru_cache
+def _field_types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check_field(value: Any, expected: Any, name: str) -> Any:
+    if get_origin(expected) is not dict:
+        return check_type(value, expected, name)
+    key_type, value_type = get_args(expected)
+    for key, content in check_type(value, dict, name).items():
+        check_type(key, key_type, name)
+        check_type(content, value_type, name)
+    return value
+
+
+# Names.
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a generator's name that is too long to be spoken of."""
+    """Raise ValueError for a generator name that is too long for announcements and file names."""
     if len(name.encode()) > MAX_NAME:
-        raise ValueError(f"a generator's name of more than {MAX_NAME} bytes; shorten it")
+        raise ValueError(f"generator name of more than {MAX_NAME} bytes; shorten it")
 
 
-def check_claim(claimed: str, owner: str | None) -> None:
-    """Raise WireError unless a key's owner speaks in his own name; None = there are no keys."""
-    if owner is not None and claimed != owner:
-        raise WireError(f"the key of {owner} was used in another name, {claimed[:40]!a}")
+def check_incarnation(incarnation: bytes) -> None:
+    """Raise ValueError unless it has 8 bytes."""
+    if len(incarnation) != 8:
+        raise ValueError(f"incarnation of {len(incarnation)} bytes instead of 8")
 
 
-def check_facts(facts: dict[Any, Any]) -> None:
-    """Raise ValueError unless a hello holds a few short texts by name."""
+def check_owner(name: str, owner: str | None) -> None:
+    """Raise WireError if a message names another generator than the key `owner` that sent it.
+
+    None = the socket has no keys.
+    """
+    if owner is not None and name != owner:
+        raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
+
+
+def check_facts(facts: dict[str, str]) -> None:
+    """Raise ValueError unless a worker_info has few and short entries."""
     if len(facts) > MAX_FACTS:
-        raise ValueError(f"more than {MAX_FACTS} facts")
-    for word in (*facts.keys(), *facts.values()):
-        if len(typed(word, str, "hello")) > MAX_FACT:
-            raise ValueError(f"hello: a fact of {len(word)} letters")
+        raise ValueError(f"worker_info of more than {MAX_FACTS} entries")
+    if max(map(len, (*facts.keys(), *facts.values())), default=0) > MAX_FACT:
+        raise ValueError(f"worker_info with an entry of more than {MAX_FACT} characters")
+
+
+# A group.
+
+
+def check_envelope(
+    generator_id: str,
+    incarnation: bytes,
+    sequence: int,
+    policy_step: int,
+    min_sequence: int,
+    sample_index: int,
+    evaluation_step: int,
+) -> None:
+    """Raise ValueError for an identity or a number out of bounds."""
+    check_name(generator_id)
+    check_incarnation(incarnation)
+    if not 0 <= min_sequence <= sequence:
+        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
+    if not 0 <= policy_step <= MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
+        raise ValueError("sample_index or evaluation_step out of bounds")
+
+
+def check_lengths(
+    turns: Sequence[int], spans: Sequence[int], prompt: bytes, tokens: bytes, logprobs: bytes
+) -> None:
+    """Raise ValueError unless the token and logprob buffers have the lengths that `spans` gives."""
+    contexts, completions = spans[::2], spans[1::2]
+    num_generated = sum(completions)
+    num_tokens = sum(contexts) + num_generated
+    if len(prompt) % 4:  # the vocabulary check would read other tokens than the decoder
+        raise ValueError("prompt is not whole tokens")
+    if not turns or not all(turns) or not all(contexts):
+        raise ValueError("a rollout without prompt or completion")
+    if 2 * sum(turns) != len(spans):
+        raise ValueError("turns and spans of unequal length")
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} tokens")
+    if len(prompt) * len(turns) + len(tokens) != 4 * num_tokens:
+        raise ValueError("tokens and spans of unequal length")
+    if len(logprobs) != 4 * num_generated:
+        raise ValueError("logprobs and spans of unequal length")
+    if not all(completions) or 4 * min(contexts) < len(prompt):  # rare
+        _check_each_rollout(turns, spans, len(prompt))
+
+
+def _check_each_rollout(turns: Sequence[int], spans: Sequence[int], prompt_bytes: int) -> None:
+    """Raise ValueError for a rollout without completion or shorter than the shared prompt."""
+    start = 0
+    for num_turns in turns:
+        end = start + 2 * num_turns
+        if not any(spans[start + 1 : end : 2]):
+            raise ValueError("a rollout without prompt or completion")
+        if 4 * sum(spans[start:end]) < prompt_bytes:
+            raise ValueError("a prompt that is longer than a rollout")
+        start = end
+
+
+def check_tokens(content: bytes, vocab_size: int) -> None:
+    """Raise ValueError for a token id outside [0, vocab_size)."""
+    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
+    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax takes a third of the time of max
+        raise ValueError("token outside the vocabulary")
+
+
+def check_logprobs(content: bytes) -> None:
+    """Raise ValueError for a logprob that is not finite or above zero by more than rounding."""
+    logprobs = np.frombuffer(content, FLOAT)
+    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
+        raise ValueError("logprob is not finite")
+    if highest > LOGPROB_SLACK:
+        raise ValueError("logprob above zero")
+
+
+def check_rewards(values: Sequence[float]) -> None:
+    """Raise ValueError for a reward that is not finite or larger than MAX_REWARD."""
+    if math.hypot(*values) < MAX_REWARD:  # then each of them is: the usual case in one call
+        return
+    for value in values:
+        if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
+            raise ValueError(f"reward {value} is not finite, or out of bounds")

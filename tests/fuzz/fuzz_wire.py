@@ -17,6 +17,7 @@ import atheris
 with atheris.instrument_imports(include=["peralta_zmq"]):
     from peralta_zmq import atomic_files, wire
     from peralta_zmq.errors import WireError
+    from peralta_zmq.wire import probe
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from fakes import VOCAB_SIZE, group_of
@@ -36,7 +37,7 @@ def decode_all(content: bytes) -> None:
             assert 0 <= each.token_ids.min() <= each.token_ids.max() < VOCAB_SIZE
     for decode in (
         wire.decode_announcement, wire.decode_generator_status,
-        wire.decode_probe_reply, wire.decode_probe_request,
+        probe.decode_probe_reply, probe.decode_probe_request,
     ):  # fmt: skip
         try:
             decode(content)
@@ -66,8 +67,8 @@ def main() -> None:
     greeting = wire.ProbeReply(
         "run", run_id="run-00", worker_info={"python": "3.11"}, created_file="file"
     )
-    (corpus / "greeting").write_bytes(wire.encode_probe_reply(greeting))
-    (corpus / "request").write_bytes(wire.encode_probe_request("discard", bytes(9)))
+    (corpus / "greeting").write_bytes(probe.encode_probe_reply(greeting))
+    (corpus / "request").write_bytes(probe.encode_probe_request("discard", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)
     atheris.Setup([*sys.argv, str(corpus)], decode_all)

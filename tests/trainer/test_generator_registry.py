@@ -22,7 +22,7 @@ from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry as rosters
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.wire import generator_status_sockets
+from peralta_zmq.wire import generator_status
 from peralta_zmq.wire.sockets import ready
 
 pytestmark = pytest.mark.timeout(20)
@@ -120,7 +120,7 @@ def test_one_whose_report_may_not_be_read_yet_has_not_left(
 
     eventually(queued)
     monkeypatch.setattr(
-        generator_status_sockets, "MAX_AT_ONCE", 1
+        generator_status, "MAX_AT_ONCE", 1
     )  # as of more generators than are read at once
     monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
     time.sleep(0.2)

@@ -151,7 +151,7 @@ def test_largest_announcement_of_a_trainer_is_understood_and_a_larger_one_refuse
     spare = announcements.MAX_ANNOUNCEMENT - len(frame)
     fields = msgpack.unpackb(frame)
     larger = msgpack.packb({**fields, "mood": bytes(spare)})
-    with pytest.raises(WireError, match=f"an announcement of {len(larger)} bytes"):
+    with pytest.raises(WireError, match=f"announcement of {len(larger)} bytes"):
         wire.decode_announcement(larger)
 
 

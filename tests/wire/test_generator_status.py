@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket, unt
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import generator_status_sockets, validation
+from peralta_zmq.wire import generator_status, validation
 
 SAID = wire.GeneratorStatus(
     RUN, "ann", BOOT, made=7, lost=1, resent=3, unjudged=2, step=4,
@@ -100,13 +100,13 @@ def test_the_largest_report_comes_and_a_larger_message_is_never_queued(stack: Ex
     facts = {f"{n}{longest}"[: validation.MAX_FACT]: longest for n in range(validation.MAX_FACTS)}
     reported(sender, receiver, dataclasses.replace(SAID, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(SAID, generator_id="bob"))
-    sender._socket.send(msgpack.packb({**bob, "mood": bytes(generator_status_sockets.MAX_REPORT)}))
+    sender._socket.send(msgpack.packb({**bob, "mood": bytes(generator_status.MAX_STATUS)}))
     reported(sender, receiver, SAID)  # it is connected again
     assert list(receiver.latest) == [SAID.sender] and not receiver.refused
 
 
 def test_senders_remembered_are_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_status_sockets, "MAX_SENDERS", 3)
+    monkeypatch.setattr(generator_status, "MAX_SENDERS", 3)
     receiver = receiving(stack)
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     for number in range(6):
@@ -121,7 +121,7 @@ def test_report_is_due_once_a_trainer_listens_every_two_seconds_and_when_it_list
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
     eventually(lambda: receiver.receive() or sender.due)
     now = [time.monotonic()]
-    monkeypatch.setattr(generator_status_sockets.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(generator_status.time, "monotonic", lambda: now[0])
     for _ in range(3):
         sender.send(SAID)
         now[0] += 1.99

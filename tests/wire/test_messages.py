@@ -25,7 +25,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning import admission
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire import messages, validation
+from peralta_zmq.wire import messages, probe, validation
 
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
@@ -72,9 +72,9 @@ def test_round_trip_keeps_every_field() -> None:
 
 def test_admission_cuts_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
-    monkeypatch.setattr(messages, "_cut", lambda _: pytest.fail("a rollout is cut"))
+    monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout is cut"))
     assert admission.Admission(8).admit(group, step=1) == "trained"
-    assert (group.rewards, group.mean_reward) == ([0.0, 0.25, 1.0], 1.25 / 3)
+    assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
 
 
 def test_round_trip_keeps_parts_and_finish_reasons() -> None:
@@ -112,7 +112,7 @@ def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> 
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
-        decoded(changed(gen=longer))
+        decoded(changed(generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.decode_generator_status(
             wire.encode_generator_status(dataclasses.replace(report, generator_id=longer))
@@ -237,7 +237,7 @@ def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
         ({"reward": -2e6}, "out of bounds"),
         ({"rewards": {"x": float("inf")}}, "reward inf"),
         ({"rewards": {"x\0y": 1.0}}, "NUL"),
-        ({"rewards": {"x" * 1024: 1.0}}, "parts is longer"),
+        ({"rewards": {"x" * 1024: 1.0}}, "reward_names is longer"),
         ({"loss_mask": np.zeros(7, bool)}, "without prompt or completion"),
         ({"loss_mask": np.ones(7, bool)}, "without prompt or completion"),
         ({"policy_steps": np.full(7, 2, np.int32)}, "cannot be sent"),  # older than the group's
@@ -267,7 +267,7 @@ def test_no_group_is_sent_with_more_parts_of_rewards_than_are_taken() -> None:
     parts = {f"{number:x}": 0.0 for number in range(256)}
     one = dataclasses.replace(GROUP.rollouts[0], rewards=parts)
     decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 256)))
-    with pytest.raises(WireError, match="parts of rewards"):
+    with pytest.raises(WireError, match="named rewards"):
         wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 257))
 
 
@@ -294,7 +294,7 @@ def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
-    fits = name in ("run", "gen", "weights_id", "problem", "task") and value == "x"
+    fits = name in ("run_id", "generator_id", "weights_id", "problem_id", "task") and value == "x"
     fits = fits or (name in LATER and value == -1)
     if not fits:
         with pytest.raises(WireError):
@@ -316,20 +316,20 @@ def doubles(*numbers: float) -> bytes:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"v": 1}, "version 1 is not 2"),
-        ({"v": 3}, "version 3 is not 2"),
-        ({"v": 2.0}, "v: float is not int"),
+        ({"format": 2}, "format 2 is not 3"),
+        ({"format": 4}, "format 4 is not 3"),
+        ({"format": 3.0}, "format: float is not int"),
         ({"crc32": b"1234"}, "checksum"),
         ({"incarnation": b"seven.."}, "incarnation"),
         ({"incarnation": b"nine byte"}, "incarnation"),
-        ({"seq": -1}, "negative"),
-        ({"min_sequence": 99}, "min_sequence above the sequence"),
-        ({"min_sequence": -1}, "min_sequence above the sequence"),
-        ({"step": -1}, "step out of bounds"),
-        ({"step": 2**31}, "step out of bounds"),
-        ({"sample_index": -2}, "sample_index or evaluation"),
-        ({"sample_index": 2**53 + 1}, "sample_index or evaluation"),
-        ({"evaluation_step": 2**31}, "sample_index or evaluation"),
+        ({"sequence": -1}, "negative"),
+        ({"min_sequence": 99}, "above sequence"),
+        ({"min_sequence": -1}, "above sequence"),
+        ({"policy_step": -1}, "step out of bounds"),
+        ({"policy_step": 2**31}, "step out of bounds"),
+        ({"sample_index": -2}, "sample_index or evaluation_step"),
+        ({"sample_index": 2**53 + 1}, "sample_index or evaluation_step"),
+        ({"evaluation_step": 2**31}, "sample_index or evaluation_step"),
         ({"turns": b""}, "without prompt"),
         ({"turns": shorts(1, 0, 2)}, "without prompt"),
         ({"turns": shorts(1, 1)}, "unequal"),
@@ -345,24 +345,24 @@ def doubles(*numbers: float) -> bytes:
         ({"prompt": longs(*range(5)), "tokens": longs(*range(6))}, "longer than a rollout"),
         ({"prompt": b"\0" * 4}, "unequal"),
         ({"prompt": b"\0" * 2, "tokens": bytes(4 * 21 - 3 * 2)}, "not whole tokens"),
-        ({"versions": longs(0, 11)}, "unequal"),
-        ({"versions": longs(0, 11), "logprobs": bytes(4 * 11)}, "logprobs and spans"),
-        ({"versions": longs(0, 12, 1)}, "unequal|malformed"),
-        ({"versions": longs(2**31, 12)}, "malformed"),
-        ({"versions": longs(0, 12) + longs(0, 0) * 4096}, "changes of the policy step"),
+        ({"policy_steps": longs(0, 11)}, "unequal"),
+        ({"policy_steps": longs(0, 11), "logprobs": bytes(4 * 11)}, "logprobs and spans"),
+        ({"policy_steps": longs(0, 12, 1)}, "unequal|malformed"),
+        ({"policy_steps": longs(2**31, 12)}, "malformed"),
+        ({"policy_steps": longs(0, 12) + longs(0, 0) * 4096}, "changes of the policy step"),
         ({"rewards": doubles(1, 0)}, "malformed"),
         ({"rewards": doubles(1, 0, np.nan)}, "reward nan is not finite"),
         ({"rewards": doubles(1, 0, -np.inf)}, "not finite"),
         ({"rewards": doubles(1, 0, 1e308)}, "out of bounds"),
         ({"rewards": doubles(0, 0, -np.nextafter(1e6, 2e6))}, "out of bounds"),
-        ({"parts": "x\0"}, "malformed"),
-        ({"parts": "x", "values": b""}, "does not end"),
-        ({"parts": "x\0", "values": doubles(1, 0, np.inf)}, "not finite"),
-        ({"values": doubles(1, 0, 1)}, "malformed"),
-        ({"finish": b"\0\0\2"}, "finish"),
-        ({"finish": b"\0\2\1"}, "finish"),
-        ({"finish": b"\0\0"}, "finish"),
-        ({"finish": b"\0\0\0\0"}, "finish"),
+        ({"reward_names": "x\0"}, "malformed"),
+        ({"reward_names": "x", "reward_values": b""}, "does not end with NUL"),
+        ({"reward_names": "x\0", "reward_values": doubles(1, 0, np.inf)}, "not finite"),
+        ({"reward_values": doubles(1, 0, 1)}, "malformed"),
+        ({"finish_reasons": b"\0\0\2"}, "finish"),
+        ({"finish_reasons": b"\0\2\1"}, "finish"),
+        ({"finish_reasons": b"\0\0"}, "finish"),
+        ({"finish_reasons": b"\0\0\0\0"}, "finish"),
     ],
 )
 def test_broken_rule_is_named(fields: dict[str, Any], reason: str) -> None:
@@ -378,8 +378,8 @@ def test_no_token_outside_the_vocabulary_hides_behind_half_a_token(prompt: int, 
     with pytest.raises(WireError, match="not whole tokens"):
         decoded(changed(
             turns=shorts(*[1] * num), spans=longs(*[1, 1] * num), prompt=bytes(prompt),
-            tokens=bytes(tokens), logprobs=bytes(4 * num), versions=longs(0, num),
-            rewards=bytes(8 * num), finish=bytes(num),
+            tokens=bytes(tokens), logprobs=bytes(4 * num), policy_steps=longs(0, num),
+            rewards=bytes(8 * num), finish_reasons=bytes(num),
         ))  # fmt: skip
 
 
@@ -538,21 +538,21 @@ BOMBS = {
     "maps in a depth": lambda: b"\x81\xa1x" * 4_000_000,
     "empty lists": lambda: maps_of(b"\x90"),
     "a long list": lambda: b"\x81\xa1v\xdd\x00\xff\xff\xff" + b"\x01" * 0xFFFF,
-    "one long version": lambda: changed(v=bytes(validation.MAX_MESSAGE - 2000)),
+    "one long version": lambda: changed(format=bytes(validation.MAX_MESSAGE - 2000)),
     "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, validation.MAX_MESSAGE),
-    "one long name": lambda: changed(run=bytes(validation.MAX_MESSAGE - 2000)),
-    "a long name": lambda: changed(run="x" * (validation.MAX_MESSAGE - 2000)),
+    "one long name": lambda: changed(run_id=bytes(validation.MAX_MESSAGE - 2000)),
+    "a long name": lambda: changed(run_id="x" * (validation.MAX_MESSAGE - 2000)),
     "a prompt for thousands": lambda: prompt_for_thousands(256),
     "a prompt of millions": lambda: changed(
         turns=shorts(*[1] * 16), spans=longs(*[2**21, 1] * 16), prompt=bytes(4 * 2**21),
-        tokens=bytes(4 * 16), logprobs=bytes(4 * 16), versions=longs(0, 16),
+        tokens=bytes(4 * 16), logprobs=bytes(4 * 16), policy_steps=longs(0, 16),
     ),
     "millions of rollouts": lambda: changed(turns=b"\1\0" * 8_000_000),
     "millions of spans": lambda: changed(spans=longs(1, 1) * 2_000_000),
     "millions of parts": lambda: changed(
         turns=shorts(*[1] * 4000), spans=longs(*[1, 1] * 4000), prompt=b"", tokens=bytes(8 * 4000),
-        logprobs=bytes(4 * 4000), versions=longs(0, 4000), rewards=bytes(8 * 4000),
-        parts="a\0" * 500, values=bytes(8 * 500 * 4000), finish=bytes(4000),
+        logprobs=bytes(4 * 4000), policy_steps=longs(0, 4000), rewards=bytes(8 * 4000),
+        reward_names="a\0" * 500, reward_values=bytes(8 * 500 * 4000), finish_reasons=bytes(4000),
     ),
 }  # fmt: skip
 
@@ -561,8 +561,8 @@ def prompt_for_thousands(length: int) -> bytes:
     """4096 rollouts of `length` + 1 tokens."""
     return changed(
         turns=shorts(*[1] * 4096), spans=longs(*[length, 1] * 4096), prompt=bytes(4 * length),
-        tokens=bytes(4 * 4096), logprobs=bytes(4 * 4096), versions=longs(0, 4096),
-        rewards=bytes(8 * 4096), finish=bytes(4096),
+        tokens=bytes(4 * 4096), logprobs=bytes(4 * 4096), policy_steps=longs(0, 4096),
+        rewards=bytes(8 * 4096), finish_reasons=bytes(4096),
     )  # fmt: skip
 
 
@@ -588,7 +588,7 @@ def open_maps(key: str, count: int, size: int) -> bytes:
 
 OTHERS: dict[str, Callable[[bytes], object]] = {
     "announcement": wire.decode_announcement, "counters": wire.decode_generator_status,
-    "greeting": wire.decode_probe_reply, "request": wire.decode_probe_request,
+    "greeting": probe.decode_probe_reply, "request": probe.decode_probe_request,
 }  # fmt: skip
 OPEN_MAPS = {
     "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),

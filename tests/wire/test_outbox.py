@@ -108,7 +108,7 @@ def test_the_last_ones_are_sent_again_when_a_trainer_goes_on_waiting(clock: list
         sent.append(kept.frames_to_resend(said(0, waiting=True)))
     again = [at for at, frames in enumerate(sent) if frames]
     assert sent[again[0]] == [b"1", b"2"]
-    assert again[0] <= 10 and again[1] - again[0] > outbox.STILL_SECONDS
+    assert again[0] <= 10 and again[1] - again[0] > outbox.IDLE_SECONDS
 
 
 @pytest.mark.parametrize("reason", ["not waiting", "not heard", "it comes", "more is sent"])

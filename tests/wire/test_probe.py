@@ -18,7 +18,7 @@ from sockets import ANYWHERE, DEADLINE, address_of_nobody
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import probe
-from peralta_zmq.wire.keys import generator_keys, make_keys
+from peralta_zmq.wire.auth import generator_keys, make_keys
 
 SAID = wire.ProbeReply("demo", run_id="demo-1", worker_info={"python": "3.11", "device": "cpu"})
 
@@ -81,7 +81,7 @@ def test_bad_request_gets_nothing_and_the_next_one_is_answered(stack: ExitStack)
 
 
 def test_nobody_answers(stack: ExitStack) -> None:
-    with pytest.raises(WireError, match="says no hello"):
+    with pytest.raises(WireError, match="does not answer the probe"):
         guest(stack, address_of_nobody()).request("info", timeout=0.3)
 
 
@@ -98,11 +98,11 @@ def test_only_known_keys_are_answered(stack: ExitStack, tmp_path: Path) -> None:
 
 def test_greeting_of_a_later_version_is_understood() -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), "mood": "good"})
-    assert wire.decode_probe_reply(frame) == SAID
+    assert probe.decode_probe_reply(frame) == SAID
 
 
 def test_greeting_of_an_earlier_version_is_understood() -> None:
-    assert wire.decode_probe_reply(msgpack.packb({"run": "demo"})) == wire.ProbeReply("demo")
+    assert probe.decode_probe_reply(msgpack.packb({"run": "demo"})) == wire.ProbeReply("demo")
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_greeting_of_an_earlier_version_is_understood() -> None:
 def test_unsound_greeting_is_refused(field: str, value: object) -> None:
     frame = msgpack.packb({**dataclasses.asdict(SAID), field: value})
     with pytest.raises(WireError, match="malformed"):
-        wire.decode_probe_reply(frame)
+        probe.decode_probe_reply(frame)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
-    for decode in (wire.decode_probe_reply, probe.decode_probe_request):
+    for decode in (probe.decode_probe_reply, probe.decode_probe_request):
         with pytest.raises(WireError):
             decode(frame)

@@ -31,9 +31,8 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import auth as gates
-from peralta_zmq.wire import keys, validation
-from peralta_zmq.wire.keys import GeneratorKeys, generator_keys, known_generators, make_keys
+from peralta_zmq.wire import auth, validation
+from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
 REPO = Path(__file__).parents[2]
@@ -70,7 +69,7 @@ def misled(folder: Path) -> GeneratorKeys:
 def reason_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> str:
     """What whoever sends is told when it is turned away, in time."""
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    turnstile = stack.enter_context(closing(gates.HandshakeMonitor(client, address, keys)))
+    monitor = stack.enter_context(closing(auth.HandshakeMonitor(client, address, keys)))
     client.setsockopt(zmq.SNDTIMEO, 100)
     client.connect(address)
     started = monotonic()
@@ -78,7 +77,7 @@ def reason_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> str
         for _ in until(IN_TIME + 1):
             with suppress(zmq.Again):
                 client.send(numbered(5))
-            turnstile.check()
+            monitor.check()
     assert monotonic() - started < IN_TIME
     return str(refused.value)
 
@@ -95,7 +94,7 @@ def test_known_generator_is_heard_in_its_own_name(
     ("keys_of", "reason"),
     [
         (lambda folder: None, "no keys"),
-        (stranger, r"does not know the key of ann; put ann\.public"),
+        (stranger, r"has no key of ann; put ann\.public"),
         (misled, r"trainer\.public is not its key"),
     ],
     ids=["no key", "unknown key", "wrong server key"],
@@ -136,21 +135,21 @@ def test_generator_that_is_started_with_a_wrong_key_ends_with_the_reason(
         finally:
             generator.kill()
     assert generator.returncode == 2
-    assert "does not know the key of ann; put ann.public into" in said.splitlines()[-1]
+    assert "has no key of ann; put ann.public into" in said.splitlines()[-1]
 
 
 def test_nobody_gets_in_when_the_gate_is_closed(
     folder: Path, gate: wire.CurveAuthenticator, receiver: wire.RolloutReceiver, stack: ExitStack
 ) -> None:
     gate.close()
-    assert "lets nobody in" in reason_of(receiver.address, stack, generator_keys(folder, "ann"))
+    assert "accepts no client" in reason_of(receiver.address, stack, generator_keys(folder, "ann"))
     assert receiver.receive(timeout=0.3) is None
 
 
 def test_trainer_that_is_down_behind_a_forwarder_is_waited_for(
     folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(auth, "PATIENCE_SECONDS", 0.1)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     host, port = forwarder.getsockname()
@@ -161,7 +160,7 @@ def test_trainer_that_is_down_behind_a_forwarder_is_waited_for(
     looking = threading.Event()
 
     def hang_up() -> None:
-        for _ in range(2 * gates.PATIENCE_TRIES + 2):  # each handshake is looked into
+        for _ in range(2 * auth.PATIENCE_TRIES + 2):  # each handshake is looked into
             forwarder.accept()[0].close()
         looking.set()
 
@@ -176,14 +175,14 @@ def test_generator_with_keys_does_not_talk_to_a_trainer_without(
     folder: Path, stack: ExitStack
 ) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
-    assert "with keys" in reason_of(receiver.address, stack, generator_keys(folder, "ann"))
+    assert "uses keys" in reason_of(receiver.address, stack, generator_keys(folder, "ann"))
     assert receiver.receive(timeout=0.3) is None
 
 
 def test_domain_is_enforced_by_the_library_itself(receiver: wire.RolloutReceiver) -> None:
     options = (zmq.ZAP_ENFORCE_DOMAIN, zmq.CURVE_SERVER)
     assert [receiver._socket.getsockopt(each) for each in options] == [1, 1]
-    assert receiver._socket.getsockopt(zmq.ZAP_DOMAIN) == gates.DOMAIN
+    assert receiver._socket.getsockopt(zmq.ZAP_DOMAIN) == auth.DOMAIN
 
 
 def test_group_in_anothers_name_is_counted_and_dropped(
@@ -194,7 +193,7 @@ def test_group_in_anothers_name_is_counted_and_dropped(
     assert sender.send(numbered(6, generator_id="bob"), timeout=IN_TIME)
     assert received(receiver).sequence == 6
     ((reason, count),) = receiver.refused.items()
-    assert "key of bob was used in another name, 'ann'" in reason and count == 1
+    assert "key of bob was used under the name 'ann'" in reason and count == 1
 
 
 def test_announcements_reach_known_generators_only(
@@ -210,7 +209,7 @@ def test_announcements_reach_known_generators_only(
     strange = stack.enter_context(
         closing(wire.AnnouncementSubscriber(announcer.address, keys=stranger(folder)))
     )
-    with pytest.raises(WireError, match="does not know the key"):
+    with pytest.raises(WireError, match="has no key"):
         for _ in until(IN_TIME):
             assert strange.receive(timeout=0.1) is None
 
@@ -260,15 +259,15 @@ def test_key_that_is_removed_is_not_let_in_again(
 ) -> None:
     ann = generator_keys(folder, "ann")
     (folder / "ann.public").unlink()
-    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
-    assert "does not know the key" in reason_of(receiver.address, stack, ann)
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    assert "has no key" in reason_of(receiver.address, stack, ann)
 
 
 def test_sender_that_is_turned_away_says_why_instead_of_waiting(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
 ) -> None:
     sender = sender_to(receiver.address, stack, keys=stranger(folder))
-    with pytest.raises(WireError, match="does not know the key of ann"):
+    with pytest.raises(WireError, match="has no key of ann"):
         for _ in until(IN_TIME):
             sender.send(numbered(5), timeout=0.1)
 
@@ -278,7 +277,7 @@ def test_folder_that_cannot_be_trusted_lets_nobody_in(
     gate: wire.CurveAuthenticator,
 ) -> None:  # fmt: skip
     (folder / "twin.public").write_bytes((folder / "ann.public").read_bytes())
-    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     sender.send(numbered(5), timeout=0)
     eventually(lambda: gate.refused > 0)
@@ -291,7 +290,7 @@ def test_file_that_is_no_key_yet_keeps_nobody_else_out(
     (folder / "eve.public").write_bytes(b"")  # it is being copied
     (folder / "gone.public").symlink_to("nowhere")
     (folder / "odd.public").mkdir()
-    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
     sender = sender_to(receiver.address, stack, keys=generator_keys(folder, "ann"))
     assert sender.send(numbered(5), timeout=IN_TIME)
     assert received(receiver).generator_id == "ann"
@@ -300,30 +299,30 @@ def test_file_that_is_no_key_yet_keeps_nobody_else_out(
 def test_folder_that_is_away_for_a_while_ends_neither_the_gate_nor_who_knocks(
     folder: Path, gate: wire.CurveAuthenticator, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(gates, "RETRY_SECONDS", 0.3)
-    monkeypatch.setattr(gates, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(auth, "PATIENCE_SECONDS", 0.1)
     receiver = stack.enter_context(closing(receiver_at(authenticator=gate)))
     ann = generator_keys(folder, "ann")
     away = folder.rename(folder.with_name("away"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
-    turnstile = stack.enter_context(closing(gates.HandshakeMonitor(client, receiver.address, ann)))
+    monitor = stack.enter_context(closing(auth.HandshakeMonitor(client, receiver.address, ann)))
     client.connect(receiver.address)
-    began, tries = monotonic(), gates.PATIENCE_TRIES + 2
+    began, tries = monotonic(), auth.PATIENCE_TRIES + 2
 
     def knocks_again() -> bool:
-        turnstile.check()
+        monitor.check()
         return gate.refused >= tries
 
     eventually(knocks_again)
-    assert monotonic() - began > (tries - 1) * gates.RETRY_SECONDS  # none was sent away at once
+    assert monotonic() - began > (tries - 1) * auth.HANDSHAKE_SECONDS  # none was sent away at once
     away.rename(folder)
     client.send(numbered(5))
     assert received(receiver).generator_id == "ann"
 
 
 def test_second_gate_is_refused(folder: Path, gate: wire.CurveAuthenticator) -> None:
-    with pytest.raises(WireError, match="second gate"):
+    with pytest.raises(WireError, match="a second CurveAuthenticator"):
         wire.CurveAuthenticator(folder)
 
 
@@ -423,12 +422,12 @@ def test_one_key_has_one_name(folder: Path) -> None:
 
 def test_trainer_is_no_generator(folder: Path) -> None:
     assert set(known_generators(folder).values()) == {"ann", "bob"}
-    assert keys.TRAINER == "trainer" and GROUP.generator_id == "ann"
+    assert auth.TRAINER == "trainer" and GROUP.generator_id == "ann"
 
 
 def test_name_that_somebody_claims_makes_no_line_of_the_log() -> None:
     with pytest.raises(WireError) as refused:
-        validation.check_claim("ann\ntrainer: all is well", "bob")
+        validation.check_owner("ann\ntrainer: all is well", "bob")
     assert "\n" not in str(refused.value)
 
 
@@ -446,4 +445,4 @@ def test_name_of_another_run_makes_no_line_of_the_log(stack: ExitStack) -> None:
     report = wire.GeneratorStatus(foreign.run_id, "ann", BOOT)
     counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        counters._keep([zmq.Frame(wire.encode_generator_status(report))])
+        counters._accept([zmq.Frame(wire.encode_generator_status(report))])

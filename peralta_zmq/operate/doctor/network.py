@@ -136,7 +136,7 @@ def check_clock(answer: Answer) -> Check:
 
 def check_keys(config: Config, role: str, name: str) -> Check:
     """The key files that this side needs. Raises WireError for one that is missing or open."""
-    from peralta_zmq.wire import keys
+    from peralta_zmq.wire import auth
 
     folder = config.keys_folder
     if folder is None:
@@ -144,10 +144,10 @@ def check_keys(config: Config, role: str, name: str) -> Check:
         return Check("keys", True, "none: no encryption", "make some with bin/doctor keygen "
                      "--security.keys DIR" if open_to_all else "")  # fmt: skip
     if role == "generator":
-        keys.generator_keys(folder, name)
+        auth.generator_keys(folder, name)
         return Check("keys", True, f"those of {name} and the trainer's are in {folder}")
-    keys.trainer_secret(folder)
-    known = sorted(keys.known_generators(folder).values())
+    auth.trainer_secret(folder)
+    known = sorted(auth.known_generators(folder).values())
     if not known:
         return Check("keys", False, f"{folder} has no generator's public key",
                      "make one with bin/doctor keygen --generator.name NAME")  # fmt: skip

@@ -17,7 +17,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import network
 from peralta_zmq.operate.doctor.check import failed
 from peralta_zmq.trainer import run_folder
-from peralta_zmq.wire.keys import make_keys
+from peralta_zmq.wire.auth import make_keys
 from tools.link_proxy import free_ports
 
 SAID = wire.ProbeReply("demo", time=1000.0)
@@ -124,7 +124,7 @@ def test_something_else_on_the_port_says_no_hello(
     with pytest.raises(WireError) as error:
         network.say_hello(guest)
     found = failed("hello", error.value)
-    assert found.detail.endswith("says no hello")
+    assert found.detail.endswith("does not answer the probe")
     assert found.remedy.startswith("use the same version on both sides")
 
 
@@ -197,7 +197,7 @@ def test_keys_that_do_not_fit_are_told_by_the_handshake(
         closing(network.open_probe_client(keyed(settings, tmp_path / "there"), "ann"))
     )
     for _ in range(2):  # while the door is being shut, and once it is
-        with pytest.raises(WireError, match=r"not know the key of ann; put ann\.public into"):
+        with pytest.raises(WireError, match=r"has no key of ann; put ann\.public into"):
             network.say_hello(does_not)
 
 

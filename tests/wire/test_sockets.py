@@ -26,7 +26,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import rollout_sockets
+from peralta_zmq.wire import sockets as wire_sockets
 
 # Rollouts over sockets.
 
@@ -63,7 +63,7 @@ def bad_bytes() -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("frames", "reason"),
-    [(bad_version, "version"), (bad_run, "another run"), (bad_frames, "2 frames"),
+    [(bad_version, "format"), (bad_run, "another run"), (bad_frames, "2 frames"),
      (bad_bytes, "not a message")],
 )  # fmt: skip
 def test_bad_message_is_counted_and_the_next_good_one_received(
@@ -104,7 +104,7 @@ def test_reasons_are_remembered_and_logged_up_to_a_bound(
         sender.send(wire.encode_group(dataclasses.replace(GROUP, run_id=f"run-{number}")))
         while not sum(receiver.refused.values()) > number:
             assert receiver.receive(timeout=DEADLINE) is None
-    assert len(receiver.refused) == rollout_sockets.MAX_REASONS + 1 == len(caplog.records)
+    assert len(receiver.refused) == wire_sockets.MAX_REASONS + 1 == len(caplog.records)
     assert sum(receiver.refused.values()) == 300
 
 
@@ -203,11 +203,11 @@ def test_announcements_are_on_the_next_port() -> None:
 
 def test_bound_port_answers(stack: ExitStack) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
-    assert wire.answers(receiver.address)
+    assert wire.accepts_connection(receiver.address)
 
 
 def test_closed_port_does_not_answer() -> None:
-    assert not wire.answers(address_of_nobody())
+    assert not wire.accepts_connection(address_of_nobody())
 
 
 # Options.
