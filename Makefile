@@ -1,4 +1,4 @@
-# Two commands are enough: `make run` and `make test`. Both set up .venv first if need be.
+# The two main commands are `make run` and `make test`; both set up .venv first.
 PYTHON ?= python3
 TORCH := 2.13.0
 BIN := .venv/bin
@@ -8,24 +8,24 @@ EXTRAS ?= plot,math,dashboard,dev
 SECONDS ?= 60
 MINUTES ?= 30
 export HF_HUB_OFFLINE := 1
-unexport PYTHONDONTWRITEBYTECODE  # every start of a worker would compile us again
+unexport PYTHONDONTWRITEBYTECODE  # without .pyc files each worker start would compile the package
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: .venv/ready  ## Make .venv with pinned dependencies and the right torch for this machine
 
-run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts anew)
+run: setup fresh  ## Train the calculator task on this machine (FRESH=1 starts again)
 	@$(BIN)/python bin/lan local @ $(CONFIG) $(ARGS)
 
-run-chaos: setup  ## The same while workers are killed, with a report (SEED=7: the same kills)
+run-chaos: setup  ## The same with workers killed at random, and a report (SEED=7 repeats a schedule)
 	@rm -rf runs/chaos
 	@PERALTA_CHAOS_SEED=$(SEED) $(BIN)/python -m tools.chaos @ $(CONFIG) --run.name chaos $(ARGS)
 
-run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml; without one, on this machine
+run-lan: setup  ## A run on the machines of HOSTS=configs/hosts.toml, or on this machine
 	@$(BIN)/python bin/lan up $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
 
-soak: setup  ## Random faults of all kinds for MINUTES=30; the report goes to docs/reliability.md
+soak: setup  ## A run with random faults for MINUTES=30; writes a report to docs/reliability.md
 	@$(BIN)/python -m tools.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 	  --document docs/reliability.md
 
@@ -38,13 +38,13 @@ test-slow: setup  ## The tests that train for minutes
 test-chaos: setup  ## The tests that kill processes (under 15 minutes)
 	@$(BIN)/python -m pytest -m chaos --timeout 900 $(ARGS)
 
-test-browser: setup  ## The page in Debian's chromium-headless-shell
+test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-shell
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
 test-gpu: setup  ## Generation, training and publishing on a CUDA card
 	@$(BIN)/python -m pytest tests/test_gpu.py -m gpu -rs $(ARGS)
 
-picture: setup  ## Take docs/dashboard.png anew, of a run under way
+picture: setup  ## Take the screenshot docs/dashboard.png during a run
 	@PERALTA_PICTURE=docs/dashboard.png $(BIN)/python -m pytest tests/browser/test_whole_run.py \
 	  -m browser -rs --timeout 240
 
@@ -54,15 +54,15 @@ test-lab: setup  ## NFS, CIFS, sshfs and power cuts in a guest kernel (ARGS='-k 
 test-lan: setup  ## bin/lan over a real sshd, and three network namespaces as three machines
 	@$(BIN)/python -m pytest -m lan -rs --timeout 300 $(ARGS)
 
-test-skew: setup .venv-other/ready  ## Workers under another Python, PYTHON=python3.13, with these
+test-skew: setup .venv-other/ready  ## Workers with another Python (PYTHON=python3.13) together with ours
 	@PERALTA_OTHER_PYTHON=.venv-other/bin/python $(BIN)/python -m pytest -m lan -rs -s \
 	  --timeout 300 tests/operate/test_version_skew.py $(ARGS)
 
-lab-soak: setup  ## Fifty power cuts and a NAS that is away for 40 s
+lab-soak: setup  ## Fifty power cuts and a NAS outage of 40 s
 	@CUTS=$(or $(CUTS),50) OUTAGE=40 $(BIN)/python -m pytest tests/lab -m lab -rs -s \
 	  -k 'power or kernel or away' --timeout 3000 $(ARGS)
 
-fuzz: setup  ## Fuzz everything that is decoded, SECONDS=60, where atheris can be installed
+fuzz: setup  ## Fuzz all decoders for SECONDS=60, if atheris can be installed
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) atheris 2>/dev/null; then \
 	  PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(SECONDS); \
 	else echo "skipped: PyPI has no atheris for this Python and system"; fi
@@ -77,10 +77,10 @@ lint: setup  ## ruff and pyright
 data: setup  ## Rewrite the shipped data files from their seeds
 	@$(BIN)/python -m tools.make_data
 
-docs: setup  ## Write docs/config.md anew from the settings
+docs: setup  ## Write docs/config.md from the settings
 	@$(BIN)/python -m tools.config_reference
 
-base-model: setup  ## Teach the embedded base model from nothing (half an hour on two cores)
+base-model: setup  ## Train the embedded base model from random weights (half an hour on 2 cores)
 	@$(BIN)/python -m tools.base_model
 
 structure: setup  ## Figures of the source tree: lines, files, classes, names
@@ -106,7 +106,7 @@ fresh:
 package:
 	@$(PIP) --editable '.[$(EXTRAS)]'
 
-# CPU-only Linux must not pull gigabytes of CUDA packages: only a +cpu build will do there.
+# CPU-only Linux needs the +cpu build; the build on PyPI pulls gigabytes of CUDA packages.
 # A Jetson brings NVIDIA's own torch: VENV_OPTIONS=--system-site-packages make setup.
 torch:
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then :; \

@@ -1,8 +1,8 @@
-"""Teach the embedded base model from nothing: `make base-model`, about twenty minutes on 2 cores.
+"""Train the embedded base model from random weights: `make base-model`, 20 minutes on 2 cores.
 
-The base reads every sentence shape and answers in one of four notations at random. Only one of
-them is paid, so that reinforcement learning has something to find. It never sees a sentence of
-the held-out file. Knows the calculator's sentences and the model; knows nothing of rewards.
+The base model learns all sentence shapes of the calculator task and answers in one of four
+notations at random. The task rewards only one of them, which reinforcement learning has to find.
+Sentences of the held-out file are excluded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A number is one token wherever it stands; words and signs keep the spaces around them.
+# A number is always one token; words and signs include the surrounding spaces.
 PIECES = r"\d+| ?[A-Za-z]+ ?| ?[^\sA-Za-z\d]+ ?|\s+"
 NO_TARGET = -100
 
 
 class Recipe(NamedTuple):
-    """How the base is taught; the defaults make the shipped model."""
+    """Hyperparameters; the defaults make the shipped model."""
 
     num_steps: int = 4000
     batch_size: int = 96
@@ -58,12 +58,12 @@ class Recipe(NamedTuple):
 
 
 def infix(expression: str) -> str:
-    """The notation that is paid: '(1 + 2) * 3'."""
+    """'(1 + 2) * 3', the notation that the task rewards."""
     return expression
 
 
 def infix_without_parentheses(expression: str) -> str:
-    """'1 + 2 * 3': right only where precedence happens to agree."""
+    """'1 + 2 * 3', correct only where operator precedence permits."""
     return expression.replace("(", "").replace(")", "")
 
 
@@ -93,7 +93,7 @@ SIGNS: dict[type[ast.operator], str] = {
 
 
 def lessons(seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (sentence, answer) pairs, each answer in a notation drawn at random."""
+    """Yield (sentence, answer) pairs for ever, each answer in a random notation."""
     held_out = frozenset(row.natural_language for row in calculator_files()["math_250"])
     notations = random.Random(seed)
     for row in fresh_rows(seed, excluded=held_out):
@@ -101,7 +101,7 @@ def lessons(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
-    """Train a byte-level BPE on lessons and write it as an ordinary tokenizer folder."""
+    """Train a byte-level BPE tokenizer on lessons and write it to `folder`."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -137,7 +137,7 @@ def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
 def lesson_batches(
     tokenizer: models.Tokenizer, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (token ids, targets), both [B, T]; targets cover the answer and its end token."""
+    """Yield (token ids, targets) for ever, both [B, T]; targets are the answer and its end token."""
     end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     pairs = lessons(recipe.seed + 1)
     while True:
@@ -152,12 +152,12 @@ def lesson_batches(
         yield torch.tensor(ids), torch.tensor(targets)
 
 
-def teach(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> None:
-    """Next-token training on the answers, with the loss every 100 steps."""
+def train(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> None:
+    """Train on next-token prediction of the answers; print the loss every 100 steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    progress = progress_on("teaching the base model", recipe.num_steps)
+    progress = progress_on("training the base model", recipe.num_steps)
     model.train()
     for step, (ids, targets) in enumerate(lesson_batches(tokenizer, recipe), start=1):
         warmup = min(1.0, step / recipe.warmup_steps)
@@ -187,14 +187,16 @@ def build(folder: Path, recipe: Recipe) -> None:
     settings = {**MODEL, "vocab_size": len(tokenizer), **ids}
     model = models.new_model(settings, seed=recipe.seed)
     print(f"parameters={model.num_parameters()} vocabulary={len(tokenizer)}", flush=True)
-    teach(model, tokenizer, recipe)
+    train(model, tokenizer, recipe)
     model.bfloat16().save_pretrained(folder)
 
 
 def main() -> None:
     """`python -m tools.base_model [--folder DIR] [--steps N]`."""
-    parser = argparse.ArgumentParser(description="Teach the embedded base model from nothing.")
-    parser.add_argument("--folder", type=Path, default=models.EMBEDDED, help="where to write it")
+    parser = argparse.ArgumentParser(
+        description="Train the embedded base model from random weights."
+    )
+    parser.add_argument("--folder", type=Path, default=models.EMBEDDED, help="output folder")
     parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="optimizer steps")
     arguments = parser.parse_args()
     models.use_threads()
