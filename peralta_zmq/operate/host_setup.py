@@ -1,7 +1,6 @@
-"""What must be true of a host before anything starts there: looked at, copied, installed, checked.
+"""Steps that prepare a host and start its workers: probe, copy, install, settings, check.
 
-Each step is a command and a judge of its result; problems come with their remedy. Knows shell and
-the project's folders; decides nothing about the order, or about other hosts.
+Each step is a command and a function that finds the problem in its result, with a remedy.
 """
 
 from __future__ import annotations
@@ -18,21 +17,27 @@ from typing import cast
 
 from peralta_zmq.config import Config, toml_text
 from peralta_zmq.config.hosts import Host, Hosts
-from peralta_zmq.operate.ssh import LONG, Command, Result, RewardRunner, copy_to, on, program_on
-from peralta_zmq.operate.supervisor import FOLDER, HALF_COPIED, Job, job_text
+from peralta_zmq.operate.ssh import (
+    LONG_SECONDS,
+    NOT_FOUND,
+    Command,
+    FindProblem,
+    Result,
+    on_host,
+    rsync_to,
+)
+from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
-# Never copied, and never deleted there: what belongs to one machine, and keys.
-LEFT_OUT = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public",
+# Neither copied nor deleted on the host: what belongs to one machine, and keys.
+EXCLUDED = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public",
             "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
-OLDEST = (3, 10)
-NEW_MB, AGAIN_MB = 3000, 200  # free space for an environment with torch, and for the code alone
+OLDEST_PYTHON = (3, 10)
+INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
 PYTHON = ".venv/bin/python"
-KEEPER = f"{PYTHON} -m peralta_zmq.operate.supervisor"
-NO_SPACE = "No space left"
-NO_PROGRAM = 127  # what a shell ends with
-DOCTOR_WAITS = {"trainer": "900", "generator": "20"}  # seconds: to answer, to be answered
+# Seconds that the trainer's doctor answers others, and that a generator's tries to reach it.
+DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
 DOCTOR_SECONDS = 1800.0
 
 PROBE = """
@@ -51,177 +56,180 @@ exit 0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command for one host; `judge` says what is wrong with its result."""
+    """One command for one host, and how to find the problem in its result."""
 
     command: Command
-    judge: RewardRunner
+    find_problem: FindProblem
 
 
-def place(host: Host) -> str:
-    """The project's folder on the host, as a shell there reads it."""
-    return host.folder or shlex.quote(str(REPO))
+def in_project(host: Host, script: str) -> str:
+    """A line of shell that runs in the project folder of the host."""
+    return f"cd {host.folder or shlex.quote(str(REPO))} && {script}"
 
 
-def inside(host: Host, script: str) -> str:
-    """A line of shell in the project's folder on the host."""
-    return f"cd {place(host)} && {script}"
+def supervisor_script(host: Host, *words: str) -> str:
+    """A line of shell that sends a command to the supervisors of the host."""
+    return in_project(host, f"{PYTHON} -m peralta_zmq.operate.supervisor {' '.join(words)}")
 
 
 def probe(host: Host) -> list[Step]:
-    """Is it there, with Python, rsync, make, room, and a folder of its own? Changes nothing."""
-    script = PROBE.format(folder=place(host), python=shlex.quote(host.python))
-    return [Step(program_on(host, script), lambda result: _probed(host, result))]
+    """Check Python, rsync, make, free space and the folder; changes nothing."""
+    folder = host.folder or shlex.quote(str(REPO))
+    script = PROBE.format(folder=folder, python=shlex.quote(host.python))
+    # As standard input of sh: the login shell may be another one.
+    return [Step(on_host(host, "sh -s", script), lambda result: _probe_problem(host, result))]
 
 
 def sync(host: Host, config: Config) -> list[Step]:
-    """Copy the code; a marker says so while it is half done.
+    """Copy the code; a marker file exists while the copy is incomplete.
 
-    Only within the folders that are copied is anything deleted, and never what a run leaves.
+    Deletes files only within the copied folders, and never runs or weights.
     """
     if host.folder is None:
         return []
-    excluded = [f"--exclude={name}" for name in (*LEFT_OUT, *left_by_runs(host, config))]
-    mark = f"mkdir -p {host.folder}/{FOLDER} && touch {host.folder}/{HALF_COPIED}"
-    sources = sorted(str(each) for each in REPO.iterdir())
-    copied = copy_to(host, sources, f"{host.folder}/", "--delete", *excluded)
+    excluded = [f"--exclude={name}" for name in (*EXCLUDED, *run_patterns(host, config))]
+    marker = f"{host.folder}/{COPY_MARKER}"
+    make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
+    sources = sorted(str(path) for path in REPO.iterdir())
+    copy = rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded)
     return [
-        Step(on(host, mark), _plain("cannot make its folder; choose another dir")),
-        Step(copied, _copied),
-        Step(on(host, f"rm -f {host.folder}/{HALF_COPIED}"), _plain("run bin/lan sync again")),
+        Step(on_host(host, make_marker), _failure("its folder cannot be made; choose another dir")),
+        Step(copy, _copy_problem),
+        Step(on_host(host, f"rm -f {marker}"), _failure("run bin/lan sync again")),
     ]
 
 
-def left_by_runs(host: Host, config: Config) -> list[str]:
-    """Patterns of rsync for the runs and weights that lie in the project's folder on the host."""
+def run_patterns(host: Host, config: Config) -> list[str]:
+    """rsync patterns for runs and weights inside the project folder of the host."""
     runs = os.path.normpath(config.run.dir)
-    kept = [str(config.run_folder) if runs == "." else runs]
-    kept += filter(None, (host.weights_dir, config.weights.dir))
-    inner = (_inside_of(host.folder or "", os.path.normpath(each))
-             for each in kept if "://" not in each)  # fmt: skip
-    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{each}") for each in inner if each]
+    paths = [str(config.run_folder) if runs == "." else runs]
+    paths += filter(None, (host.weights_dir, config.weights.dir))
+    inner = (_path_in(host.folder or "", os.path.normpath(path))
+             for path in paths if "://" not in path)  # fmt: skip
+    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{path}") for path in inner if path]
 
 
-def _inside_of(folder: str, path: str) -> str | None:
-    """A path as it is within a folder of the host; None when it lies elsewhere."""
+def _path_in(folder: str, path: str) -> str | None:
+    """A path relative to a folder of the host; None if it lies elsewhere."""
     if not path.startswith(("/", "~")):
         return None if path.split("/")[0] in (".", "..") else path
-    _, found, rest = path.removeprefix("~").partition(f"/{folder.strip('~/')}/")
-    return rest if found else None
+    _, separator, inner = path.removeprefix("~").partition(f"/{folder.strip('~/')}/")
+    return inner if separator else None
 
 
 def install(host: Host) -> list[Step]:
     """`make setup`, which does nothing when nothing has changed."""
     if host.folder is None:
         return []
-    script = inside(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
-    remedy = f"make setup failed; run it there by hand in {host.folder} to see all of it"
-    return [Step(on(host, script, seconds=LONG), _plain(remedy))]
+    script = in_project(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
+    remedy = f"make setup failed; run it by hand in {host.folder} to see all of its output"
+    return [Step(on_host(host, script, seconds=LONG_SECONDS), _failure(remedy))]
 
 
-def hand_over(host: Host, config: Config) -> list[Step]:
-    """The settings, the password of the weights, and the keys that this host needs, no others."""
-    settings, file = toml_text(config), settings_file(config)
-    script = inside(host, f"mkdir -p {FOLDER} && cat > {file}")
-    given = [Step(on(host, script, settings), _plain("cannot write there; is the disk full?"))]
+def send_settings(host: Host, config: Config) -> list[Step]:
+    """Send the config, the password of the weights, and only the keys that this host needs."""
+    script = in_project(host, f"mkdir -p {FOLDER} && cat > {settings_file(config)}")
+    write = on_host(host, script, toml_text(config))
+    steps = [Step(write, _failure("the settings cannot be written; is the disk full?"))]
     folder = host.folder or REPO
     if token := token_file(config):
-        given.append(Step(copy_to(host, [str(token)], f"{folder}/{TOKEN}"), _copied))
+        steps.append(Step(rsync_to(host, [str(token)], f"{folder}/{TOKEN}"), _copy_problem))
     if keys := config.keys_folder:
-        given.append(Step(copy_to(host, key_files(host, keys), f"{folder}/{KEYS}/"), _copied))
-    return given
+        files = key_files(host, keys)
+        steps.append(Step(rsync_to(host, files, f"{folder}/{KEYS}/"), _copy_problem))
+    return steps
 
 
 def settings_file(config: Config) -> Path:
-    """Where the settings lie on every host: others lie elsewhere, and so make another job."""
+    """Path of the settings on every host; its name changes with the settings, so the job does."""
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
 
 
 def token_file(config: Config) -> Path | None:
-    """The file with the password of the weights, where this machine has it."""
+    """The file with the password of the weights, if it exists on this machine."""
     path = Path(config.weights.token_file or "").expanduser()
     return path if path.is_file() else None
 
 
 def key_files(host: Host, keys: Path) -> list[str]:
-    """The trainer's host gets its secret and everybody's public half; a generator's the reverse."""
+    """Trainer host: all public keys and its own secrets; generator host: the reverse."""
     if host.role == "trainer":
-        every = sorted(str(each) for each in keys.glob("*.public"))
-        mine = ["trainer", *host.generators]
+        public = sorted(str(path) for path in keys.glob("*.public"))
+        names = ["trainer", *host.generators]
     else:
-        every, mine = [str(keys / "trainer.public")], host.generators
-    return [*every, *(str(keys / f"{name}.secret") for name in mine)]
+        public, names = [str(keys / "trainer.public")], host.generators
+    return [*public, *(str(keys / f"{name}.secret") for name in names)]
 
 
 def doctor(host: Host, config: Config) -> Step:
-    """bin/doctor there, with the settings of the host.
+    """bin/doctor with the settings of the host.
 
-    The trainer's goes on, until its standard input ends, to answer those of the generators.
+    The trainer's answers those of the generators until its standard input is closed.
     """
-    words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAITS[host.role],
-             "@", str(settings_file(config)), *own_settings(host, config)]  # fmt: skip
+    words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role],
+             "@", str(settings_file(config)), *host_options(host, config)]  # fmt: skip
     if host.role == "generator":
         words += ["--generator.name", host.generators[0]]
-    settings = [f"{name}={value}" for name, value in host.env.items()]
-    script = inside(host, shlex.join(["env", *settings, *words] if settings else words))
-    return Step(on(host, script, seconds=DOCTOR_SECONDS), _examined)
+    env = [f"{name}={value}" for name, value in host.env.items()]
+    script = in_project(host, shlex.join(["env", *env, *words] if env else words))
+    return Step(on_host(host, script, seconds=DOCTOR_SECONDS), _doctor_problem)
 
 
-def tell(host: Host, word: str, jobs: Sequence[Job]) -> list[Step]:
-    """To the keeper there: `check` that these can be started, or `start` them, detached."""
-    given = "".join(f"{job_text(job)}\n" for job in jobs)
-    return [Step(on(host, inside(host, f"{KEEPER} {word}"), given), _plain(None))]
+def supervisor_steps(host: Host, command: str, jobs: Sequence[Job]) -> list[Step]:
+    """`check` that these jobs can be started, or `start` them."""
+    lines = "".join(f"{job_text(job)}\n" for job in jobs)
+    return [Step(on_host(host, supervisor_script(host, command), lines), _failure())]
 
 
 def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
-    """What runs on a host: its trainer first, if it has one, then its generators."""
+    """The jobs of a host: its trainer first, if it has one, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
-    own = ["@", str(settings_file(config)), *own_settings(host, config)]
-    every, sharers = hosts.generators, str(len(host.workers))
-    trainer = ("bin/trainer", *own, "--train.num-workers", sharers)
+    options = ["@", str(settings_file(config)), *host_options(host, config)]
+    generators, num_workers = hosts.generators, str(len(host.workers))
     jobs = [
         Job(
             name,
-            (PYTHON, "bin/generator", *own,
-             "--generator.name", name, "--generator.index", str(every.index(name)),
-             "--generator.count", str(len(every)), "--generator.num-workers", sharers),
+            (PYTHON, "bin/generator", *options,
+             "--generator.name", name, "--generator.index", str(generators.index(name)),
+             "--generator.count", str(len(generators)), "--generator.num-workers", num_workers),
             env,
         )
         for name in host.generators
     ]  # fmt: skip
     if host.role == "trainer":
-        run = str(config.run_folder)
-        jobs.insert(0, Job(f"{host.name}-trainer", (PYTHON, *trainer), env, run))
+        command = (PYTHON, "bin/trainer", *options, "--train.num-workers", num_workers)
+        jobs.insert(0, Job(f"{host.name}-trainer", command, env, str(config.run_folder)))
     return jobs
 
 
-def own_settings(host: Host, config: Config) -> list[str]:
-    """Options in which this host differs from the others."""
+def host_options(host: Host, config: Config) -> list[str]:
+    """Command-line options in which this host differs from the config."""
     options = {"--weights.dir": host.weights_dir, "--model.device": host.device,
                "--security.keys": str(KEYS) if config.security.keys else None,
                "--weights.token-file": str(TOKEN) if token_file(config) else None}  # fmt: skip
-    return [word for name, given in options.items() if given for word in (name, given)]
+    return [word for name, value in options.items() if value for word in (name, value)]
 
 
-def _probed(host: Host, result: Result) -> str | None:
-    found = dict(line.split("=", 1) for line in result.out.splitlines() if "=" in line)
-    if result.code or "python" not in found:
-        return f"cannot be looked at: {result.last_words}"
-    if problem := _python_problem(host, found["python"]):
+def _probe_problem(host: Host, result: Result) -> str | None:
+    facts = dict(line.split("=", 1) for line in result.out.splitlines() if "=" in line)
+    if result.code or "python" not in facts:
+        return f"the probe failed: {result.last_line}"
+    if problem := _python_problem(host, facts["python"]):
         return problem
     if host.folder is None:
         return None
     for program in ("rsync", "make"):
-        if not found.get(program):
+        if not facts.get(program):
             return f"there is no {program}; install it there ({_package_hint(program)})"
-    if found.get("full") and not found.get("ours"):
+    if facts.get("full") and not facts.get("ours"):
         return (
             f"{host.folder} holds files that bin/lan did not put there; choose another dir, "
-            f"or let it be overwritten: mkdir {host.folder}/.lan"
+            f"or allow overwriting it: mkdir {host.folder}/.lan"
         )
-    if not found.get("writable"):
+    if not facts.get("writable"):
         return f"{host.folder} cannot be written; choose another dir"
-    needed, free = AGAIN_MB if found.get("ready") else NEW_MB, int(found.get("free") or 0) // 1024
+    needed, free = CODE_MB if facts.get("ready") else INSTALL_MB, int(facts["free"] or 0) // 1024
     if free < needed:
         return (
             f"the disk of {host.folder} is full: {free} MB free, {needed} MB needed; "
@@ -232,10 +240,10 @@ def _probed(host: Host, result: Result) -> str | None:
 
 def _python_problem(host: Host, version: str) -> str | None:
     try:
-        found = tuple(map(int, version.split(".")))
+        numbers = tuple(map(int, version.split(".")))
     except ValueError:
         return f"{host.python} does not run ({version}); set python = to one of 3.10 or later"
-    if found < OLDEST:
+    if numbers < OLDEST_PYTHON:
         return (
             f"{host.python} is Python {version}, and 3.10 or later is needed; "
             "set python = to a newer one, or install it"
@@ -244,41 +252,41 @@ def _python_problem(host: Host, version: str) -> str | None:
 
 
 def _package_hint(program: str) -> str:
-    apple = "xcode-select --install" if program == "make" else f"brew install {program}"
-    return f"apt install {program}, or {apple}"
+    mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
+    return f"apt install {program}, or {mac_command}"
 
 
-def _copied(result: Result) -> str | None:
+def _copy_problem(result: Result) -> str | None:
     if result.code == 0:
         return None
-    if result.code == NO_PROGRAM:  # the host's own was looked for before
+    if result.code == NOT_FOUND:  # on this machine: the probe has found the host's
         return f"there is no rsync on this machine; install it ({_package_hint('rsync')})"
-    text = f"copying stopped halfway (rsync code {result.code}: {result.last_words})"
-    if NO_SPACE in result.err:
-        return f"{text}; the disk is full: make room there, then the same command again"
-    return f"{text}; the same command again goes on from there"
+    text = f"copying stopped halfway (rsync code {result.code}: {result.last_line})"
+    if "No space left" in result.err:
+        return f"{text}; the disk is full: make room there, then run the same command again"
+    return f"{text}; the same command again continues the copy"
 
 
-def _examined(result: Result) -> str | None:
-    """The failing lines of the doctor."""
+def _doctor_problem(result: Result) -> str | None:
+    """The failed checks of a doctor."""
     if result.code == 0:
         return None
     lines = result.out.strip().splitlines()
     try:
         checks = cast("list[dict[str, object]]", json.loads(lines[-1])["checks"])
-        failed = [f"{each['name']}: {each['detail']}; {each['remedy']}" for each in checks
-                  if not each["ok"]]  # fmt: skip
+        failed = [f"{check['name']}: {check['detail']}; {check['remedy']}" for check in checks
+                  if not check["ok"]]  # fmt: skip
     except (IndexError, ValueError, KeyError, TypeError):
         failed = []
-    return " / ".join(failed) or f"bin/doctor failed: {result.last_words}"
+    return " / ".join(failed) or f"bin/doctor failed: {result.last_line}"
 
 
-def _plain(remedy: str | None) -> RewardRunner:
-    """Anything but exit code 0 is a problem; its last line says which."""
+def _failure(remedy: str = "") -> FindProblem:
+    """A problem finder that reports the last line of a command that fails."""
 
-    def judge(result: Result) -> str | None:
+    def find_problem(result: Result) -> str | None:
         if result.code == 0:
             return None
-        return f"{result.last_words}; {remedy}" if remedy else result.last_words
+        return f"{result.last_line}; {remedy}" if remedy else result.last_line
 
-    return judge
+    return find_problem

@@ -1,29 +1,28 @@
-"""`bin/lan up` and the others: one run on several machines, started here, going on without us.
+"""`bin/lan`: one run on several machines, started over ssh; it continues without this process.
 
-    up       look at every host, copy, install, check, start, then show the logs
-    sync     only look, copy and install
-    status   what runs where
-    logs, restart, stop, enable, disable   [NAME ...]: a host, or one worker
-    down     stop all
-
-Knows the hosts file and the order of the steps; knows nothing of what they do.
+up       probe every host, copy, install, send settings, check, start; then show the logs
+sync     only probe, copy and install
+status   state of every worker
+logs, restart, stop, enable, disable   [NAME ...]: a host, or one worker
+down     stop all workers
+local    a run on this machine (operate/local.py)
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import host_setup, lan_status, log_viewer
-from peralta_zmq.operate.ssh import Standing, on, run, unreachable
+from peralta_zmq.operate import host_setup, lan_monitor
+from peralta_zmq.operate.ssh import LONG_SECONDS, BackgroundCommand, on_host, run, ssh_problem
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
@@ -32,195 +31,203 @@ if TYPE_CHECKING:
 
 PROGRAM = "bin/lan"
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
-DOCTOR_ANSWERS = "answering the doctors"
-START = "start"
+DOCTOR_READY = "answering the doctors"  # printed by the trainer's doctor
 LOOPBACK = ("127.0.0.1", "localhost")
-Phase: TypeAlias = tuple[str, "Mapping[str, list[Step]]"]  # its title, and steps by host's name
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the arguments and the hosts file, and do it. Raises ConfigError."""
+    """Run one command on the hosts of a hosts file. Raises ConfigError."""
     from peralta_zmq.config.hosts import load_hosts
 
     options, settings = _parser().parse_known_args(arguments)
-    if settings and options.command not in ("up", "sync"):
-        raise ConfigError(f"{options.command} takes no {settings[0]}; settings are for bin/lan up")
+    command: str = options.command
+    if settings and command not in ("up", "sync"):
+        raise ConfigError(f"{command} takes no {settings[0]}; settings are for bin/lan up")
     path = options.hosts or (HOSTS_FILE if HOSTS_FILE.exists() else EXAMPLE)
     hosts = load_hosts(path)
-    again = f"--hosts {path}"
-    if options.command in ("up", "sync"):
+    hosts_option = f"--hosts {path}"
+    if command in ("up", "sync"):
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
-        check_places(hosts, config)
-        crew = Fleet(hosts, config, again=again, partial=options.partial, dry_run=options.dry_run)
-        if options.command == "sync":
-            return crew.sync()
-        return crew.up() or (0 if options.dry_run else _show(hosts, again, log_viewer.FROM_NOW))
-    if options.command == "status":
-        return lan_status.show(hosts)
-    chosen = select(hosts, options.names)
-    if options.command == "logs":
-        log_viewer.follow(chosen, again, lines=log_viewer.SOME)
+        check_addresses(hosts, config)
+        fleet = Fleet(hosts, config, hosts_option, options.partial, options.dry_run)
+        if command == "sync":
+            return fleet.sync()
+        if (code := fleet.up()) or options.dry_run:
+            return code
+        has_ended = lan_monitor.follow_logs(select(hosts, ()), hosts_option, lines=0)
+        return lan_monitor.trainer_exit_code(hosts) if has_ended else 0
+    if command == "status":
+        return lan_monitor.print_status(hosts)
+    selected = select(hosts, options.names)
+    if command == "logs":
+        lan_monitor.follow_logs(selected, hosts_option, lines=lan_monitor.DEFAULT_LINES)
         return 0
-    return _order(options.command, chosen)
+    return _command_supervisors(command, selected)
 
 
 def select(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
-    """The workers that are meant, by host; a name is a host's or a worker's, none means all.
+    """The workers with these names, by host; a name of a host means its workers, no name all.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown name.
     """
     known = {name for host in hosts.host for name in (host.name, *host.workers)}
     for name in names:
         if name not in known:
             raise ConfigError(f"no host or worker {name!r}; there are {', '.join(sorted(known))}")
-    chosen = [
-        (host, [each for each in host.workers if not names or {host.name, each} & set(names)])
+    selected = [
+        (host, [worker for worker in host.workers if not names or {host.name, worker} & set(names)])
         for host in hosts.host
     ]
-    return [(host, workers) for host, workers in chosen if workers]
+    return [(host, workers) for host, workers in selected if workers]
 
 
 @dataclass
 class Fleet:
-    """The hosts on their way up; one that fails drops out, or stops all."""
+    """Brings up the hosts in phases; a host that fails is left out, or stops all."""
 
     hosts: Hosts
     config: Config
-    again: str = ""  # the options with which bin/lan finds the same hosts
+    hosts_option: str = ""  # the option with which bin/lan finds the same hosts
     partial: bool = False
     dry_run: bool = False
-    failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host's name
+    failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
 
     def sync(self) -> int:
-        """Copy and install, start nothing; an exit code."""
-        return int(not all(map(self._pass, self._prepared())) or bool(self.failed))
+        """Probe, copy and install; an exit code."""
+        return int(not self._copy_and_install() or bool(self.failed))
 
     def up(self) -> int:
-        """Everything up to running workers; an exit code."""
-        ready = all(map(self._pass, [*self._prepared(), *self._agreed()])) and self._examine()
-        return int(not (ready and self._pass((START, self._each(self._told("start"))))))
-
-    def _prepared(self) -> Iterator[Phase]:
-        yield "look", self._each(host_setup.probe)
-        yield "copy", self._each(lambda host: host_setup.sync(host, self.config))
-        yield "install", self._each(host_setup.install)
-
-    def _agreed(self) -> Iterator[Phase]:
+        """All phases up to running workers; an exit code."""
         keys = self.config.keys_folder
+        if not self._copy_and_install():
+            return 1
         if keys and not self.dry_run:
             _make_keys(keys, self.hosts.generators)
-        yield "hand over", self._each(lambda host: host_setup.hand_over(host, self.config))
-        yield "check", self._each(self._told("check"))
+        is_started = (
+            self._phase("settings", lambda host: host_setup.send_settings(host, self.config))
+            and self._phase("check", self._supervisor_steps("check"))
+            and self._run_doctors()
+            and self._start()
+        )
+        return int(not is_started)
 
-    def _examine(self) -> bool:
-        """The doctors: the trainer's answers the others, so it begins first and ends last."""
-        trainer, config = self.hosts.trainer, self.config
-        others = {host.name: [host_setup.doctor(host, config)]
-                  for host in self.hosts.host if host is not trainer}  # fmt: skip
-        if self.dry_run:
-            self._pass(("doctor", {trainer.name: [host_setup.doctor(trainer, config)]}))
-            return self._pass(("doctor", others))
-        step = host_setup.doctor(trainer, config)
-        with Standing(step.command, DOCTOR_ANSWERS) as standing:
-            passed = not standing.serves or self._pass(("doctor", others))
-            result = standing.end()
-        self._note(trainer, "doctor", unreachable(trainer, result) or step.judge(result))
-        if standing.serves or self.failed:
-            return passed and self._may_go_on()
-        return self._pass(("doctor", others))  # a trainer that runs already answers them itself
-
-    def _told(self, word: str) -> Callable[[Host], list[Step]]:
-        return lambda host: host_setup.tell(
-            host, word, host_setup.jobs_of(host, self.hosts, self.config)
+    def _copy_and_install(self) -> bool:
+        return (
+            self._phase("probe", host_setup.probe)
+            and self._phase("copy", lambda host: host_setup.sync(host, self.config))
+            and self._phase("install", host_setup.install)
         )
 
-    def _each(self, steps_of: Callable[[Host], list[Step]]) -> Mapping[str, list[Step]]:
-        return {host.name: steps_of(host) for host in self.hosts.host}
+    def _run_doctors(self) -> bool:
+        """Run the trainer's doctor until those of the generators, which it answers, have ended."""
+        trainer = self.hosts.trainer
+        others = [host for host in self.hosts.host if host is not trainer]
 
-    def _pass(self, phase: Phase) -> bool:
-        """Run or print one phase on all hosts at once; whether to go on."""
-        title, work = phase
-        hosts = [host for host in self.hosts.host if work.get(host.name)]
-        hosts = [host for host in hosts if host.name not in self.failed]
+        def run_doctors(hosts: Sequence[Host]) -> bool:
+            return self._phase("doctor", lambda host: [host_setup.doctor(host, self.config)], hosts)
+
         if self.dry_run:
-            for host in hosts:
-                lines = [step.command.shown for step in work[host.name]]
-                sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
-            return True
-        with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-            problems = list(pool.map(_do, hosts, [work[host.name] for host in hosts]))
-        for host, problem in zip(hosts, problems, strict=True):
-            self._note(host, title, problem)
-        return self._started() if title == START else self._may_go_on()
+            return run_doctors([trainer]) and run_doctors(others)
+        step = host_setup.doctor(trainer, self.config)
+        with BackgroundCommand(step.command, DOCTOR_READY) as doctor:
+            passed = not doctor.is_ready or run_doctors(others)
+            result = doctor.end()
+        self._report(trainer, "doctor", ssh_problem(trainer, result) or step.find_problem(result))
+        if doctor.is_ready or self.failed:
+            return passed and self._can_continue()
+        return run_doctors(others)  # a trainer that runs already answers them itself
 
-    def _note(self, host: Host, title: str, problem: str | None) -> bool:
+    def _start(self) -> bool:
+        self._run_steps("start", self._supervisor_steps("start"), self.hosts.host)
+        if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
+            return True
+        running = ", ".join(lan_monitor.running_workers(self.hosts)) or "no worker"
+        sys.stderr.write(
+            f"{', '.join(self.failed)} did not start completely; running now: {running}; "
+            f"bin/lan down {self.hosts_option} stops all\n"
+        )
+        return False
+
+    def _supervisor_steps(self, command: str) -> Callable[[Host], list[Step]]:
+        return lambda host: host_setup.supervisor_steps(
+            host, command, host_setup.jobs_of(host, self.hosts, self.config)
+        )
+
+    def _phase(
+        self,
+        title: str,
+        steps_of: Callable[[Host], list[Step]],
+        hosts: Sequence[Host] | None = None,
+    ) -> bool:
+        """Run one phase; True if the next one may follow."""
+        self._run_steps(title, steps_of, self.hosts.host if hosts is None else hosts)
+        return self._can_continue()
+
+    def _run_steps(
+        self, title: str, steps_of: Callable[[Host], list[Step]], hosts: Sequence[Host]
+    ) -> None:
+        """Run or print the steps of all hosts that have not failed, in parallel."""
+        active = [host for host in hosts if host.name not in self.failed]
+        work = [(host, steps) for host in active if (steps := steps_of(host))]
+        if self.dry_run:
+            for host, steps in work:
+                lines = [step.command.shown for step in steps]
+                sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
+            return
+        with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
+            problems = list(pool.map(lambda entry: _first_problem(*entry), work))
+        for (host, _), problem in zip(work, problems, strict=True):
+            self._report(host, title, problem)
+
+    def _report(self, host: Host, title: str, problem: str | None) -> None:
         if problem:
             self.failed[host.name] = problem
             sys.stderr.write(f"{host.name}: {title}: {problem}\n")
         else:
             sys.stdout.write(f"{host.name}: {title}: ok\n")
         sys.stdout.flush()
-        return not problem
 
-    def _may_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         if not self.failed:
             return True
         names = ", ".join(self.failed)
         if self.hosts.trainer.name in self.failed:
             sys.stderr.write(f"nothing was started: {names} failed, and that is the trainer\n")
             return False
-        left = any(host.generators for host in self.hosts.host if host.name not in self.failed)
-        if self.partial and left:
+        remaining = [host for host in self.hosts.host if host.name not in self.failed]
+        if self.partial and any(host.generators for host in remaining):
             return True
         hint = "" if self.partial else "; --partial goes on without"
         sys.stderr.write(f"nothing was started: {names} failed{hint}\n")
         return False
 
-    def _started(self) -> bool:
-        """Whether the run goes; else say what of it runs, for some of it may."""
-        if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
-            return True
-        running = ", ".join(lan_status.running(self.hosts)) or "nobody"
-        sys.stderr.write(
-            f"{', '.join(self.failed)} did not start whole; running now: {running}; "
-            f"bin/lan down {self.again} ends all\n"
-        )
-        return False
 
-
-def _do(host: Host, work: Sequence[Step]) -> str | None:
-    """Run the steps until one fails; what is wrong."""
-    for step in work:
+def _first_problem(host: Host, steps: Sequence[Step]) -> str | None:
+    """Run the steps until one fails; its problem."""
+    for step in steps:
         result = run(step.command)
-        if problem := unreachable(host, result) or step.judge(result):
+        if problem := ssh_problem(host, result) or step.find_problem(result):
             return problem
     return None
 
 
-def _order(command: str, chosen: Sequence[tuple[Host, list[str]]]) -> int:
-    """A word to the keepers of these workers; prints what they answer, returns an exit code."""
-    word = "stop" if command == "down" else command
+def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]]) -> int:
+    """Send a command to the supervisors of these workers; an exit code."""
+    verb = "stop" if command == "down" else command
 
-    def obey(host: Host, names: Sequence[str]) -> str | None:
-        script = host_setup.inside(host, " ".join([host_setup.KEEPER, word, *names]))
-        result = run(on(host, script, seconds=host_setup.LONG))
+    def send(entry: tuple[Host, list[str]]) -> str | None:
+        host, names = entry
+        script = host_setup.supervisor_script(host, verb, *names)
+        result = run(on_host(host, script, seconds=LONG_SECONDS))
         sys.stdout.write(result.out)
-        return unreachable(host, result) or result.last_words if result.code else None
+        return ssh_problem(host, result) or result.last_line if result.code else None
 
-    with ThreadPoolExecutor(max_workers=len(chosen)) as pool:
-        problems = list(
-            pool.map(obey, [host for host, _ in chosen], [names for _, names in chosen])
-        )
-    for (host, _), problem in zip(chosen, problems, strict=True):
+    with ThreadPoolExecutor(max_workers=len(selected)) as pool:
+        problems = list(pool.map(send, selected))
+    for (host, _), problem in zip(selected, problems, strict=True):
         if problem:
             sys.stderr.write(f"{host.name}: {command}: {problem}\n")
     return int(any(problems))
-
-
-def _show(hosts: Hosts, again: str, lines: int) -> int:
-    """The logs until all is over, and then how the trainer ended; 0 when nobody waits for it."""
-    over = log_viewer.follow(select(hosts, ()), again, lines=lines)
-    return lan_status.trainer_code(hosts) if over else 0
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:
@@ -231,10 +238,10 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
             sys.stdout.write(f"key of {name}: made in {folder}\n")
 
 
-def check_places(hosts: Hosts, config: Config) -> None:
-    """Raise ConfigError for hosts that could not find the weights, or the trainer."""
+def check_addresses(hosts: Hosts, config: Config) -> None:
+    """Raise ConfigError for hosts that cannot find the weights folder or the trainer."""
     others = [host for host in hosts.host if host is not hosts.trainer]
-    served = all("://" in (host.weights_dir or "") for host in others)  # the trainer's own will do
+    served = all("://" in (host.weights_dir or "") for host in others)  # over HTTP by the trainer
     for host in others if served else hosts.host:
         if others and not (host.weights_dir or config.weights.dir):
             raise ConfigError(
@@ -243,7 +250,7 @@ def check_places(hosts: Hosts, config: Config) -> None:
             )
     if len({host.ssh for host in hosts.host}) > 1 and config.wire.host in LOOPBACK:
         raise ConfigError(
-            f"wire.host {config.wire.host} is every machine's own; set wire.host in "
+            f"wire.host {config.wire.host} means each machine itself; set wire.host in "
             f"{hosts.config} to the address of {hosts.trainer.name}"
         )
 
@@ -256,8 +263,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
         if name in ("up", "sync"):
             command.add_argument("--dry-run", action="store_true", help="print every command")
-            command.add_argument("--partial", action="store_true",
-                                 help="go on without the generators' hosts that fail")  # fmt: skip
+            command.add_argument(
+                "--partial", action="store_true", help="continue without generator hosts that fail"
+            )
             command.usage = f"{PROGRAM} {name} [--hosts FILE] [--dry-run] [--partial] [SETTINGS]"
         elif name not in ("status", "down"):
             command.add_argument("names", nargs="*", metavar="NAME", help="a host or a worker")

@@ -1,7 +1,4 @@
-"""systemd and launchd: whether a worker can be theirs now, and units for the machine's start.
-
-Knows the two templates in docs/ and where the systems want them; knows nothing of ssh.
-"""
+"""systemd and launchd: transient services for supervisors, and units that start at boot."""
 
 from __future__ import annotations
 
@@ -16,20 +13,19 @@ from pathlib import Path
 from peralta_zmq.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-LINGERERS = Path("/var/lib/systemd/linger")  # users whose services outlive their logins
-SECONDS = 10.0  # for a word from systemd
-HANDED_ON = ("PATH", "PYTHONPATH")  # of our environment, to a supervisor that systemd starts
+LINGER_FOLDER = Path("/var/lib/systemd/linger")  # users whose services outlive their logins
+COMMAND_SECONDS = 10.0
+PASSED_ENV = ("PATH", "PYTHONPATH")  # variables that a supervisor started by systemd needs
 
 
 def main(command: str, names: Sequence[str]) -> int:
-    """`enable` or `disable` workers at the start of the machine. Raises ConfigError."""
+    """`enable` or `disable` the start of workers at boot. Raises ConfigError."""
     for name in names:
         path, text, commands = _unit(name, enable=command == "enable")
         if command == "enable":
             _install(path, text, commands)
         else:
-            for words in commands:
-                _ask(words)
+            _run_all(commands)
             path.unlink(missing_ok=True)
         sys.stdout.write(f"{name}: {command}d, {path}\n")
     if command == "enable" and platform.system() == "Linux" and not _lingers():
@@ -37,105 +33,90 @@ def main(command: str, names: Sequence[str]) -> int:
     return 0
 
 
-def systemd_keeps_us() -> bool:
-    """Whether a service of this user outlives the login: systemd is there, and lingers for us."""
+def systemd_is_usable() -> bool:
+    """True if a systemd service of this user outlives the login."""
     if not shutil.which("systemd-run") or not _lingers():
         return False
-    words = ["systemctl", "--user", "show-environment"]
-    try:
-        asked = subprocess.run(
-            words, capture_output=True, check=False, timeout=SECONDS, env=_environment()
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return asked.returncode == 0
+    return _run(["systemctl", "--user", "show-environment"]) is None
 
 
-def given_to_systemd(name: str, words: Sequence[str], log: Path) -> bool:
-    """Hand a supervisor over to systemd; False, and said, when it does not take it."""
-    problem = _problem(_transient(name, words, log))
+def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
+    """Start a supervisor as a transient service; prints the reason and returns False on failure."""
+    passed_env = [f"--setenv={key}={os.environ[key]}" for key in PASSED_ENV if key in os.environ]
+    problem = _run([
+        "systemd-run", "--user", "--quiet", "--collect", f"--unit={_label(name)}",
+        f"--working-directory={Path.cwd()}", "--property=KillMode=mixed",
+        f"--property=StandardOutput=append:{log.absolute()}",
+        f"--property=StandardError=append:{log.absolute()}",
+        *passed_env, *words,
+    ])  # fmt: skip
     if problem:
         sys.stdout.write(f"{name}: systemd-run failed ({problem}); started without it\n")
     return not problem
 
 
-def _transient(name: str, words: Sequence[str], log: Path) -> list[str]:
-    kept = [f"--setenv={each}={os.environ[each]}" for each in HANDED_ON if each in os.environ]
-    return [
-        "systemd-run", "--user", "--quiet", "--collect", f"--unit={_label(name)}",
-        f"--working-directory={Path.cwd()}", "--property=KillMode=mixed",
-        f"--property=StandardOutput=append:{log.absolute()}",
-        f"--property=StandardError=append:{log.absolute()}",
-        *kept, *words,
-    ]  # fmt: skip
-
-
-def unit_text(template: str, name: str) -> str:
-    """A template of docs/ filled in for a worker of this folder. Raises ConfigError."""
-    path = DOCS / template
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; run bin/lan sync") from None
-    filled = {"@NAME@": name, "@DIR@": str(Path.cwd()), "@PYTHON@": sys.executable,
-              "@LABEL@": _label(name)}  # fmt: skip
-    for place, value in filled.items():
-        text = text.replace(place, value)
-    return text
-
-
 def _unit(name: str, *, enable: bool) -> tuple[Path, str, list[list[str]]]:
+    """Path and text of a unit file, and the commands that enable or disable it."""
     label = _label(name)
     if platform.system() == "Darwin":
         path = Path.home() / "Library/LaunchAgents" / f"{label}.plist"
         domain = f"gui/{os.getuid()}"
         words = ["bootstrap", domain, str(path)] if enable else ["bootout", f"{domain}/{label}"]
-        return path, unit_text("worker.plist", name), [["launchctl", *words]]
+        return path, _unit_text("worker.plist", name), [["launchctl", *words]]
     path = Path.home() / ".config/systemd/user" / f"{label}.service"
     verb = "enable" if enable else "disable"
     commands = [["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", verb, path.name]]
-    return path, unit_text("worker.service", name), commands
+    return path, _unit_text("worker.service", name), commands
+
+
+def _unit_text(template: str, name: str) -> str:
+    path = DOCS / template
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; run bin/lan sync") from None
+    values = {"NAME": name, "DIR": Path.cwd(), "PYTHON": sys.executable, "LABEL": _label(name)}
+    for key, value in values.items():
+        text = text.replace(f"@{key}@", str(value))
+    return text
 
 
 def _install(path: Path, text: str, commands: Sequence[Sequence[str]]) -> None:
-    """Write a unit and announce it; what the system refuses does not stay."""
+    """Write a unit file and enable it; the file is removed if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
     try:
-        for words in commands:
-            _ask(words)
+        _run_all(commands)
     except ConfigError:
         path.unlink()
         raise
 
 
-def _ask(words: Sequence[str]) -> None:
-    if problem := _problem(words):
-        raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    for words in commands:
+        if problem := _run(words):
+            raise ConfigError(f"{' '.join(words)} failed: {problem}; is it on this machine?")
 
 
-def _problem(words: Sequence[str]) -> str | None:
-    """Run a program of the system; what is wrong."""
+def _run(words: Sequence[str]) -> str | None:
+    """Run a command of systemd or launchd; an error message if it fails."""
+    # ssh sessions often lack the folder of the user's systemd
+    environment = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ}
     try:
-        asked = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=SECONDS, env=_environment()
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=COMMAND_SECONDS, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {SECONDS:.0f} s"
+        return f"no answer within {COMMAND_SECONDS:.0f} s"
     except OSError as error:
         return error.strerror or str(error)
-    if asked.returncode == 0:
+    if done.returncode == 0:
         return None
-    return " ".join((asked.stderr or asked.stdout).split()) or f"exit code {asked.returncode}"
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with the place of the user's systemd, which ssh does not always say."""
-    return {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ}
+    return " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
 
 
 def _lingers() -> bool:
-    return (LINGERERS / os.environ.get("USER", str(os.getuid()))).exists()
+    return (LINGER_FOLDER / os.environ.get("USER", str(os.getuid()))).exists()
 
 
 def _label(name: str) -> str:

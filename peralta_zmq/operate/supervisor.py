@@ -1,8 +1,12 @@
-"""The workers of one machine, kept going after everybody has left: started detached, stopped, told.
+"""Detached supervisors of one machine's workers, with their state files and logs.
 
-`bin/lan` calls it on every host, in the project's folder there. Each worker has a supervisor of its
-own that holds a lock while it lives, so that no old process id misleads anybody. Knows processes
-and the files in .lan/; knows nothing of ssh, of other machines, or of what a worker does.
+`bin/lan` runs `python -m peralta_zmq.operate.supervisor COMMAND` over ssh in the project folder of
+every host. Each worker has its own supervisor, which outlives the ssh session. Files in .lan/:
+
+    NAME.json    the job: command and environment
+    NAME.lock    locked by the supervisor while it runs; holds its process id
+    NAME.state   start time, restarts, exit code
+    NAME.log     output of the worker and its supervisor; NAME.log.1 is the rotated one
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,46 +28,47 @@ from typing import Any
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.errors import ConfigError, PeraltaError
-from peralta_zmq.operate import logs, service_units
+from peralta_zmq.operate import service_units
 from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Record, Worker, supervise
 
 FOLDER = Path(".lan")
-HALF_COPIED = FOLDER / "copying"  # there while, and only while, the code is being copied
-START_SECONDS = 20.0  # until a supervisor has its lock
+COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
+START_SECONDS = 20.0  # for a supervisor to take its lock
 STOP_SECONDS = 60.0  # for a trainer to finish its step and save
 KILL_SECONDS = 10.0
-STOPPED_SECONDS = 1.0  # from the end of a supervisor to the note that it was asked for
+STOPPED_SECONDS = 1.0  # from the end of a supervisor to the record that `stop` asked for it
 RESTART_SECONDS = 10.0  # from the end of a supervisor to the next one, also by systemd
-LOOK_SECONDS = 0.2
+FOLLOW_SECONDS = 0.2  # between two reads of a log
+MAX_LOG_BYTES = 8 << 20  # before a log is rotated
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is: a command in the project's folder, and what its environment adds."""
+    """The command of a worker, relative to the project folder, and its environment variables."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str]
-    run: str | None = None  # the folder of the run, where a trainer's restarts are recorded
+    run: str | None = None  # run folder, to record the restarts of a trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What a supervisor says of its worker."""
+class State:
+    """State of a worker, as its supervisor writes it."""
 
     since: float  # unix seconds
     restarts: int = 0
-    code: int | None = None  # once it has ended
-    stopped: bool = False  # because somebody asked for it
+    code: int | None = None  # set once it has ended
+    stopped: bool = False  # by `stop`
 
 
 def main(arguments: Sequence[str]) -> int:
-    """check and start (jobs as JSON lines), restart, run, stop, status, follow, enable, disable."""
+    """Run one command; `check` and `start` read jobs as JSON lines from standard input."""
     command, *names = arguments
     if command == "check":
-        return check(jobs_of(sys.stdin.read()))
+        return check(parse_jobs(sys.stdin.read()))
     if command == "start":
-        return start(jobs_of(sys.stdin.read()))
+        return start(parse_jobs(sys.stdin.read()))
     if command == "restart":
         return restart(names)
     if command == "run":
@@ -70,30 +76,30 @@ def main(arguments: Sequence[str]) -> int:
     if command == "stop":
         return max([stop(name) for name in names], default=0)
     if command == "status":
-        return say_status(names)
+        return print_status(names)
     if command == "follow":
         return follow(names[1:], lines=int(names[0]))
     if command in ("enable", "disable"):
         return service_units.main(command, names)
-    raise ConfigError(f"{command!r} is not a command of the keeper")
+    raise ConfigError(f"{command!r} is not a command of the supervisor")
 
 
-def jobs_of(text: str) -> list[Job]:
-    """One JSON object a line."""
+def parse_jobs(text: str) -> list[Job]:
+    """Parse one JSON object per line, as `job_text` writes it."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.strip()]
     return [Job(row["name"], tuple(row["command"]), row["env"], run=row["run"]) for row in rows]
 
 
 def job_text(job: Job) -> str:
-    """A line for `jobs_of`."""
+    """A job as one line of JSON."""
     return json.dumps(asdict(job))
 
 
 def check(jobs: Sequence[Job]) -> int:
-    """0 when each can be started, or runs already as it should. Raises ConfigError."""
-    _check_whole()
+    """Raise ConfigError if a worker cannot be started or runs with other settings."""
+    _check_copied()
     for job in jobs:
-        if supervisor_of(job.name) and read_job(job.name) != job:
+        if supervisor_pid(job.name) and read_job(job.name) != job:
             raise ConfigError(
                 f"{job.name} runs already with other settings; bin/lan stop {job.name} first"
             )
@@ -101,118 +107,117 @@ def check(jobs: Sequence[Job]) -> int:
 
 
 def start(jobs: Sequence[Job]) -> int:
-    """Start each detached; one that runs already stays. Raises ConfigError, before any starts."""
+    """Start each worker detached, except those that run already. Raises ConfigError."""
     check(jobs)
     FOLDER.mkdir(exist_ok=True)
     for job in jobs:
-        if pid := supervisor_of(job.name):
+        if pid := supervisor_pid(job.name):
             sys.stdout.write(f"{job.name}: runs already pid={pid}\n")
             continue
         replace_file(_file(job.name, "json"), job_text(job).encode())
-        _file(job.name, "life").unlink(missing_ok=True)
-        _detach(job.name)
-        sys.stdout.write(f"{job.name}: started pid={_started(job.name)}\n")
+        _file(job.name, "state").unlink(missing_ok=True)
+        _start_detached(job.name)
+        sys.stdout.write(f"{job.name}: started pid={_wait_for_start(job.name)}\n")
     return 0
 
 
 def restart(names: Sequence[str]) -> int:
-    """Stop, then start as before. Raises ConfigError, before any is stopped."""
-    _check_whole()
+    """Stop workers, then start them with the same jobs. Raises ConfigError before any stops."""
+    _check_copied()
     jobs = [read_job(name) for name in names]
     return max(map(stop, names), default=0) or start(jobs)
 
 
 def run(job: Job) -> int:
-    """Supervise until the worker is done, stopped, or given up; an exit code."""
+    """Supervise a worker until it is done, stopped, or crashes too often; an exit code."""
     _lock(job.name)
     os.environ.update(job.env)
-    life = Life(since=time.time())
-    _write_life(job.name, life)
-    restarts = 0
-    forward = _recorder(job)
+    state = State(since=time.time())
+    _write_state(job.name, state)
+    record_in_run = _run_recorder(job)
 
     def record(event: str, **fields: object) -> None:
-        nonlocal restarts
-        restarts += event == "restart"
-        _write_life(job.name, replace(life, restarts=restarts))
-        if forward:
-            forward(event, **fields)
+        nonlocal state
+        state = replace(state, restarts=state.restarts + (event == "restart"))
+        _write_state(job.name, state)
+        if record_in_run:
+            record_in_run(event, **fields)
 
     log = _file(job.name, "log")
     worker = Worker(job.name, job.command)
-    code = supervise([worker], record=record, on_tick=lambda _: logs.bound(log))
-    _write_life(job.name, replace(life, restarts=restarts, code=code))
+    code = supervise([worker], record=record, on_tick=lambda _: rotate_log(log))
+    _write_state(job.name, replace(state, code=code))
     return code
 
 
 def stop(name: str) -> int:
-    """Ask a worker to end, wait for it, and kill what will not; 0 once it is gone."""
-    pid = supervisor_of(name)
+    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL; 0 once it has ended."""
+    pid = supervisor_pid(name)
     if pid is None:
         sys.stdout.write(f"{name}: does not run\n")
         return 0
     for number, seconds in (
         (signal.SIGTERM, STOP_SECONDS),
-        (signal.SIGTERM, KILL_SECONDS),  # the second one is no request any more
+        (signal.SIGTERM, KILL_SECONDS),  # the supervisor kills its worker on the second one
         (signal.SIGKILL, KILL_SECONDS),
     ):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-        if _gone_within(name, seconds):
-            _write_life(name, replace(_life(name) or Life(time.time()), stopped=True))
+        if _ends_within(name, seconds):
+            _write_state(name, replace(_read_state(name) or State(time.time()), stopped=True))
             sys.stdout.write(f"{name}: stopped\n")
             return 0
-    sys.stdout.write(f"{name}: will not end, pid={pid}\n")
+    sys.stdout.write(f"{name}: does not end, pid={pid}\n")
     return 1
 
 
-def say_status(names: Sequence[str]) -> int:
-    """A JSON object a line for each name: name, state, pid, since, restarts, code, last, tail."""
+def print_status(names: Sequence[str]) -> int:
+    """Print one JSON object per worker: name, state, since, restarts, code and log tail."""
     for name in names:
-        pid, life, tail = supervisor_of(name), _life(name), _tail(name)
+        state = _read_state(name)
         row = {
             "name": name,
-            "state": _state(pid, life),
-            "pid": pid,
-            "since": life.since if life else None,
-            "restarts": life.restarts if life else 0,
-            "code": life.code if life else None,
-            "tail": tail,
+            "state": _state_name(supervisor_pid(name), state),
+            "since": state.since if state else None,
+            "restarts": state.restarts if state else 0,
+            "code": state.code if state else None,
+            "tail": _tail(name),
         }
         sys.stdout.write(f"{json.dumps(row)}\n")
     return 0
 
 
 def follow(names: Sequence[str], *, lines: int) -> int:
-    """Print the last lines of the logs and all that come, until the workers or the reader end."""
+    """Print the last lines of the logs and all new ones until the workers or the reader end."""
     for name in names:
         _file(name, "log").touch()
-    places = {name: logs.near_end(_file(name, "log"), lines) for name in names}
-    seen = float("-inf")  # monotonic seconds, when one of them ran
+    offsets = {name: tail_offset(_file(name, "log"), lines) for name in names}
+    last_alive = float("-inf")  # monotonic seconds
     while True:
-        alive, said = [name for name in names if supervisor_of(name)], False
+        is_alive, has_printed = any(map(supervisor_pid, names)), False
         for name in names:
-            come, places[name] = logs.lines_since(_file(name, "log"), places[name])
-            sys.stdout.writelines(f"{name} | {line}\n" for line in come)
-            said = said or bool(come)
+            new_lines, offsets[name] = read_new_lines(_file(name, "log"), offsets[name])
+            sys.stdout.writelines(f"{name} | {line}\n" for line in new_lines)
+            has_printed = has_printed or bool(new_lines)
         sys.stdout.flush()
-        if alive:
-            seen = time.monotonic()
-        elif not said and time.monotonic() - seen > _patience(names):
+        if is_alive:
+            last_alive = time.monotonic()
+        elif not has_printed and time.monotonic() - last_alive > _restart_grace(names):
             return 0
-        if _reader_left(LOOK_SECONDS):
+        ready, _, _ = select.select([sys.stdin], [], [], FOLLOW_SECONDS)
+        if ready and not os.read(sys.stdin.fileno(), 1024):  # the ssh connection is gone
             return 0
 
 
-def _patience(names: Sequence[str]) -> float:
-    """Seconds until workers that do not run will not be started again, as it seems."""
-    lives = [_life(name) for name in names]
-    have_ended = all(life and life.code is not None and not life.stopped for life in lives)
+def _restart_grace(names: Sequence[str]) -> float:
+    """Seconds after which ended workers count as not restarted."""
+    states = [_read_state(name) for name in names]
+    have_ended = all(state and state.code is not None and not state.stopped for state in states)
     return STOPPED_SECONDS if have_ended else RESTART_SECONDS
 
 
-def supervisor_of(name: str) -> int | None:
-    """The process id of a worker's supervisor, None when there is none."""
+def supervisor_pid(name: str) -> int | None:
+    """The process id of a worker's supervisor, None if it does not run (its lock is free)."""
     try:
         with _file(name, "lock").open("r+") as lock:
             try:
@@ -225,23 +230,23 @@ def supervisor_of(name: str) -> int | None:
 
 
 def read_job(name: str) -> Job:
-    """The job of a worker that was started here before. Raises ConfigError."""
+    """The job of a worker that was started before. Raises ConfigError."""
     try:
-        (job,) = jobs_of(_file(name, "json").read_text("utf-8"))
+        (job,) = parse_jobs(_file(name, "json").read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{name} was never started here; run bin/lan up") from None
     return job
 
 
-def _check_whole() -> None:
-    if HALF_COPIED.exists():
-        raise ConfigError("the code here is half copied, a sync was cut off; run bin/lan sync")
+def _check_copied() -> None:
+    if COPY_MARKER.exists():
+        raise ConfigError("the code is half copied: a sync was interrupted; run bin/lan sync")
 
 
 def _lock(name: str) -> None:
-    """Hold the worker's lock to the end of this process. Raises ConfigError when another does."""
-    deadline = time.monotonic() + 2.0  # somebody who only looks holds it for a moment
-    lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # the kernel closes it
+    """Hold the worker's lock until this process ends. Raises ConfigError if it is held."""
+    deadline = time.monotonic() + 2.0  # `supervisor_pid` holds it for a moment
+    lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # never closed
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,20 +259,20 @@ def _lock(name: str) -> None:
     os.write(lock, str(os.getpid()).encode())
 
 
-def _recorder(job: Job) -> Record | None:
+def _run_recorder(job: Job) -> Record | None:
     if job.run is None:
         return None
-    from peralta_zmq.operate.local import event_recorder  # slow to import: it reads the config
+    from peralta_zmq.operate.local import event_recorder  # slow to import: it loads the config
 
     return event_recorder(Path(job.run))
 
 
-def _detach(name: str) -> None:
-    """Start `run` so that it outlives us and our terminal; its words go to the worker's log."""
+def _start_detached(name: str) -> None:
+    """Start `run` so that it outlives this process and its terminal; it writes to the log."""
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", name]
     log = _file(name, "log")
     log.touch()
-    if service_units.systemd_keeps_us() and service_units.given_to_systemd(name, words, log):
+    if service_units.systemd_is_usable() and service_units.start_in_systemd(name, words, log):
         return
     with log.open("ab") as output:
         subprocess.Popen(
@@ -275,60 +280,115 @@ def _detach(name: str) -> None:
         )
 
 
-def _started(name: str) -> int:
-    """The process id, once the supervisor has its lock. Raises ConfigError when it does not."""
+def _wait_for_start(name: str) -> int:
+    """The process id, once the supervisor has its lock. Raises ConfigError if it ends."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        pid, life = supervisor_of(name), _life(name)
-        if pid and life:
+        pid, state = supervisor_pid(name), _read_state(name)
+        if pid and state:
             return pid
-        if life and life.code is not None:
+        if state and state.code is not None:
             break
         time.sleep(0.02)
     tail = " / ".join(_tail(name)[-3:])
     raise ConfigError(f"{name} did not start; the end of {_file(name, 'log')}: {tail}")
 
 
-def _gone_within(name: str, seconds: float) -> bool:
+def _ends_within(name: str, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while supervisor_of(name):
+    while supervisor_pid(name):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _state(pid: int | None, life: Life | None) -> str:
+def _state_name(pid: int | None, state: State | None) -> str:
     if pid:
         return "running"
-    if life is None:
+    if state is None:
         return "not started"
-    if life.stopped:
+    if state.stopped:
         return "stopped"
-    if life.code is None:
-        return "killed with its supervisor"
-    return {0: "done", 1: "given up", BAD_CONFIG: "refused"}.get(life.code, "ended")
-
-
-def _reader_left(seconds: float) -> bool:
-    """Whether standard input has ended: the connection is gone, and so is who reads us."""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return bool(ready) and not os.read(sys.stdin.fileno(), 1024)
+    if state.code is None:
+        return "crashed"  # the supervisor was killed before it could write the exit code
+    return {0: "done", 1: "gave up", BAD_CONFIG: "bad config"}.get(state.code, "ended")
 
 
 def _tail(name: str) -> list[str]:
-    return logs.tail(_file(name, "log"), NUM_LOG_LINES + 1)  # the supervisor's last word is one
+    """The last log lines of the worker and the last one of its supervisor."""
+    log = _file(name, "log")
+    lines: list[str] = []
+    for file in (log, _rotated(log)):
+        if len(lines) <= NUM_LOG_LINES and file.exists():
+            lines = file.read_text("utf-8", errors="replace").splitlines() + lines
+    return lines[-NUM_LOG_LINES - 1 :]
 
 
-def _life(name: str) -> Life | None:
+def rotate_log(log: Path) -> None:
+    """Move the content of a log longer than MAX_LOG_BYTES to NAME.log.1, replacing that file.
+
+    The log is truncated in place because its writers keep it open in append mode; a line written
+    between the copy and the truncation is lost.
+    """
     try:
-        return Life(**json.loads(_file(name, "life").read_text("utf-8")))
+        if log.stat().st_size <= MAX_LOG_BYTES:
+            return
+    except FileNotFoundError:  # started by hand: the output goes to a terminal
+        return
+    problem, copy = "", log.with_name(f"{log.name}.tmp")
+    try:
+        shutil.copyfile(log, copy)
+        os.replace(copy, _rotated(log))
+    except OSError as error:  # usually a full disk, which the log must not fill further
+        problem = f"{log} was truncated without a copy: {error}\n"
+        copy.unlink(missing_ok=True)
+    os.truncate(log, 0)
+    sys.stderr.write(problem)
+
+
+def tail_offset(log: Path, lines: int) -> int:
+    """Byte offset of the last `lines` lines."""
+    with log.open("rb") as file:
+        all_lines = file.readlines()
+    return sum(map(len, all_lines[: max(0, len(all_lines) - lines)]))
+
+
+def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
+    """Complete lines after a byte offset, and the offset after them.
+
+    If the log was rotated in between, lines from the rotated file come first.
+    """
+    if log.stat().st_size >= offset:
+        return _read_lines(log, offset)
+    rotated_lines, _ = _read_lines(_rotated(log), offset)
+    new_lines, offset = _read_lines(log, 0)
+    return rotated_lines + new_lines, offset
+
+
+def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
+    if not log.exists():
+        return [], offset
+    with log.open("rb") as file:
+        file.seek(offset)
+        complete, newline, _ = file.read().rpartition(b"\n")
+    lines = complete.decode("utf-8", errors="replace").split("\n") if newline else []
+    return lines, offset + len(complete) + len(newline)
+
+
+def _rotated(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
+
+
+def _read_state(name: str) -> State | None:
+    try:
+        return State(**json.loads(_file(name, "state").read_text("utf-8")))
     except FileNotFoundError:
         return None
 
 
-def _write_life(name: str, life: Life) -> None:
-    replace_file(_file(name, "life"), json.dumps(asdict(life)).encode())
+def _write_state(name: str, state: State) -> None:
+    replace_file(_file(name, "state"), json.dumps(asdict(state)).encode())
 
 
 def _file(name: str, kind: str) -> Path:

@@ -53,7 +53,7 @@ def up(
 
 
 def started(folder: Path) -> list[Path]:
-    return [*folder.glob("*/.lan/*.life"), *folder.glob("*/.lan/*.lock")]
+    return [*folder.glob("*/.lan/*.state"), *folder.glob("*/.lan/*.lock")]
 
 
 @needs_sshd
@@ -62,7 +62,7 @@ def test_a_host_that_is_off_and_one_that_refuses_our_key(tmp_path: Path) -> None
         off = server.client("off", key="user_key", port=free_ports())
         failed = up(tmp_path, {"ssh": f"-F {off} beta"})
         assert failed.returncode == 1
-        assert "beta: look: ssh: " in failed.stderr and "Connection refused: no" in failed.stderr
+        assert "beta: probe: ssh: " in failed.stderr and "Connection refused: no" in failed.stderr
         assert failed.stderr.endswith(NOTHING)
         stranger = server.client("stranger", key="stranger_key")
         failed = up(tmp_path, {"ssh": f"-F {stranger} beta"})
@@ -80,7 +80,7 @@ def test_a_host_without_rsync(tmp_path: Path) -> None:
         (tools / name).symlink_to(str(shutil.which(name)))
     with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
         failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
-    assert "beta: look: there is no rsync; install it there" in failed.stderr
+    assert "beta: probe: there is no rsync; install it there" in failed.stderr
     assert started(tmp_path) == []
 
 
@@ -95,13 +95,13 @@ def test_a_copy_that_is_cut_off_starts_nothing_until_it_is_whole(tmp_path: Path)
     with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
         failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
         assert "beta: copy: copying stopped halfway (rsync code 12" in failed.stderr
-        assert "the same command again goes on from there" in failed.stderr
+        assert "the same command again continues the copy" in failed.stderr
         assert (tmp_path / "beta/.lan/copying").exists() and started(tmp_path) == []
     assert up(tmp_path, {}, command="sync").returncode == 0
     assert not (tmp_path / "beta/.lan/copying").exists()
     (tmp_path / "beta/.lan/copying").touch()
     failed = up(tmp_path, {}, "beta", command="restart")
-    assert "beta: restart: the code here is half copied, a sync was cut off; run bin/lan sync" in (
+    assert "beta: restart: the code is half copied: a sync was interrupted; run bin/lan sync" in (
         failed.stderr
     )
 
@@ -109,7 +109,7 @@ def test_a_copy_that_is_cut_off_starts_nothing_until_it_is_whole(tmp_path: Path)
 @pytest.mark.skipif(OLD_PYTHON is None, reason="no Python older than 3.10 on this machine")
 def test_an_old_python(tmp_path: Path) -> None:
     failed = up(tmp_path, {"python": str(OLD_PYTHON)})
-    assert f"beta: look: {OLD_PYTHON} is Python 3." in failed.stderr
+    assert f"beta: probe: {OLD_PYTHON} is Python 3." in failed.stderr
     assert "and 3.10 or later is needed; set python = to a newer one" in failed.stderr
     assert failed.stderr.endswith(NOTHING)
 
@@ -124,7 +124,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         failed = up(tmp_path, {"dir": str(small / "beta")})
     finally:
         subprocess.run(["umount", str(small)], check=True)
-    assert f"beta: look: the disk of {small}/beta is full: 8 MB free, 3000 MB" in failed.stderr
+    assert f"beta: probe: the disk of {small}/beta is full: 8 MB free, 3000 MB" in failed.stderr
 
 
 def test_a_folder_with_somebody_elses_files_is_left_alone(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_folder_with_somebody_elses_files_is_left_alone(tmp_path: Path) -> Non
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
     failed = up(tmp_path, {"dir": str(other)})
-    assert f"beta: look: {other} holds files that bin/lan did not put there" in failed.stderr
+    assert f"beta: probe: {other} holds files that bin/lan did not put there" in failed.stderr
     assert [each.name for each in other.iterdir()] == ["thesis.tex"]
 
 
@@ -161,8 +161,8 @@ def test_a_start_that_fails_says_what_runs_and_how_to_end_it(tmp_path: Path) -> 
         assert failed.returncode == 1 and "beta: start: " in failed.stderr
         assert "nothing was started" not in failed.stderr
         assert failed.stderr.endswith(
-            "beta did not start whole; running now: alpha-trainer, alpha-0; "
-            f"bin/lan down --hosts {tmp_path}/hosts.toml ends all\n"
+            "beta did not start completely; running now: alpha-trainer, alpha-0; "
+            f"bin/lan down --hosts {tmp_path}/hosts.toml stops all\n"
         )
     finally:
         assert up(tmp_path, {}, command="down").returncode == 0
@@ -193,6 +193,6 @@ def test_weights_over_http_with_a_password_that_this_machine_hands_over(tmp_path
 def test_partial_goes_on_without_the_generators_that_fail(tmp_path: Path) -> None:
     done = up(tmp_path, {"python": "python2.0"}, "--partial", "--train.max-steps", "2")
     assert done.returncode == 0, done.stderr
-    assert "beta: look: python2.0 does not run" in done.stderr
+    assert "beta: probe: python2.0 does not run" in done.stderr
     assert "alpha-trainer | step=2/2" in done.stdout
     assert not (tmp_path / "beta/bin").exists()

@@ -140,7 +140,7 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         workers = {worker_pid(home.folder / "alpha", "trainer"),
                    worker_pid(home.folder / "beta", "generator")}  # fmt: skip
         assert home.server.drop_connections() >= 2
-        until(lambda: seen("^alpha: the connection is lost, its workers go on"), screen.read_text())
+        until(lambda: seen("^alpha: connection lost, its workers continue"), screen.read_text())
         step_after(home.step)
         lost = len(screen.read_text())
         until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], "no logs")
@@ -150,7 +150,7 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         # Ctrl-C ends the looking, not the run.
         os.killpg(viewer.pid, signal.SIGINT)
         assert viewer.wait(timeout=20) == 0
-        assert seen("^the run goes on; its logs: bin/lan logs --hosts .*, its end: bin/lan down")
+        assert seen("^the run goes on; logs: bin/lan logs --hosts .*, stop: bin/lan down")
         step_after(home.step)
         states = home.states()
         assert states["alpha-trainer"][2] == states["beta-0"][2] == "running", states
@@ -183,6 +183,6 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
     for port in range(home.port, home.port + 4):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((TRAINER_ADDRESS, port), timeout=1)
-    assert json.loads((home.folder / "alpha/.lan/alpha-trainer.life").read_text())["stopped"]
+    assert json.loads((home.folder / "alpha/.lan/alpha-trainer.state").read_text())["stopped"]
     secrets = sorted(each.name for each in (home.folder / "beta/.lan/keys").iterdir())
     assert secrets == ["beta-0.secret", "trainer.public"]  # and nobody else's

@@ -1,4 +1,4 @@
-"""Units for the machine's start: what is installed, whether systems read it, what is undone."""
+"""Unit files for systemd and launchd, and transient systemd services."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from peralta_zmq.operate import service_units, supervisor
 
 ROOT = Path(__file__).parents[2]
 LABEL = "peralta-project-pc-0"
-LINGERING = """
+START_WITH_LINGER = """
 import sys
 from pathlib import Path
 from peralta_zmq.operate import service_units, supervisor
-service_units.LINGERERS = Path.cwd()  # where a file with our name says that we linger
-assert service_units.systemd_keeps_us()
+service_units.LINGER_FOLDER = Path.cwd()  # holds a file named after the user
+assert service_units.systemd_is_usable()
 words = (sys.executable, "-c", "import signal; signal.pause()")
 sys.exit(supervisor.start([supervisor.Job("pc-0", words, {})]))
 """
 
 
 class Machine:
-    """A home, a project, and a systemctl and launchctl that note what they are told."""
+    """A home, a project, and stand-ins for systemctl and launchctl that log their arguments."""
 
     def __init__(self, folder: Path) -> None:
-        self.home, self.project, self._said = folder / "home", folder / "project", folder / "said"
+        self.home, self.project, self._log = folder / "home", folder / "project", folder / "log"
         self._programs = folder / "bin"
-        for each in (self.home, self.project, self._programs):
-            each.mkdir()
-        self.answer(0)
+        for path in (self.home, self.project, self._programs):
+            path.mkdir()
+        self.set_exit_code(0)
 
-    def answer(self, code: int) -> None:
-        """From now on they end with this code."""
+    def set_exit_code(self, code: int) -> None:
+        """Exit code of the stand-ins from now on."""
         for name in ("systemctl", "launchctl", "systemd-run"):
             path = self._programs / name
             path.write_text(
-                f"#!/bin/sh\necho {name} $* >> {self._said}\necho no bus >&2\nexit {code}\n"
+                f"#!/bin/sh\necho {name} $* >> {self._log}\necho no bus >&2\nexit {code}\n"
             )
             path.chmod(0o755)
 
@@ -52,49 +52,49 @@ class Machine:
         return f"{self._programs}:/usr/bin:/bin"
 
     @property
-    def told(self) -> list[str]:
-        return self._said.read_text().splitlines()
+    def commands(self) -> list[str]:
+        return self._log.read_text().splitlines()
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(tmp_path)
-    monkeypatch.setenv("HOME", str(made.home))
-    monkeypatch.setenv("PATH", made.path)
+    machine = Machine(tmp_path)
+    monkeypatch.setenv("HOME", str(machine.home))
+    monkeypatch.setenv("PATH", machine.path)
     monkeypatch.setattr(service_units.platform, "system", lambda: "Linux")
-    monkeypatch.chdir(made.project)
-    return made
+    monkeypatch.chdir(machine.project)
+    return machine
 
 
 def files(folder: Path) -> Sequence[Path]:
-    return [each for each in folder.rglob("*") if each.is_file()]
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_a_unit_is_installed_for_systemd_and_taken_away_again(machine: Machine) -> None:
+def test_systemd_unit_is_installed_and_removed(machine: Machine) -> None:
     path = machine.home / f".config/systemd/user/{LABEL}.service"
     assert service_units.main("enable", ["pc-0"]) == 0
     assert files(machine.home) == [path]
     text = path.read_text()
     assert f"ExecStart={sys.executable} -m peralta_zmq.operate.supervisor run pc-0\n" in text
     assert f"WorkingDirectory={machine.project}\n" in text and "@" not in text
-    assert machine.told == [
+    assert machine.commands == [
         "systemctl --user daemon-reload", f"systemctl --user enable {LABEL}.service"]  # fmt: skip
     assert service_units.main("disable", ["pc-0"]) == 0
     assert files(machine.home) == []
-    assert machine.told[-1] == f"systemctl --user disable {LABEL}.service"
+    assert machine.commands[-1] == f"systemctl --user disable {LABEL}.service"
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze here")
-def test_systemd_finds_nothing_wrong_with_the_unit(machine: Machine) -> None:
+def test_systemd_accepts_the_unit(machine: Machine) -> None:
     service_units.main("enable", ["pc-0"])
     (path,) = files(machine.home)
-    assert verified(path, machine) == (0, "")
+    assert verify(path, machine) == (0, "")
     path.write_text(path.read_text().replace("KillMode=mixed", "KillMode=gently"))
-    assert "gently" in verified(path, machine)[1]  # it reads what we think it reads
+    assert "gently" in verify(path, machine)[1]  # the check detects an error
 
 
-def verified(path: Path, machine: Machine) -> tuple[int, str]:
-    """What `systemd-analyze verify` says of a user's unit."""
+def verify(path: Path, machine: Machine) -> tuple[int, str]:
+    """Exit code and errors of `systemd-analyze verify` for a user unit."""
     ended = subprocess.run(
         ["systemd-analyze", "verify", "--user", str(path)], capture_output=True, text=True,
         check=False, timeout=30, env={"XDG_RUNTIME_DIR": str(machine.home), "PATH": machine.path},
@@ -102,28 +102,28 @@ def verified(path: Path, machine: Machine) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
-def test_launchd_gets_a_property_list_with_the_same_command(
+def test_launchd_agent_runs_the_same_command(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_units.platform, "system", lambda: "Darwin")
     assert service_units.main("enable", ["pc-0"]) == 0
     (path,) = files(machine.home)
     assert path == machine.home / f"Library/LaunchAgents/{LABEL}.plist"
-    said = plistlib.loads(path.read_bytes())
-    assert said["Label"] == LABEL and said["RunAtLoad"] is True
-    assert said["WorkingDirectory"] == str(machine.project)
-    assert said["ProgramArguments"] == [
+    agent = plistlib.loads(path.read_bytes())
+    assert agent["Label"] == LABEL and agent["RunAtLoad"] is True
+    assert agent["WorkingDirectory"] == str(machine.project)
+    assert agent["ProgramArguments"] == [
         sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", "pc-0"]  # fmt: skip
     log = f"{machine.project}/.lan/pc-0.log"
-    assert said["StandardOutPath"] == said["StandardErrorPath"] == log
-    assert machine.told[-1].startswith("launchctl bootstrap gui/")
-    assert machine.told[-1].endswith(str(path))
+    assert agent["StandardOutPath"] == agent["StandardErrorPath"] == log
+    assert machine.commands[-1].startswith("launchctl bootstrap gui/")
+    assert machine.commands[-1].endswith(str(path))
 
 
-def test_a_unit_that_the_system_refuses_is_taken_away_and_the_reason_told(
+def test_rejected_unit_is_removed_and_the_reason_reported(
     machine: Machine,
 ) -> None:
-    machine.answer(1)
+    machine.set_exit_code(1)
     with pytest.raises(ConfigError) as refused:
         service_units.main("enable", ["pc-0"])
     assert str(refused.value) == (
@@ -132,35 +132,35 @@ def test_a_unit_that_the_system_refuses_is_taken_away_and_the_reason_told(
     assert files(machine.home) == []
 
 
-# A supervisor of the system's, now.
+# Transient services.
 
 
-def test_systemd_run_gets_whole_variables_and_only_those_that_are_set(
+def test_systemd_run_gets_only_the_variables_that_are_set(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert service_units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
-    monkeypatch.setenv("PYTHONPATH", "/of/mine")
-    assert service_units.given_to_systemd("pc-0", ["python", "x"], Path("log"))
-    without, given = machine.told
+    assert service_units.start_in_systemd("pc-0", ["python", "x"], Path("log"))
+    monkeypatch.setenv("PYTHONPATH", "/my/path")
+    assert service_units.start_in_systemd("pc-0", ["python", "x"], Path("log"))
+    without, with_variable = machine.commands
     assert without.startswith(f"systemd-run --user --quiet --collect --unit={LABEL} ")
     assert without.endswith(f"--setenv=PATH={machine.path} python x")
-    assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/of/mine python x" in given
+    assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/my/path python x" in with_variable
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_that_systemd_does_not_take_starts_in_a_session_of_its_own(
+def test_worker_starts_in_its_own_session_if_systemd_run_fails(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (machine.project / "me").touch()
     monkeypatch.setenv("USER", "me")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    refuses = Path(str(shutil.which("systemd-run")))
-    refuses.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
+    systemd_run = Path(str(shutil.which("systemd-run")))
+    systemd_run.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
     try:
-        words = [sys.executable, "-c", LINGERING]
+        words = [sys.executable, "-c", START_WITH_LINGER]
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=40)
-        pid = supervisor.supervisor_of("pc-0")
+        pid = supervisor.supervisor_pid("pc-0")
         assert done.returncode == 0 and pid and os.getsid(pid) == pid, done.stderr
         assert done.stdout == (
             "pc-0: systemd-run failed (No medium found); started without it\n"

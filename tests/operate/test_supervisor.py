@@ -1,4 +1,4 @@
-"""Workers kept by a machine's keeper: real supervisors, and what is said of each way to end."""
+"""Detached supervisors of real workers, and the state reported for each way to end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from peralta_zmq.config.hosts import Host
-from peralta_zmq.operate import lan_status, supervisor
+from peralta_zmq.operate import lan_monitor, supervisor
 from peralta_zmq.operate.supervisor import Job
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 NAME = "pc-0"
-IMPATIENT = f"""
+RUN_WITH_SHORT_DELAY = f"""
 import sys
 from peralta_zmq.operate import process_group, supervisor
 process_group.FIRST_DELAY = 0.01
@@ -31,13 +32,13 @@ CRASHES = "[print('line', n) for n in range(30)]; print('bug', flush=True); rais
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A project's folder, in which nothing is left running."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A project folder; its supervisor is killed at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     supervisor.FOLDER.mkdir()
     yield
-    if pid := supervisor.supervisor_of(NAME):
+    if pid := supervisor.supervisor_pid(NAME):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -45,12 +46,12 @@ def job(code: str) -> Job:
     return Job(NAME, (sys.executable, "-c", code), {})
 
 
-def stays(word: str) -> Job:
+def waiting_job(word: str) -> Job:
     return job(f"import signal; print({word!r}, flush=True); signal.pause()")
 
 
-def called(command: str, *jobs: Job) -> subprocess.CompletedProcess[str]:
-    """The keeper as bin/lan calls it."""
+def call(command: str, *jobs: Job) -> subprocess.CompletedProcess[str]:
+    """Call the supervisor as bin/lan does."""
     words = [] if jobs else [NAME]
     return subprocess.run(
         [sys.executable, "-m", "peralta_zmq.operate.supervisor", command, *words], check=False,
@@ -58,104 +59,100 @@ def called(command: str, *jobs: Job) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def started(command: str, *jobs: Job) -> int:
-    """The supervisor's process id."""
-    done = called(command, *jobs)
+def start(command: str, *jobs: Job) -> int:
+    """Process id of the started supervisor."""
+    done = call(command, *jobs)
     assert done.returncode == 0, done.stderr
-    pid = supervisor.supervisor_of(NAME)
+    pid = supervisor.supervisor_pid(NAME)
     assert pid and f"{NAME}: started pid={pid}\n" in done.stdout
     return pid
 
 
-def is_gone(pid: int) -> bool:
-    """Ended; whoever inherits it may not have taken note yet."""
+def has_ended(pid: int) -> bool:
+    """True also for a zombie that nobody has reaped yet."""
     try:
-        return not Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
 
 
-def until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the keeper answers to bin/lan status."""
+def status(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert supervisor.say_status([NAME]) == 0
+    assert supervisor.print_status([NAME]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_worker_that_gives_up_is_shown_with_its_last_twenty_lines_and_the_reason(
+def test_status_of_repeated_crashes_shows_twenty_lines_and_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with (supervisor.FOLDER / f"{NAME}.log").open("ab") as log:
-        words = [sys.executable, "-c", IMPATIENT, CRASHES]
+        words = [sys.executable, "-c", RUN_WITH_SHORT_DELAY, CRASHES]
         assert subprocess.run(words, stdout=log, stderr=log, check=False).returncode == 1
-    row = said(capsys)
-    assert (row["state"], row["code"], row["restarts"]) == ("given up", 1, 4)
+    row = status(capsys)
+    assert (row["state"], row["code"], row["restarts"]) == ("gave up", 1, 4)
     *shown, reason = row["tail"]
     assert shown == [*(f"line {n}" for n in range(11, 30)), "bug"]
     assert reason == (
         f"{NAME} crashed 5 times in 60 s, last: exit code 9; giving up; its output is above"
     )
-    lines = lan_status._described(Host(name="pc"), row).splitlines()
-    assert lines[0].split()[:4] == [NAME, "pc", "given", "up"] and lines[0].endswith(reason)
+    lines = lan_monitor._status_text(Host(name="pc"), row).splitlines()
+    assert lines[0].split()[:4] == [NAME, "pc", "gave", "up"] and lines[0].endswith(reason)
     assert lines[1:] == [f"    {line}" for line in shown]
 
 
-def test_a_worker_that_runs_is_not_replaced_by_one_with_other_settings(
+def test_start_keeps_a_running_worker_and_refuses_other_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pid = started("start", stays("one"))
-    assert called("start", stays("one")).stdout == f"{NAME}: runs already pid={pid}\n"
-    refused = called("start", stays("two"))
+    pid = start("start", waiting_job("one"))
+    assert call("start", waiting_job("one")).stdout == f"{NAME}: runs already pid={pid}\n"
+    refused = call("start", waiting_job("two"))
     assert refused.returncode == 2 and refused.stderr == (
         f"{NAME} runs already with other settings; bin/lan stop {NAME} first\n"
     )
-    assert supervisor.supervisor_of(NAME) == pid
-    assert supervisor.stop(NAME) == 0 and said(capsys)["state"] == "stopped"
-    started("start", stays("two"))
-    until(lambda: said(capsys)["tail"][-1:] == ["two"])
+    assert supervisor.supervisor_pid(NAME) == pid
+    assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"
+    start("start", waiting_job("two"))
+    wait_until(lambda: status(capsys)["tail"][-1:] == ["two"])
     assert supervisor.stop(NAME) == 0
 
 
-def test_a_supervisor_that_was_killed_is_told_apart_from_one_that_was_stopped(
+def test_status_distinguishes_a_killed_from_a_stopped_supervisor(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert said(capsys)["state"] == "not started"
-    tells = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-    pid = started("start", job(tells))
-    until(lambda: said(capsys)["tail"])
-    worker = int(said(capsys)["tail"][0])
-    assert said(capsys)["state"] == "running" and not is_gone(worker)
+    assert status(capsys)["state"] == "not started"
+    pid = start("start", job("import os, signal; print(os.getpid(), flush=True); signal.pause()"))
+    wait_until(lambda: status(capsys)["tail"])
+    worker = int(status(capsys)["tail"][0])
+    assert status(capsys)["state"] == "running" and not has_ended(worker)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: said(capsys)["state"] == "killed with its supervisor")
-    until(lambda: is_gone(worker))
-    assert started("restart") != pid
-    assert said(capsys)["state"] == "running"
-    assert supervisor.stop(NAME) == 0 and said(capsys)["state"] == "stopped"
+    wait_until(lambda: status(capsys)["state"] == "crashed")
+    wait_until(lambda: has_ended(worker))
+    assert start("restart") != pid
+    assert status(capsys)["state"] == "running"
+    assert supervisor.stop(NAME) == 0 and status(capsys)["state"] == "stopped"
 
 
-def test_who_follows_a_worker_follows_it_over_a_restart() -> None:
-    started("start", stays("one"))
+def test_follow_continues_across_a_restart() -> None:
+    start("start", waiting_job("one"))
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "follow", "10", NAME]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         assert reader.stdout
         assert reader.stdout.readline() == b"pc-0 | one\n"
         assert supervisor.stop(NAME) == 0
-        time.sleep(2 * supervisor.LOOK_SECONDS)  # the reader sees that nobody is there
-        assert called("start", job("print('two')")).returncode == 0
+        time.sleep(2 * supervisor.FOLLOW_SECONDS)  # the reader must see that no worker runs
+        assert call("start", job("print('two')")).returncode == 0
         assert reader.stdout.readline() == b"pc-0 | two\n"
-        assert (
-            reader.wait(supervisor.RESTART_SECONDS / 2) == 0
-        )  # nobody waits for one that has ended
+        assert reader.wait(supervisor.RESTART_SECONDS / 2) == 0  # no grace for a worker that ended
 
 
-def test_a_worker_that_was_never_started_here_cannot_be_restarted() -> None:
-    refused = called("restart")
+def test_worker_that_was_never_started_cannot_be_restarted() -> None:
+    refused = call("restart")
     assert refused.returncode == 2
     assert refused.stderr == f"{NAME} was never started here; run bin/lan up\n"
