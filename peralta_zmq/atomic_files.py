@@ -39,6 +39,7 @@ MALFORMED = (
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 MIN_TOKEN = 16  # characters
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")  # servers on these need no password
 
 
 class CorruptError(ValueError):

@@ -27,7 +27,7 @@ from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.engines.lora import AdaptedEngine
 from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
 from peralta_zmq.environments.reward_runner import RewardRunner
-from peralta_zmq.environments.verifier_client import Remote
+from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError, JournalError, UserCodeError
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.distributed import SINGLE, Ranks
@@ -444,7 +444,7 @@ def open_environments(
     reward_sources: dict[str, RewardSource] = {}
     for env in sections:
         task = _open_task(config, env, local=local)
-        is_remote = isinstance(task, Remote)
+        is_remote = isinstance(task, RemoteEnvironment)
         loaded = load_problems(
             task,
             split,
@@ -481,12 +481,14 @@ def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
     )
 
 
-def _open_task(config: Config, env: EnvSection, *, local: bool) -> registry.Task | Remote:
+def _open_task(
+    config: Config, env: EnvSection, *, local: bool
+) -> registry.Task | RemoteEnvironment:
     if env.address is None or local:
         return registry.resolve("task", env.task)
     host, port = host_and_port(env.address, option="env.address")
     token = read_private_token(config.verifier.token_file, option="verifier.token_file")
-    return Remote(host, port, env=env.label, token=token)
+    return RemoteEnvironment(host, port, env=env.label, token=token)
 
 
 def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Problem]:

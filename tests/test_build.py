@@ -108,4 +108,4 @@ def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> Non
     for config, is_here in ((config_of(), True), (named, False)):
         with build.make_reward_runner(config, task) as judge:
             assert judge.reward(problem, "5") == 1.0
-            assert (judge._worker is None) == is_here
+            assert (judge._process is None) == is_here

@@ -81,7 +81,9 @@ def test_a_verifier_that_dies_in_a_run_costs_time_and_no_reward(
     field.start("verifier", log="verifier", environment=home)
     assert trainer.ends(timeout=60) == 0, trainer.printed
     assert generator.ends(timeout=20) == 0, generator.printed
-    assert "answers again" in generator.printed and "lost group" not in generator.printed
+    assert (
+        "the verifier responds again" in generator.printed and "lost group" not in generator.printed
+    )
     rewards = {name: [] for name in ("far", "calculator")}
     for name, found in groups_of(field):
         rewards[name] += found

@@ -1,7 +1,4 @@
-"""Held-out examples: who answers which, what is answered, and what the answers come to.
-
-Knows rewards and numbers of examples; knows nothing of models, sockets or files.
-"""
+"""Held-out evaluation: split of the examples between generators, collected answers, pass@k."""
 
 from __future__ import annotations
 
@@ -12,95 +9,102 @@ from statistics import fmean
 
 from peralta_zmq.rollout import Answer, Problem
 
-PASSED = 1.0  # the reward from which on an answer is right
+PASSING_REWARD = 1.0  # smallest reward of a correct answer
 
 
 class Evaluation:
-    """The answers that generators give to held-out examples with the weights of `step`.
+    """Answers of generators to the held-out examples, for the weights of one step.
 
-    An example is answered by the first group of `rollouts_per_example` that comes for it.
+    The first group of `rollouts_per_example` answers counts; later groups are not expected.
     """
 
     def __init__(
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
     ) -> None:
         self.step = step
-        self.policy_steps: list[int] = []  # of the weights that answered
-        self._problems, self._size = problems, rollouts_per_example
-        self._places: dict[str, list[int]] = {}
-        for place, problem in enumerate(problems):
-            self._places.setdefault(problem.id, []).append(place)
-        self._answers: dict[int, list[Answer]] = {}
+        self.policy_steps: list[int] = []  # steps of the weights that generated the answers
+        self._problems, self._num_rollouts = problems, rollouts_per_example
+        self._positions: dict[str, list[int]] = {}  # by problem id; equal ids are one problem
+        for position, problem in enumerate(problems):
+            self._positions.setdefault(problem.id, []).append(position)
+        self._answers: dict[int, list[Answer]] = {}  # by position
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
-        """Whether these answers are wanted: of an example without any, and of their number."""
-        places = self._places.get(problem_id, [])
-        return num_answers == self._size and any(each not in self._answers for each in places)
+        """Whether the number of answers fits and the example has no answers yet."""
+        positions = self._positions.get(problem_id, [])
+        return num_answers == self._num_rollouts and any(
+            position not in self._answers for position in positions
+        )
 
-    def take(
+    def add(
         self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
     ) -> None:
-        """Keep the answers (text, reward) to an example."""
+        """Store the answers (text, reward) to an example."""
         self.policy_steps.append(policy_step)
-        for place in self._places[problem_id]:
-            question = self._problems[place].question
-            self._answers[place] = [Answer(question, text, reward) for text, reward in answers]
+        for position in self._positions[problem_id]:
+            question = self._problems[position].question
+            self._answers[position] = [Answer(question, text, reward) for text, reward in answers]
 
     @property
     def complete(self) -> bool:
-        """Whether every example is answered."""
+        """Whether every example has answers."""
         return len(self._answers) == len(self._problems)
 
     @property
     def num_answered(self) -> int:
-        """Examples with an answer."""
+        """Number of examples with answers."""
         return len(self._answers)
 
     @property
     def answered(self) -> bytes:
-        """A bit for each example that needs no further answer: bit p % 8 of byte p // 8."""
+        """One bit per example, 1 if it has answers: bit p % 8 of byte p // 8."""
         bits = bytearray(-(-len(self._problems) // 8))
-        for place in self._answers:
-            bits[place // 8] |= 1 << place % 8
+        for position in self._answers:
+            bits[position // 8] |= 1 << position % 8
         return bytes(bits)
 
     def answers(self) -> list[tuple[Problem, list[Answer]]]:
-        """The examples that are answered, in their order."""
-        return [(self._problems[place], self._answers[place]) for place in sorted(self._answers)]
+        """The examples that have answers, in data set order."""
+        return [
+            (self._problems[position], self._answers[position])
+            for position in sorted(self._answers)
+        ]
 
 
 def examples_for(
     num_examples: int, *, index: int, count: int, answered: Callable[[int], bool]
 ) -> Iterator[int]:
-    """The examples that generator `index` of `count` answers: its share, then from the end
-    what nobody has answered by then.
+    """The examples for generator `index` of `count`: first its own share, then the others'.
+
+    The others' are visited from the end, and only if they are not answered by then.
     """
-    rest = (each for each in reversed(range(num_examples)) if each % count != index)
-    return (each for each in chain(range(index, num_examples, count), rest) if not answered(each))
+    own = range(index, num_examples, count)
+    others = (example for example in reversed(range(num_examples)) if example % count != index)
+    return (example for example in chain(own, others) if not answered(example))
 
 
-def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Chance that one of k answers is right, estimated without bias from n >= k answers.
+def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k answers is correct.
 
     1 - C(n - c, k) / C(n, k), Chen et al. 2021, "Evaluating large language models trained on code".
     """
-    assert 0 <= num_right <= num_answers and 1 <= k <= num_answers
-    return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+    assert 0 <= num_correct <= num_answers and 1 <= k <= num_answers
+    return 1 - math.comb(num_answers - num_correct, k) / math.comb(num_answers, k)
 
 
-def figures(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """avg@n and pass@1, 2, 4 .. n of every environment, by ENV/FIGURE.
+def eval_metrics(rewards: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC.
 
-    `rewards` holds those of each example's n answers. An answer passes with the whole reward, 1.
+    `rewards` holds, by environment, the rewards of the n answers to each example. An answer is
+    correct if its reward is 1.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for env, examples in rewards.items():
         size = min(map(len, examples))
-        found[f"{env}/avg@{size}"] = fmean(fmean(each) for each in examples)
+        metrics[f"{env}/avg@{size}"] = fmean(map(fmean, examples))
         for k in sorted({1 << power for power in range(size.bit_length())} | {size}):
-            passed = [
-                pass_at_k(len(each), sum(reward >= PASSED for reward in each), k)
-                for each in examples
-            ]
-            found[f"{env}/pass@{k}"] = fmean(passed)
-    return found
+            metrics[f"{env}/pass@{k}"] = fmean(
+                pass_at_k(len(answers), sum(reward >= PASSING_REWARD for reward in answers), k)
+                for answers in examples
+            )
+    return metrics

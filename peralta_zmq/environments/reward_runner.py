@@ -1,8 +1,7 @@
-"""Rewards with a deadline: a function in a process of its own, replaced when it hangs.
+"""Reward functions with a timeout, in a separate process that is replaced when it hangs.
 
-A reward that raises, hangs, dies or gives no number is a RewardError and never a number: who asked
-counts it and gives the group up. A bounded one is judged in this process. Knows processes and one
-function; knows nothing of models or groups.
+A function that raises, hangs, exits or returns no number gives a RewardError, never a reward. A
+function that is known to be fast (`bounded`) runs in this process.
 """
 
 from __future__ import annotations
@@ -17,57 +16,56 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
 
-START_SECONDS = 120.0  # to import the task
-MAX_IN_A_ROW = 20  # failures without a reward between them
-Earned = float | dict[str, float]
+START_TIMEOUT_SECONDS = 120.0  # for the import of the task
+MAX_FAILURES = 20  # in a row
+Reward: TypeAlias = "float | dict[str, float]"
 
 
 class RewardRunner:
-    """Asks a reward function what answers are worth; use with `with` or close it."""
+    """Calls a reward function. Use with `with` or close it."""
 
     def __init__(
         self,
-        function: Callable[..., Any],  # of a module, by its own name
+        function: Callable[..., Any],  # must be importable by its module and name
         *,
         timeout_seconds: float,
         options: Mapping[str, Any] | None = None,
         bounded: bool = False,
     ) -> None:
         self._function, self._options = function, dict(options or {})
-        self._deadline, self._bounded = timeout_seconds, bounded
+        self._timeout, self._bounded = timeout_seconds, bounded
         self._name = f"{function.__module__}:{function.__qualname__}"
-        self._worker: _Worker | None = None
-        self._in_a_row = 0
-        self.num_failed = 0
+        self._process: _RewardProcess | None = None
+        self._num_failures = 0  # in a row
 
-    def reward(self, problem: Problem, completion_text: str) -> Earned:
-        """What the answer is worth.
+    def reward(self, problem: Problem, completion_text: str) -> Reward:
+        """The reward of a completion.
 
-        Raises RewardError, naming the function, when that cannot be told; TaskError when it could
-        not be told for any of the last `MAX_IN_A_ROW` answers.
+        Raises RewardError if the function fails; TaskError after MAX_FAILURES failures in a row.
         """
-        try:
-            earned = self._earned(problem, completion_text)
-        except RewardError as error:
-            self.num_failed, self._in_a_row = self.num_failed + 1, self._in_a_row + 1
-            if self._in_a_row >= MAX_IN_A_ROW:
-                raise TaskError(
-                    f"{self._in_a_row} answers in a row got no reward, the last: {error}"
-                ) from None
-            raise
-        self._in_a_row = 0
-        return earned
+        result = self._call(problem, completion_text)
+        if not isinstance(result, str):
+            self._num_failures = 0
+            return result
+        self._num_failures += 1
+        message = (
+            f"reward function {self._name} {result}, for a completion of problem {problem.id}; "
+            "fix the function (its timeout is task.reward_timeout)"
+        )
+        if self._num_failures >= MAX_FAILURES:
+            raise TaskError(f"{self._num_failures} rewards in a row failed, the last: {message}")
+        raise RewardError(message)
 
     def close(self) -> None:
-        """End the worker."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        """Kill the process of the reward function."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -75,123 +73,119 @@ class RewardRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _earned(self, problem: Problem, text: str) -> Earned:
+    def _call(self, problem: Problem, text: str) -> Reward | str:
+        """The reward, or the reason why there is none."""
         if self._bounded:
-            outcome = _outcome(self._function, problem, text, self._options)
-        else:
-            self._worker = self._worker or _Worker(self._name, self._options)
-            outcome = self._worker.ask(problem, text, seconds=self._deadline)
-            if not self._worker.alive:
-                self._worker = None
-        if isinstance(outcome, str):
-            raise RewardError(
-                f"the reward {self._name} {outcome}, for an answer to {problem.id}; "
-                "mend it (task.reward_timeout is its deadline)"
-            )
-        return outcome
+            return _call_checked(self._function, problem, text, self._options)
+        self._process = self._process or _RewardProcess(self._name, self._options)
+        result = self._process.call(problem, text, timeout_seconds=self._timeout)
+        if not self._process.alive:
+            self._process = None
+        return result
 
 
-class _Worker:
-    """One process that rewards, one answer at a time."""
+class _RewardProcess:
+    """A process that imports the reward function and calls it, one completion at a time."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._ours, theirs = Pipe()
-        with theirs:
+        self._pipe, child_pipe = Pipe()
+        with child_pipe:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, name, str(theirs.fileno())],
-                stdin=subprocess.PIPE,  # its end tells the worker that we are gone
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", __name__, name, str(child_pipe.fileno())],
+                stdin=subprocess.PIPE,  # its end of file tells the child that the parent has exited
+                pass_fds=[child_pipe.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
             )
         self.alive = True
-        self._ours.send(options)
-        if (said := self._said(START_SECONDS)) != "ready":
+        self._pipe.send(options)
+        if (message := self._receive(START_TIMEOUT_SECONDS)) != "ready":
             self.kill()
-            raise TaskError(f"a process for the reward {name} does not start: {said}")
+            raise TaskError(f"the process of reward function {name} does not start: it {message}")
 
-    def ask(self, problem: Problem, text: str, *, seconds: float) -> Earned | str:
-        """What the answer is worth, or what went wrong."""
+    def call(self, problem: Problem, text: str, *, timeout_seconds: float) -> Reward | str:
+        """The reward, or the reason why there is none."""
         try:
-            self._ours.send((problem, text))
+            self._pipe.send((problem, text))
         except OSError:
             self.kill()
-            return "has lost its process"
-        return cast("Earned | str", self._said(seconds))
+            return "lost its process"
+        return cast("Reward | str", self._receive(timeout_seconds))
 
     def kill(self) -> None:
-        """End the process, and what it has started."""
+        """Kill the process and its children."""
         self.alive = False
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._ours.close()
+        self._pipe.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def _said(self, seconds: float) -> object:
+    def _receive(self, timeout_seconds: float) -> object:
         try:
-            if self._ours.poll(seconds):
-                return self._ours.recv()
+            if self._pipe.poll(timeout_seconds):
+                return self._pipe.recv()
         except (EOFError, OSError):
             self.kill()
             return f"ended its process with code {self._process.returncode}"
         self.kill()
-        return f"took longer than {seconds:g} s"
+        return f"took longer than {timeout_seconds:g} s"
 
 
-def _outcome(
+def _call_checked(
     function: Callable[..., Any], problem: Problem, text: str, options: Mapping[str, Any]
-) -> Earned | str:
-    """A sound reward, or half a sentence that says why there is none."""
+) -> Reward | str:
+    """A finite reward, or the reason why there is none."""
     try:
-        earned: Any = function(problem, text, **options)
-    except Exception as error:  # noqa: BLE001  whatever a stranger's function raises
+        result: Any = function(problem, text, **options)
+    except Exception as error:  # noqa: BLE001  a user's function may raise anything
         return f"raised {described(error)}"
-    given = cast("Mapping[object, object]", earned) if isinstance(earned, Mapping) else {"": earned}
-    parts, part = dict[str, float](), cast("object", earned)
+    is_mapping = isinstance(result, Mapping)
+    values = cast("Mapping[object, object]", result if is_mapping else {"": result})
+    parts, value = dict[str, float](), cast("object", result)
     try:
-        for name, part in given.items():
-            parts[str(name)] = _number(part)
-        part = cast("object", earned)
-        total = math.fsum(parts.values())  # infinities of both signs have no sum
-    except Exception:  # noqa: BLE001  whatever a stranger's object raises
-        return f"gave {_shown(part)}, which is no number"
-    if not abs(total) <= MAX_REWARD:  # NaN too
-        return f"gave {total}, which is no number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
-    return parts if isinstance(earned, Mapping) else total
+        for name, value in values.items():
+            parts[str(name)] = _to_float(value)
+        value = cast("object", result)
+        total = math.fsum(parts.values())  # raises for infinities of both signs
+    except Exception:  # noqa: BLE001  a user's object may raise anything
+        return f"returned {_short_repr(value)}, which is not a number"
+    if not abs(total) <= MAX_REWARD:  # also true for NaN
+        return f"returned {total}, which is not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}"
+    return parts if is_mapping else total
 
 
-def _number(part: object) -> float:
-    """It as a float; a word is none. Raises whatever its conversion raises."""
-    if isinstance(part, (str, bytes)) or not hasattr(part, "__float__"):
+def _to_float(value: object) -> float:
+    """Like float(), but raises TypeError for text."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError
-    return float(cast("Any", part))
+    return float(cast("Any", value))
 
 
-def _shown(value: object) -> str:
-    """The beginning of its repr on one line; its type, when it has none."""
+def _short_repr(value: object) -> str:
+    """80 characters of the repr on one line, or the type if repr raises."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
-    except Exception:  # noqa: BLE001  a stranger's too, and that of an int of 4300 digits
+    except Exception:  # noqa: BLE001  a user's object, or an int of 4300 digits
         return f"a value of type {type(value).__name__}"
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
 
 
-def _serve(name: str, line: Connection) -> None:
-    """Answer until the parent is gone."""
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+def _serve(name: str, pipe: Connection) -> None:
+    """Main loop of the process."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     function: Callable[..., Any] = pkgutil.resolve_name(name)
-    options = line.recv()
-    line.send("ready")
+    options = pipe.recv()
+    pipe.send("ready")
     with suppress(EOFError, OSError):
         while True:
-            problem, text = line.recv()
-            line.send(_outcome(function, problem, text, options))
+            problem, text = pipe.recv()
+            pipe.send(_call_checked(function, problem, text, options))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""A task that lives elsewhere: problems and rewards of a `bin/verifier`, over HTTP.
+"""Client of `bin/verifier`: an environment on another machine, over HTTP.
 
-Knows HTTP and what a verifier says; knows nothing of what an answer is worth. A verifier that is
-away is waited for; its failure is an error, never a reward.
+The client retries while the verifier does not respond. A failure is an error, never a reward.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from urllib.parse import quote
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import MAX_REWARD, Message, Problem
 
-PATIENCE_SECONDS = 60.0  # for a verifier that does not answer
-TIMEOUT_SECONDS = 30.0  # of one request
-LONGEST_PAUSE = 2.0  # seconds between two tries
-MAX_PROBLEMS, MAX_VERDICT = 64 << 20, 64 << 10  # bytes of an answer
+RETRY_SECONDS = 60.0  # until a verifier that does not respond is an error
+REQUEST_TIMEOUT_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 2.0  # between two attempts
+MAX_PROBLEMS_BYTES, MAX_REWARD_BYTES = 64 << 20, 64 << 10  # of a response
 
 logger = logging.getLogger(__name__)
 
 
-class _AwayError(Exception):
-    """The verifier may answer later."""
+class _UnavailableError(Exception):
+    """The request may succeed later."""
 
 
-class Remote:
-    """The environment `env` of the verifier at host and port; a task like any other."""
+class RemoteEnvironment:
+    """The environment `env` of the verifier at host and port, with the methods of a task."""
 
     def __init__(
         self,
@@ -40,32 +39,34 @@ class Remote:
         *,
         env: str,
         token: str | None = None,
-        patience: float = PATIENCE_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._host, self._port, self._env = host, port, env
-        self._where = f"http://{host}:{port}"
+        self._url = f"http://{host}:{port}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._patience = patience
+        self._retry_seconds = retry_seconds
 
     def problems(self, split: str, seed: int, **options: object) -> Iterator[Problem]:
-        """The problems of 'train' or 'eval'; `answer` is the verifier's id of each; seed and
-        options are the verifier's business.
+        """The problems of 'train' or 'eval'; the verifier's config sets seed and options.
 
-        Raises TaskError when the verifier does not answer in time, or answers nonsense.
+        `answer` is the id of the problem on the verifier, which keeps the answers. Raises TaskError
+        for a verifier that does not respond in time, or sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
-        listed = self._ask("GET", path, None, limit=MAX_PROBLEMS)
+        response = self._request("GET", path, None, max_bytes=MAX_PROBLEMS_BYTES)
         try:
-            return iter([_problem_of(each, self._env) for each in listed["problems"]])
+            return iter([_problem_from_json(row, self._env) for row in response["problems"]])
         except (KeyError, TypeError, ValueError) as error:
-            raise self._nonsense(error) from None
+            raise self._unexpected(error) from None
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """What the verifier pays. Raises RewardError when it cannot say."""
-        asked = {"env": self._env, "problem": problem.answer, "completion": completion_text}
-        body = json.dumps(asked).encode()
+        """The verifier's reward. Raises RewardError if there is none."""
+        body = {"env": self._env, "problem": problem.answer, "completion": completion_text}
         try:
-            reward = self._ask("POST", "/verify_answer", body, limit=MAX_VERDICT).get("reward")
+            response = self._request(
+                "POST", "/verify_answer", json.dumps(body).encode(), max_bytes=MAX_REWARD_BYTES
+            )
+            reward = response.get("reward")
             if isinstance(reward, dict):
                 parts = cast("dict[str, Any]", reward)
                 return {name: self._number(part) for name, part in parts.items()}
@@ -74,90 +75,93 @@ class Remote:
             raise RewardError(str(error)) from None
 
     def close(self) -> None:
-        """Nothing is held open between two requests."""
+        """Nothing to close: every request has its own connection."""
 
     def _number(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._nonsense(f"a reward of {value!r:.40}")
-        if not abs(value) <= MAX_REWARD:  # NaN too
-            raise self._nonsense(f"a reward of {value}")
+            raise self._unexpected(f"a reward of {value!r:.40}")
+        if not abs(value) <= MAX_REWARD:  # also true for NaN
+            raise self._unexpected(f"a reward of {value}")
         return float(value)
 
-    def _ask(self, method: str, path: str, body: bytes | None, *, limit: int) -> dict[str, Any]:
-        """The answer to a request, tried again while nobody answers."""
-        started, pause, said = time.monotonic(), 0.05, False
+    def _request(
+        self, method: str, path: str, body: bytes | None, *, max_bytes: int
+    ) -> dict[str, Any]:
+        """The response to a request, with retries while the verifier does not respond."""
+        started, pause, waiting = time.monotonic(), 0.05, False
         while True:
             try:
-                answer = self._once(method, path, body, limit)
+                response = self._request_once(method, path, body, max_bytes)
                 break
-            except (OSError, http.client.HTTPException, _AwayError) as error:
+            except (OSError, http.client.HTTPException, _UnavailableError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
-            if time.monotonic() - started > self._patience:
+            if time.monotonic() - started > self._retry_seconds:
                 raise TaskError(
-                    f"env.address {self._where} has not answered for {self._patience:.0f} s "
+                    f"env.address {self._url} has not responded for {self._retry_seconds:.0f} s "
                     f"({reason}); start it: bin/verifier @ CONFIG"
                 )
-            if not said:
-                logger.info("waiting for the verifier %s: %s", self._where, reason)
-                said = True
+            if not waiting:
+                logger.info("waiting for the verifier url=%s reason=%s", self._url, reason)
+                waiting = True
             time.sleep(pause)
-            pause = min(LONGEST_PAUSE, 2 * pause)
-        if said:
-            logger.info("the verifier %s answers again", self._where)
-        return answer
+            pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+        if waiting:
+            logger.info("the verifier responds again url=%s", self._url)
+        return response
 
-    def _once(self, method: str, path: str, body: bytes | None, limit: int) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_SECONDS)
+    def _request_once(
+        self, method: str, path: str, body: bytes | None, max_bytes: int
+    ) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
+        )
         with closing(connection):
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-            content = response.read(limit + 1)
+            content = response.read(max_bytes + 1)
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
-            raise _AwayError(f"it answers {response.status}")
-        if response.length:  # what should have come; read() with a limit does not raise
-            raise _AwayError("the connection broke off")
-        if len(content) > limit:
-            raise self._nonsense(f"more than {limit} bytes")
+            raise _UnavailableError(f"status {response.status}")
+        if response.length:  # bytes that are missing; read() with a limit does not raise
+            raise _UnavailableError("connection closed within the response")
+        if len(content) > max_bytes:
+            raise self._unexpected(f"more than {max_bytes} bytes")
         try:
-            said = json.loads(content)
-            _check_map(said)
+            message = json.loads(content)
         except ValueError as error:
-            raise self._nonsense(error) from None
+            raise self._unexpected(error) from None
+        if not isinstance(message, dict):
+            raise self._unexpected(f"{type(message).__name__} is not an object")
+        message = cast("dict[str, Any]", message)
         if response.status != http.client.OK:
             raise TaskError(
-                f"env.address {self._where} refuses {path.partition('?')[0]} with "
-                f"{response.status}: {str(said.get('error'))[:200]}"
+                f"env.address {self._url} refuses {path.partition('?')[0]} with "
+                f"{response.status}: {str(message.get('error'))[:200]}"
             )
-        return cast("dict[str, Any]", said)
+        return message
 
-    def _nonsense(self, reason: object) -> TaskError:
+    def _unexpected(self, reason: object) -> TaskError:
         return TaskError(
-            f"env.address {self._where} answers what no verifier says ({str(reason)[:80]}); "
-            "check the address"
+            f"env.address {self._url} returned an unexpected response ({str(reason)[:80]}); "
+            "is this a verifier? Check the address"
         )
 
 
-def _check_map(said: object) -> None:
-    """Raise ValueError for JSON that is no object."""
-    if not isinstance(said, dict):
-        raise ValueError(f"{type(said).__name__} is not an object")
-
-
-def described(problem: Problem) -> dict[str, Any]:
-    """A problem as a verifier tells of it: without its answer."""
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """A problem without its answer, for a response of the verifier."""
     return {
         "id": problem.id,
-        "messages": [[each.role, each.content] for each in problem.messages],
+        "messages": [[message.role, message.content] for message in problem.messages],
         "input_token_ids": list(problem.input_token_ids),
     }
 
 
-def _problem_of(told: dict[str, Any], task: str) -> Problem:
-    if not all(type(each) is str for message in told["messages"] for each in message):
-        raise TypeError("a message that is no text")
-    messages = tuple(Message(role, content) for role, content in told["messages"])
-    tokens = tuple(told["input_token_ids"])
-    strange = [each for each in tokens if type(each) is not int or each < 0]
-    if strange or not (messages or tokens):
-        raise ValueError("a problem without a prompt")
-    return Problem(str(told["id"]), task, messages, answer=str(told["id"]), input_token_ids=tokens)
+def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
+    if not all(type(text) is str for message in row["messages"] for text in message):
+        raise TypeError("a message is not text")
+    messages = tuple(Message(role, content) for role, content in row["messages"])
+    tokens = tuple(row["input_token_ids"])
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ValueError("a token id is not a whole number")
+    if not (messages or tokens):
+        raise ValueError("a problem has no prompt")
+    return Problem(str(row["id"]), task, messages, answer=str(row["id"]), input_token_ids=tokens)

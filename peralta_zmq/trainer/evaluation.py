@@ -13,7 +13,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.engines.evaluation import evaluate
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.held_out import Evaluation, figures
+from peralta_zmq.environments.held_out import Evaluation, eval_metrics
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.registry import Engine
@@ -86,7 +86,7 @@ class EvaluationCoordinator:
             (models.text_of(self._tokenizer, each.token_ids[each.loss_mask]), each.reward)
             for each in group.rollouts
         ]
-        under_way.take(group.problem_id, answers, policy_step=group.policy_step)
+        under_way.add(group.problem_id, answers, policy_step=group.policy_step)
         if under_way.complete:
             self._under_way = None
             self._record(under_way.step, under_way.answers(), under_way.policy_steps)
@@ -121,7 +121,7 @@ class EvaluationCoordinator:
         self._books.evaluation(
             step, [said[0] for _, said in answers],
             accuracy=fmean(each.reward for _, said in answers for each in said),
-            figures=figures(rewards), policy_steps=(min(policy_steps), max(policy_steps)),
+            figures=eval_metrics(rewards), policy_steps=(min(policy_steps), max(policy_steps)),
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
+from peralta_zmq.atomic_files import CHUNK, LOOPBACK_HOSTS, PLAIN_NAME
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.backends import LocalBackend
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
@@ -31,7 +31,6 @@ CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
 SERVER_TIMEOUT_SECONDS = 60.0  # without a request, or without reading the response
 MAX_LISTING = 16 << 20  # bytes
 RANGE = re.compile(r"bytes=(\d{1,18})-")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 logger = logging.getLogger(__name__)
 
 
@@ -114,7 +113,7 @@ class WeightServer:
     """
 
     def __init__(self, folder: Path, *, host: str, port: int, token: str | None) -> None:
-        if token is None and host not in LOOPBACK:
+        if token is None and host not in LOOPBACK_HOSTS:
             raise ConfigError(
                 f"weights.serve_port {port} on {host} is open to other machines without a "
                 "password; set weights.token_file on every machine"

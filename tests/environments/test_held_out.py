@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from peralta_zmq.environments.curriculum import is_excluded
-from peralta_zmq.environments.held_out import Evaluation, examples_for, figures, pass_at_k
+from peralta_zmq.environments.held_out import Evaluation, eval_metrics, examples_for, pass_at_k
 from peralta_zmq.rollout import Message, Problem
 
 PROBLEMS = [Problem(str(n), "t", (Message("user", f"what is {n}?"),), "") for n in range(3)]
@@ -36,8 +36,8 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_right_answer(num_right: in
         assert pass_at_k(6, num_right, k) == pytest.approx(sum(chosen) / len(chosen))
 
 
-def test_figures_of_two_environments_by_hand() -> None:
-    found = figures({"a": [[1, 0, 0, 0], [1, 1, 0.5, 0]], "b": [[0.9]]})
+def test_eval_metrics_of_two_environments_by_hand() -> None:
+    found = eval_metrics({"a": [[1, 0, 0, 0], [1, 1, 0.5, 0]], "b": [[0.9]]})
     assert found == pytest.approx(
         {
             "a/avg@4": (0.25 + 0.625) / 2,
@@ -51,7 +51,7 @@ def test_figures_of_two_environments_by_hand() -> None:
 
 
 def test_three_answers_have_a_pass_at_three() -> None:
-    assert list(figures({"a": [[1, 0, 0]]})) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
+    assert list(eval_metrics({"a": [[1, 0, 0]]})) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
 
 
 def test_an_evaluation_ends_with_its_last_example() -> None:
@@ -60,7 +60,7 @@ def test_an_evaluation_ends_with_its_last_example() -> None:
     assert not made.expects("1", 1)  # of other settings
     for number, problem in enumerate(("1", "0", "2")):
         assert made.expects(problem, 2)
-        made.take(problem, [("x", 1.0), ("y", 0.0)], policy_step=5 + number)
+        made.add(problem, [("x", 1.0), ("y", 0.0)], policy_step=5 + number)
         assert not made.expects(problem, 2)  # the first answer counts
         assert made.complete == (number == 2)
         assert is_excluded(made.answered, int(problem))
