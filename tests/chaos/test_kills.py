@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 NUM_KILLS = 30
 STEPS = ("--train.max-steps", "60")
-ELSEWHERE = ("atomic_files.", "load.", "prune.")  # tests/stores/test_faults.py kills at these
+ELSEWHERE = ("atomic_files.", "load.", "prune.")  # tests/weights/test_faults.py kills at these
 IN_GENERATORS = ("generator.", "wire.send")
 PLACES = sorted(
     {
