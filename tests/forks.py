@@ -1,4 +1,4 @@
-"""Processes that may be killed, of one that has imported torch: each starts in milliseconds."""
+"""Child processes that tests may kill, forked in milliseconds from a server with torch imported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FORKS.set_forkserver_preload(
 )
 
 
-def exit_code(work: Callable[..., None], *args: object, within: float = 120.0) -> int:
-    """Of a process that does `work`; negative for the signal that ended it."""
-    child = FORKS.Process(target=work, args=args, daemon=True)
+def exit_code(function: Callable[..., None], *args: object, timeout: float = 120.0) -> int:
+    """The exit code of a process that runs `function`; -N if signal N killed it."""
+    child = FORKS.Process(target=function, args=args, daemon=True)
     child.start()
-    child.join(within)
+    child.join(timeout)
     if child.exitcode is None:
         child.kill()
         child.join()
-        raise AssertionError(f"{args!r}: not at its end after {within:.0f} seconds")
+        raise AssertionError(f"{args!r}: still running after {timeout:.0f} seconds")
     return child.exitcode

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import siblings, tiny_model
-from weight_sets import COMPANIONS, published, same
+from weight_sets import COMPANIONS, reports_of, same
 
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
@@ -139,7 +139,7 @@ def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) 
             publisher.publish(step, weights)
             for each in weights.values():
                 each.mul_(1.001)
-            (report,) = published(publisher)
+            (report,) = reports_of(publisher)
             assert report.version is not None
             with load_version(store, report.version) as folder:
                 assert same(MappedTensors(folder / WEIGHTS), expected)

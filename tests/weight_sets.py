@@ -1,22 +1,25 @@
-"""Small sets of tensors whose every version is known from its step."""
+"""Small weight sets that are a function of their step, and helpers to publish and compare them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from peralta_zmq import failpoints
 from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
+from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.version import WEIGHTS, Version
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
-    """bf16 tensors of which a few elements differ from those of the step before."""
+    """bf16 tensors of which a few elements differ from those of the previous step."""
     random = torch.Generator().manual_seed(7)
     wide = torch.randn(300, 40, generator=random)
     wide.view(-1)[step::97] += 0.01 * step
@@ -36,32 +39,8 @@ def publish(
     return version
 
 
-def publish_and_follow(root: Path, plan: str) -> None:
-    """Publish four more versions, each read as it comes; killed where `plan` says.
-
-    A process of its own runs it. The steps that are published are added to `root/said`.
-    """
-    failpoints._remaining = failpoints.parse(plan)
-    store = WeightStore.open(root / "weights")
-    store.claim("run-1")
-    pruner = Pruner(store, Retention(last=1))
-    base = store.newest()
-    first = 0 if base is None else base.step + 1
-    follower = WeightSubscriber(
-        WeightStore.open(root / "weights"), root / "copy", poll_seconds=0.01
-    )
-    with (root / "said").open("a", buffering=1) as said:
-        for step in range(first, first + 4):
-            base = publish(store, step, base=base if step % 3 else None, pruner=pruner)
-            said.write(f"{step}\n")
-            while follower.poll(timeout=60).version.step != step:
-                follower.accept()
-            follower.accept()
-    follower.close()
-
-
-def chain_of(store: WeightStore, count: int) -> list[Version]:
-    """A keyframe and the deltas after it, steps 0 to count - 1."""
+def publish_chain(store: WeightStore, count: int) -> list[Version]:
+    """A keyframe and deltas, steps 0 to count - 1."""
     versions = [publish(store, 0)]
     for step in range(1, count):
         versions.append(publish(store, step, base=versions[-1]))
@@ -69,15 +48,42 @@ def chain_of(store: WeightStore, count: int) -> list[Version]:
     return versions
 
 
-def same(left: object, right: dict[str, torch.Tensor]) -> bool:
-    """Equal names and equal bits."""
-    bits = {name: tensor.view(torch.int16) for name, tensor in dict(left).items()}  # type: ignore[call-overload]
-    return bits.keys() == right.keys() and all(
-        torch.equal(bits[name], tensor.view(torch.int16)) for name, tensor in right.items()
+def loaded(store: WeightStore, version: Version) -> dict[str, torch.Tensor]:
+    with load_version(store, version) as folder:
+        return dict(MappedTensors(folder / WEIGHTS))
+
+
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Equal names and bit-identical tensors."""
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].view(torch.int16), right[name].view(torch.int16)) for name in right
     )
 
 
-def published(publisher: WeightPublisher) -> list[PublishReport]:
-    """Wait for what was handed over, and take the reports."""
+def reports_of(publisher: WeightPublisher) -> list[PublishReport]:
+    """Wait until the last snapshot is published or has failed, then take the reports."""
     assert publisher.wait(30)
     return publisher.take_reports()
+
+
+def publish_and_subscribe(root: Path, plan: str) -> None:
+    """Publish four more versions and accept each of them, in a process that failpoints may kill.
+
+    The published steps are appended to `root/steps`.
+    """
+    failpoints._remaining = failpoints.parse(plan)
+    store = WeightStore.open(root / "weights")
+    store.claim("run-1")
+    pruner = Pruner(store, Retention(last=1))
+    base = store.newest()
+    first = 0 if base is None else base.step + 1
+    source = WeightStore.open(root / "weights")
+    subscriber = WeightSubscriber(source, root / "copy", poll_seconds=0.01)
+    with (root / "steps").open("a", buffering=1) as steps:
+        for step in range(first, first + 4):
+            base = publish(store, step, base=base if step % 3 else None, pruner=pruner)
+            steps.write(f"{step}\n")
+            while (pending := subscriber.poll(timeout=60)) and pending.version.step != step:
+                subscriber.accept()
+            subscriber.accept()
+    subscriber.close()

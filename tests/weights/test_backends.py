@@ -1,35 +1,99 @@
+"""The local folder: leases, folder events and file system types."""
+
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peralta_zmq.weights.backends import REMOTE_FILESYSTEMS, FolderWatcher, filesystem_of
+from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.weights.backends import (
+    REMOTE_FILESYSTEMS,
+    FolderWatcher,
+    filesystem_of,
+    open_backend,
+)
+from peralta_zmq.weights.store import WeightStore
 
 DEADLINE = 10.0
 
 
+def test_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'ftp://x' is neither"):
+        open_backend("ftp://x")
+
+
+def test_file_system_that_cannot_rename_folders_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(source: Any, target: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
+        WeightStore.open(tmp_path / "weights").claim("run-1")
+    assert "\n" not in str(caught.value)
+
+
+# Leases.
+
+
+def write_lease(folder: Path, *, pid: int, host: str, age: float) -> None:
+    file = folder / ".lease-other"
+    file.write_text(f'{{"pid": {pid}, "host": "{host}"}}')
+    os.utime(file, (time.time() - age, time.time() - age))
+
+
+def test_valid_lease_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    write_lease(tmp_path, pid=1, host="elsewhere", age=5)
+    with pytest.raises(StoreError, match=r"another trainer \(pid 1 on elsewhere\)"):
+        WeightStore.open(tmp_path).claim("run-1")
+
+
+@pytest.mark.parametrize("host, age", [("elsewhere", 60), ("here", 0)])
+def test_lease_that_expired_or_of_a_dead_process_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, age: float
+) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    write_lease(tmp_path, pid=dead.pid, host=host, age=age)
+    store = WeightStore.open(tmp_path)
+    store.claim("run-1")
+    assert store.run_id == "run-1"
+    assert not (tmp_path / ".lease-other").exists()
+
+
+# Folder events.
+
+
 @pytest.fixture
 def changed(tmp_path: Path) -> Iterator[threading.Event]:
+    """Set by a watcher of tmp_path/weights."""
     event = threading.Event()
     (tmp_path / "weights").mkdir()
     with closing(FolderWatcher(tmp_path / "weights", event.set, poll_seconds=60.0)):
         yield event
 
 
-def test_version_that_is_renamed_into_place_is_told(
+def test_watcher_reports_renames_but_no_temporary_names(
     changed: threading.Event, tmp_path: Path
 ) -> None:
     (tmp_path / "weights" / ".tmp-step_00000001").mkdir()
-    assert not changed.wait(0.2)  # half-written versions and marks are nobody's business
+    assert not changed.wait(0.2)
     (tmp_path / "weights" / ".tmp-step_00000001").rename(tmp_path / "weights" / "step_00000001")
     assert changed.wait(DEADLINE)
 
 
-def test_reading_a_file_is_not_told(changed: threading.Event, tmp_path: Path) -> None:
+def test_watcher_does_not_report_reads(changed: threading.Event, tmp_path: Path) -> None:
     file = tmp_path / "weights" / "RUN.json"
     file.write_text("{}")
     assert changed.wait(DEADLINE)
@@ -38,20 +102,20 @@ def test_reading_a_file_is_not_told(changed: threading.Event, tmp_path: Path) ->
     assert not changed.wait(0.2)
 
 
-def test_another_folder_of_the_same_name_is_not_the_one_that_is_watched(tmp_path: Path) -> None:
+def test_watcher_is_not_current_after_the_folder_was_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    with closing(FolderWatcher(folder, lambda: None, poll_seconds=60.0)) as watch:
-        assert watch.is_current()
+    with closing(FolderWatcher(folder, lambda: None, poll_seconds=60.0)) as watcher:
+        assert watcher.is_current()
         folder.rename(tmp_path / "away")
-        assert watch.is_current()  # nothing else to watch
+        assert watcher.is_current()  # there is no other folder to watch
         folder.mkdir()
-        assert not watch.is_current()
+        assert not watcher.is_current()
 
 
-def test_folder_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
+def test_watcher_of_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        FolderWatcher(tmp_path / "nowhere", lambda: None, poll_seconds=1.0)
+        FolderWatcher(tmp_path / "missing", lambda: None, poll_seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +123,9 @@ def test_folder_that_is_not_there_cannot_be_watched(tmp_path: Path) -> None:
     [("/mnt/nas/w", True), ("/mnt/nas", True), ("/mnt/nasty", False), ("/mnt/nas/disk/w", False),
      ("/my nas/w", True), ("/home", False)],
 )  # fmt: skip
-def test_mounts_tell_what_is_remote(tmp_path: Path, folder: str, remote: bool) -> None:
+def test_filesystem_is_that_of_the_innermost_mount(
+    tmp_path: Path, folder: str, remote: bool
+) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/a / ext4 rw 0 0\nnas:/w /mnt/nas nfs4 rw 0 0\n/dev/b /mnt/nas/disk ext4 rw 0 0\n"
@@ -68,5 +134,5 @@ def test_mounts_tell_what_is_remote(tmp_path: Path, folder: str, remote: bool) -
     assert filesystem_of(Path(folder), mounts).startswith(REMOTE_FILESYSTEMS) is remote
 
 
-def test_system_without_such_a_table_is_taken_for_local(tmp_path: Path) -> None:
-    assert filesystem_of(tmp_path, tmp_path / "nothing") == ""
+def test_filesystem_without_a_mount_table_is_unknown(tmp_path: Path) -> None:
+    assert filesystem_of(tmp_path, tmp_path / "missing") == ""

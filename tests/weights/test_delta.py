@@ -1,4 +1,4 @@
-"""Any two sets of 16-bit floats come back bit for bit, and no stream of bytes does harm."""
+"""Deltas are lossless for any two sets of 16-bit floats, and malformed deltas are refused."""
 
 from __future__ import annotations
 
@@ -29,71 +29,70 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.int16).tolist()
 
 
-def there_and_back(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> int:
-    """Bytes of the delta, after checking that it leads from old to new."""
+def round_trip(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> int:
+    """Size of the delta; checks that it turns `old` into `new`."""
     checksums: dict[str, int] = {}
     encoded = b"".join(delta.encode(old, new, checksums))
-    work = {name: tensor.clone() for name, tensor in old.items()}
-    assert delta.apply(io.BytesIO(encoded).read, work) == checksums == checksums_of(new)
-    assert {name: bits(each) for name, each in work.items()} == {
-        name: bits(each) for name, each in new.items()
-    }
+    copy = {name: tensor.clone() for name, tensor in old.items()}
+    assert delta.apply(io.BytesIO(encoded).read, copy) == checksums == checksums_of(new)
+    assert copy.keys() == new.keys()
+    assert all(bits(copy[name]) == bits(new[name]) for name in new)
     return len(encoded)
 
 
 @given(pairs=st.lists(st.tuples(PATTERNS, PATTERNS), max_size=40))
 @settings(max_examples=300, deadline=None, database=None)
-def test_any_bit_patterns_come_back(pairs: list[tuple[int, int]]) -> None:
-    old, new = halves([each[0] for each in pairs]), halves([each[1] for each in pairs])
-    there_and_back({"w": old}, {"w": new})
+def test_any_bit_patterns_round_trip(pairs: list[tuple[int, int]]) -> None:
+    old, new = (halves([pair[i] for pair in pairs]) for i in (0, 1))
+    round_trip({"w": old}, {"w": new})
 
 
 @given(
     changed=st.lists(st.integers(0, 5000), max_size=12, unique=True),
-    pieces=st.sampled_from([1, 255, 256, 1000, 5001]),
+    piece_size=st.sampled_from([1, 255, 256, 1000, 5001]),
 )
 @settings(max_examples=60, deadline=None, database=None)
-def test_any_gaps_come_back_whatever_the_size_of_a_piece(changed: list[int], pieces: int) -> None:
+def test_any_gaps_and_piece_sizes_round_trip(changed: list[int], piece_size: int) -> None:
     old = torch.zeros(5001).bfloat16()
     new = old.clone()
     new[changed] = 1.0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(delta, "CHUNK", pieces)
-        there_and_back({"w": old}, {"w": new})
+        patched.setattr(delta, "CHUNK", piece_size)
+        round_trip({"w": old}, {"w": new})
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 509, 510, 511])
-def test_gaps_around_multiples_of_255_come_back(gap: int) -> None:
+def test_gaps_around_multiples_of_255_round_trip(gap: int) -> None:
     old = torch.zeros(2000).bfloat16()
     new = old.clone()
     new[gap] = new[2 * gap + 1] = 1.0
-    there_and_back({"w": old}, {"w": new})
+    round_trip({"w": old}, {"w": new})
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (0, 5), (3, 0, 2), (2, 3, 4)])
-def test_empty_and_tiny_tensors_come_back(shape: tuple[int, ...]) -> None:
-    there_and_back({"w": torch.zeros(shape).bfloat16()}, {"w": torch.ones(shape).bfloat16()})
+def test_empty_and_tiny_tensors_round_trip(shape: tuple[int, ...]) -> None:
+    round_trip({"w": torch.zeros(shape).bfloat16()}, {"w": torch.ones(shape).bfloat16()})
 
 
-def test_no_change_costs_a_head_per_piece() -> None:
+def test_delta_without_changes_has_headers_only() -> None:
     same = {"w": torch.randn(1000).bfloat16()}
-    assert there_and_back(same, same) == 4 + (2 + 1 + 8) + 24 + 4 + 2
+    assert round_trip(same, same) == 4 + (2 + 1 + 8) + 24 + 4 + 2
 
 
-def test_all_change_comes_back() -> None:
+def test_change_of_every_element_round_trips() -> None:
     random = np.random.default_rng(0)
     old, new = (halves(random.integers(0, 1 << 16, 70_000)) for _ in range(2))
-    there_and_back({"w": old}, {"w": new})
+    round_trip({"w": old}, {"w": new})
 
 
-def test_float16_comes_back() -> None:
+def test_float16_round_trips() -> None:
     old = torch.randn(500).half()
-    there_and_back({"w": old}, {"w": (old * 1.001).half()})
+    round_trip({"w": old}, {"w": (old * 1.001).half()})
 
 
 @given(left=PATTERNS, right=PATTERNS)
 @settings(max_examples=300, deadline=None, database=None)
-def test_order_of_the_integers_is_the_order_of_the_floats(left: int, right: int) -> None:
+def test_ordered_integers_have_the_order_of_the_floats(left: int, right: int) -> None:
     pair = halves([left, right])
     floats = pair.float()
     low, high = delta.ordered(delta.bits_of(pair)).tolist()
@@ -102,50 +101,50 @@ def test_order_of_the_integers_is_the_order_of_the_floats(left: int, right: int)
     assert delta.ordered(delta.ordered(delta.bits_of(pair))).tolist() == bits(pair)
 
 
-def test_next_larger_float_is_one_step_away_for_both_signs() -> None:
+def test_next_larger_negative_float_is_one_step_away() -> None:
     pair = halves([0xBF80, 0xBF7F])  # -1 and the next larger
     low, high = delta.ordered(delta.bits_of(pair)).tolist()
     assert high - low == 1
 
 
-def test_small_steps_are_far_smaller_than_the_weights() -> None:
+def test_delta_of_small_steps_is_close_to_its_entropy() -> None:
     random = torch.Generator().manual_seed(0)
     weights = 0.02 * torch.randn(400_000, generator=random)
     moved = weights + 2e-6 * torch.randn(400_000, generator=random)
     old, new = {"w": weights.bfloat16()}, {"w": moved.bfloat16()}
-    size = there_and_back(old, new)
+    size = round_trip(old, new)
     assert 2 * 400_000 / size > 30
     bound = delta.entropy_bits(delta.bits_of(old["w"]), delta.bits_of(new["w"])) / 8
     assert 0.75 < bound / size < 1.0
 
 
-def test_entropy_of_one_change_in_two_with_one_step_is_a_bit_per_element() -> None:
+def test_entropy_of_every_other_element_is_one_bit_each() -> None:
     old = torch.zeros(8, dtype=torch.int16).numpy()
     new = old.copy()
     new[::2] = 1
     assert delta.entropy_bits(old, new) == pytest.approx(8.0)
 
 
-def test_base_of_another_version_is_refused() -> None:
+def test_delta_of_another_base_is_refused() -> None:
     old, new = {"w": torch.zeros(9).bfloat16()}, {"w": torch.ones(9).bfloat16()}
     encoded = b"".join(delta.encode(old, new, {}))
-    with pytest.raises(ValueError, match="w comes from another base"):
+    with pytest.raises(ValueError, match="w has another base"):
         delta.apply(io.BytesIO(encoded).read, {"w": torch.full((9,), 5.0).bfloat16()})
 
 
 @pytest.mark.parametrize(
-    "work, reason",
+    "tensors, reason",
     [
         ({}, "unknown tensor 'w'"),
         ({"w": torch.zeros(8).bfloat16()}, "w has another size"),
         ({"w": torch.zeros(9).bfloat16(), "x": torch.zeros(1).bfloat16()}, "the delta lacks x"),
     ],
 )
-def test_delta_of_another_model_is_refused(work: dict[str, torch.Tensor], reason: str) -> None:
+def test_delta_of_another_model_is_refused(tensors: dict[str, torch.Tensor], reason: str) -> None:
     old, new = {"w": torch.zeros(9).bfloat16()}, {"w": torch.ones(9).bfloat16()}
     encoded = b"".join(delta.encode(old, new, {}))
     with pytest.raises(ValueError, match=reason):
-        delta.apply(io.BytesIO(encoded).read, work)
+        delta.apply(io.BytesIO(encoded).read, tensors)
 
 
 def delta_with(sizes: tuple[int, ...], streams: bytes, elements: int = 100) -> bytes:
@@ -170,15 +169,15 @@ FAR = frame(b"\xc8")
 @pytest.mark.parametrize(
     "encoded, reason",
     [
-        (b"", "ends too early"),
+        (b"", "truncated"),
         (b"NOPE", "not a delta"),
-        (delta_with((1 << 31, 10, 0, 0, 0, 0), b""), "a bomb"),
-        (delta_with((1, 1 << 30, 0, 0, 0, 0), b""), "a bomb"),
-        (delta_with((50, len(BOMB), 0, 0, 0, 0), BOMB), "a bomb|another size"),
+        (delta_with((1 << 31, 10, 0, 0, 0, 0), b""), "exceeds its maximum size"),
+        (delta_with((1, 1 << 30, 0, 0, 0, 0), b""), "exceeds its maximum size"),
+        (delta_with((50, len(BOMB), 0, 0, 0, 0), BOMB), "exceeds its maximum size|another size"),
         (delta_with((9, 9, 0, 0, 0, 0), b"not zstd!"), "not zstd"),
-        (delta_with((2, len(GAPS), 0, 0, 0, 0), GAPS), "a gap without end"),
-        (delta_with((1, len(FAR), 1, len(STEPS), 0, 0), FAR + STEPS), "behind the end"),
-        (delta_with((1, len(FAR), 0, 0, 0, 0), FAR), "as many gaps as steps"),
+        (delta_with((2, len(GAPS), 0, 0, 0, 0), GAPS), "gap is incomplete"),
+        (delta_with((1, len(FAR), 1, len(STEPS), 0, 0), FAR + STEPS), "beyond the end"),
+        (delta_with((1, len(FAR), 0, 0, 0, 0), FAR), "numbers of gaps and steps differ"),
     ],
 )
 def test_malformed_delta_is_refused(encoded: bytes, reason: str) -> None:
@@ -188,23 +187,23 @@ def test_malformed_delta_is_refused(encoded: bytes, reason: str) -> None:
 
 @given(noise=st.binary(max_size=200), keep=st.integers(0, 60))
 @settings(max_examples=300, deadline=None, database=None)
-def test_nothing_but_value_error_comes_out_of_garbage(noise: bytes, keep: int) -> None:
+def test_random_bytes_raise_only_value_error(noise: bytes, keep: int) -> None:
     old, new = {"w": torch.zeros(100).bfloat16()}, {"w": torch.ones(100).bfloat16()}
-    sound = b"".join(delta.encode(old, new, {}))
+    valid = b"".join(delta.encode(old, new, {}))
     with pytest.raises(ValueError):
-        apply_to_zeros(sound[:keep] + noise)
+        apply_to_zeros(valid[:keep] + noise)
 
 
-def test_delta_is_tried_for_16_bit_weights_only() -> None:
+def test_deltas_are_for_16_bit_models_only() -> None:
     one = torch.zeros(1)
     assert delta.unsuitable({"w": one.bfloat16()}) is None
     assert delta.unsuitable({"w": one.half()}) is None
-    assert delta.unsuitable({"w": one}) == "float32 weights change everywhere"
+    assert delta.unsuitable({"w": one}) == "all elements of float32 weights change"
     adapter = {"q.lora_A.weight": one.bfloat16(), "q.lora_B.weight": one.bfloat16()}
-    assert delta.unsuitable(adapter) == "an adapter is small and changes everywhere"
+    assert delta.unsuitable(adapter) == "an adapter is small and all its elements change"
 
 
-def test_memory_of_both_ways_is_a_fraction_of_the_weights() -> None:
+def test_memory_of_encode_and_apply_is_bounded() -> None:
     import tracemalloc
 
     random = torch.Generator().manual_seed(0)
@@ -215,10 +214,10 @@ def test_memory_of_both_ways_is_a_fraction_of_the_weights() -> None:
     tracemalloc.start()
     size = sum(len(piece) for piece in delta.encode(old, new, {}))
     pieces = delta.encode(old, new, {})
-    work = {"w": old["w"].clone()}
-    delta.apply(delta.reader_of(pieces), work)
+    copy = {"w": old["w"].clone()}
+    delta.apply(delta.reader_of(pieces), copy)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.1 * (80 << 20)
     assert size < 80 << 20
-    assert torch.equal(work["w"], new["w"])
+    assert torch.equal(copy["w"], new["w"])

@@ -1,26 +1,23 @@
-"""Two machines without a shared folder: the trainer serves, a generator follows, links break."""
+"""Two machines without a shared folder: the trainer serves its weights, connections break."""
 
 from __future__ import annotations
 
 import http.client
 import itertools
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from weight_sets import COMPANIONS, chain_of, publish, published, same, weights_at
+from weight_sets import COMPANIONS, publish, publish_chain, reports_of, same, weights_at
 
 from benchmarks.throttle import Link
-from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.backends import open_backend
-from peralta_zmq.weights.http_backend import HttpBackend, WeightServer
+from peralta_zmq.weights.http_backend import WeightServer
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
@@ -30,74 +27,67 @@ TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    opened = WeightStore.open(tmp_path / "weights")
-    opened.claim("run-1")
-    return opened
-
-
-@pytest.fixture
 def server(store: WeightStore) -> Iterator[WeightServer]:
     with closing(WeightServer(store.folder, host="127.0.0.1", port=0, token=TOKEN)) as opened:
         yield opened
 
 
-def reader(port: int, token: str | None = TOKEN) -> WeightStore:
-    return WeightStore(open_backend(f"http://127.0.0.1:{port}", token=token))
+def client_of(server: WeightServer, token: str | None = TOKEN) -> WeightStore:
+    return WeightStore.open(f"http://127.0.0.1:{server.port}", token=token)
 
 
-def get(port: int, path: str, **headers: str) -> tuple[int, bytes]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+def get(server: WeightServer, path: str, **headers: str) -> tuple[int, bytes]:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
         connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}", **headers})
         response = connection.getresponse()
         return response.status, response.read()
 
 
-def test_follower_serves_what_the_trainer_published(
+def test_subscriber_follows_over_http(
     store: WeightStore, server: WeightServer, tmp_path: Path
 ) -> None:
-    versions = chain_of(store, 3)
-    far = reader(server.port)
-    with closing(WeightSubscriber(far, tmp_path / "copy", poll_seconds=0.05)) as follower:
-        staged = follower.poll(timeout=20)
-        assert staged is not None and staged.version.weights_id == versions[2].weights_id
-        assert same(staged.tensors, weights_at(2))
-        follower.accept()
-        last = publish(store, 3, base=versions[2])
-        staged = follower.poll(timeout=20)
-        assert staged is not None and staged.bytes_read == last.size
-        assert same(staged.tensors, weights_at(3))
+    versions = publish_chain(store, 3)
+    remote = client_of(server)
+    with closing(WeightSubscriber(remote, tmp_path / "copy", poll_seconds=0.05)) as subscriber:
+        pending = subscriber.poll(timeout=20)
+        assert pending is not None and pending.version.weights_id == versions[2].weights_id
+        assert same(pending.tensors, weights_at(2))
+        subscriber.accept()
+        newest = publish(store, 3, base=versions[2])
+        pending = subscriber.poll(timeout=20)
+        assert pending is not None and pending.bytes_read == newest.size
+        assert same(pending.tensors, weights_at(3))
 
 
-def test_broken_connections_are_taken_up_where_they_broke(
+def test_broken_transfer_is_resumed(
     store: WeightStore, server: WeightServer, tmp_path: Path
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(200_000, generator=random).bfloat16()}
     store.publish(0, weights, companions=COMPANIONS)
     (tmp_path / "copy").mkdir()
-    copy = LocalReplica(tmp_path / "copy")
+    replica = LocalReplica(tmp_path / "copy")
     with closing(Link(server.port, breaks_after=150_000)) as link:
-        far = WeightStore(HttpBackend(link.address, token=TOKEN))
-        newest = far.newest()
+        remote = WeightStore.open(link.address, token=TOKEN)
+        newest = remote.newest()
         assert newest is not None
-        copy.advance(far, newest)
-    assert same(copy.tensors(), weights)
+        replica.advance(remote, newest)
+    assert same(replica.tensors(), weights)
 
 
-def test_nobody_there_has_no_newest(tmp_path: Path) -> None:
+def test_newest_without_a_server_is_none() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    assert reader(port).newest() is None
+    assert WeightStore.open(f"http://127.0.0.1:{port}").newest() is None
 
 
-def test_wrong_password_is_refused(store: WeightStore, server: WeightServer) -> None:
+def test_wrong_token_is_refused(store: WeightStore, server: WeightServer) -> None:
     publish(store, 0)
-    assert get(server.port, "/", Authorization="Bearer wrong")[0] == 401
-    assert reader(server.port, None).newest() is None
+    assert get(server, "/", Authorization="Bearer wrong")[0] == 401
+    assert client_of(server, None).newest() is None
     with pytest.raises(PermissionError, match=r"requires the password in weights\.token_file"):
-        reader(server.port, "f" * 16).backend.names()
+        client_of(server, "f" * 16).backend.names()
 
 
 @pytest.mark.parametrize(
@@ -105,113 +95,79 @@ def test_wrong_password_is_refused(store: WeightStore, server: WeightServer) -> 
     ["/../../etc/passwd", "/step_00000000/../RUN.json", "/step_00000000/.hidden", "/etc/passwd",
      "/step_00000000/%2e%2e", "//etc/passwd", "/.lease-1", "/step_00000000/a/b", "/step_0000000"],
 )  # fmt: skip
-def test_only_versions_are_served(store: WeightStore, server: WeightServer, path: str) -> None:
+def test_server_serves_nothing_but_versions(
+    store: WeightStore, server: WeightServer, path: str
+) -> None:
     publish(store, 0)
     (store.folder / "step_00000000" / ".hidden").write_text("x")
-    assert get(server.port, path) == (404, b"")
+    assert get(server, path) == (404, b"")
 
 
-def test_ranges_begin_where_asked(store: WeightStore, server: WeightServer) -> None:
+def test_server_honours_ranges(store: WeightStore, server: WeightServer) -> None:
     version = publish(store, 0)
-    whole = (version.folder / "manifest.json").read_bytes()
+    content = (version.folder / "manifest.json").read_bytes()
     path = f"/{version.folder.name}/manifest.json"
-    assert get(server.port, path) == (200, whole)
-    assert get(server.port, path, Range="bytes=10-") == (206, whole[10:])
-    assert get(server.port, path, Range="bytes=99999999-") == (206, b"")
-    assert get(server.port, path, Range="bytes=-x") == (200, whole)
+    assert get(server, path) == (200, content)
+    assert get(server, path, Range="bytes=10-") == (206, content[10:])
+    assert get(server, path, Range="bytes=99999999-") == (206, b"")
+    assert get(server, path, Range="bytes=-x") == (200, content)
 
 
-def test_served_place_cannot_be_published_to(server: WeightServer) -> None:
+def test_http_store_cannot_be_published_to(server: WeightServer) -> None:
     with pytest.raises(StoreError, match="is read-only"):
-        reader(server.port).claim("run-1")
+        client_of(server).claim("run-1")
 
 
-def test_serving_to_a_network_without_a_password_is_refused(tmp_path: Path) -> None:
+def test_server_on_a_network_without_a_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set weights\.token_file"):
         WeightServer(tmp_path, host="0.0.0.0", port=0, token=None)
 
 
-def test_port_in_use_is_refused(store: WeightStore, server: WeightServer) -> None:
+def test_server_on_a_used_port_is_refused(store: WeightStore, server: WeightServer) -> None:
     with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
         WeightServer(store.folder, host="127.0.0.1", port=server.port, token=None)
 
 
-@pytest.mark.parametrize(
-    "mode, text, match",
-    [(0o644, TOKEN, "chmod 600"), (0o600, "short", "weak password"), (None, "", "cannot be read")],
-)
-def test_password_file_is_checked(tmp_path: Path, mode: Any, text: str, match: str) -> None:
-    file = tmp_path / "token"
-    if mode is not None:
-        file.write_text(text)
-        os.chmod(file, mode)
-    with pytest.raises(ConfigError, match=match):
-        read_private_token(str(file))
-
-
-def test_password_file_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(TOKEN + "\n")
-    assert read_private_token(str(file)) == TOKEN
-    assert read_private_token(None) is None
-
-
 @pytest.mark.parametrize("address", ["http://", "http://host:99999", "http://host:1/path"])
-def test_address_that_is_none_is_refused(address: str) -> None:
+def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is not http://HOST:PORT"):
         open_backend(address)
 
 
-def test_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'ftp://x' is neither"):
-        open_backend("ftp://x")
+# Slow links.
 
 
-def test_link_that_is_fast_enough_says_nothing() -> None:
+def test_link_warning_states_sizes_and_times() -> None:
     assert link_warning(28e6, 2.5e6, 12.0) is None
+    warning = link_warning(1.19e9, 2.5e6, 30.0)
+    assert warning is not None and warning.startswith("this link cannot keep up: ")
+    assert "476.0 s" in warning and "every 16th version" in warning
 
 
-def test_link_that_is_too_slow_says_by_how_much() -> None:
-    said = link_warning(1.19e9, 2.5e6, 30.0)  # 476 s
-    assert said is not None and said.startswith("this link cannot keep up: ")
-    assert "476.0 s" in said and "every 16th version" in said
-
-
-def versions_a_second_apart(judge: LinkSpeedCheck, *sizes: float) -> list[str | None]:
-    return [
-        judge.add(number, int(size), noticed=float(number), bytes_per_second=1e6)
-        for number, size in enumerate(sizes)
+def test_link_check_warns_once_after_two_slow_versions() -> None:
+    check = LinkSpeedCheck()
+    warnings = [
+        check.add(number, int(size), noticed=float(number), bytes_per_second=1e6)
+        for number, size in enumerate([9e6, 9e6, 2e5, 2e6, 3e6, 9e6])
     ]
+    assert [bool(warning) for warning in warnings] == [False, False, False, False, True, False]
+    assert "3.0 MB takes 3.0 s at 1.00 MB/s, a step 1.0 s" in str(warnings[4])
 
 
-def test_link_is_judged_by_two_slow_versions_and_once() -> None:
-    said = versions_a_second_apart(LinkSpeedCheck(), 9e6, 9e6, 2e5, 2e6, 3e6, 9e6)
-    assert [bool(each) for each in said] == [False, False, False, False, True, False]
-    assert "3.0 MB takes 3.0 s at 1.00 MB/s, a step 1.0 s" in str(said[4])
-
-
-def test_generator_behind_a_slow_link_says_so(
+def test_subscriber_on_a_slow_link_warns(
     store: WeightStore, server: WeightServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(40_000, generator=random).bfloat16()}  # 80 kB: 0.6 s
-    with (
-        closing(Link(server.port, mbit_per_s=1)) as link,
-        closing(
-            WeightSubscriber(
-                WeightStore(HttpBackend(link.address, token=TOKEN)),
-                tmp_path / "copy",
-                poll_seconds=0.05,
-            )
-        ) as follower,
-    ):
-        for step in itertools.count():
-            store.publish(step, weights, companions=COMPANIONS)
-            if follower.poll(timeout=0.1):
-                follower.accept()
-            if "this link cannot keep up" in caplog.text:
-                break
+    with closing(Link(server.port, mbit_per_s=1)) as link:
+        remote = WeightStore.open(link.address, token=TOKEN)
+        with closing(WeightSubscriber(remote, tmp_path / "copy", poll_seconds=0.05)) as subscriber:
+            for step in itertools.count():
+                store.publish(step, weights, companions=COMPANIONS)
+                if subscriber.poll(timeout=0.1):
+                    subscriber.accept()
+                if "this link cannot keep up" in caplog.text:
+                    break
     assert "a version of 0.1 MB takes" in caplog.text
 
 
@@ -222,31 +178,27 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": 0.02 * torch.randn(100_000_000, generator=random)}
-    visible: dict[str, float] = {}
+    visible: dict[str, float] = {}  # seconds, by kind
     with (
         closing(Link(server.port, mbit_per_s=20, delay=0.06)) as link,
         closing(WeightPublisher(store, companions=COMPANIONS, keyframe_interval=100)) as publisher,
         closing(
             WeightSubscriber(
-                WeightStore(HttpBackend(link.address, token=TOKEN)),
-                tmp_path / "copy",
-                poll_seconds=0.2,
+                WeightStore.open(link.address, token=TOKEN), tmp_path / "copy", poll_seconds=0.2
             )
-        ) as follower,
+        ) as subscriber,
     ):
         for step in range(4):
             publisher.publish(step, weights)
-            (report,) = published(publisher)
+            (report,) = reports_of(publisher)
             assert report.version is not None
             started = time.monotonic()
-            staged = follower.poll(timeout=120)
-            assert staged is not None and staged.version.weights_id == report.version.weights_id
+            pending = subscriber.poll(timeout=120)
+            assert pending is not None and pending.version.weights_id == report.version.weights_id
             visible[report.version.kind] = time.monotonic() - started
-            expected = weights["w"].bfloat16()
-            assert torch.equal(staged.tensors["w"], expected)
-            follower.accept()
-            noise = torch.randn(100_000_000, generator=random)
-            weights["w"] += 2e-6 * noise.sign_()
+            assert torch.equal(pending.tensors["w"], weights["w"].bfloat16())
+            subscriber.accept()
+            weights["w"] += 2e-6 * torch.randn(100_000_000, generator=random).sign_()
     with capsys.disabled():
         print(f"\nvisible after: {visible}")
     assert visible["keyframe"] > 70  # 200 MB at 2.5 MB/s

@@ -1,7 +1,7 @@
-"""A bucket keeps the store's contract: a local one of obstore, and a server that speaks S3.
+"""Object stores fulfil the contract of a weight store: a local one of obstore and an S3 server.
 
-The server is moto's, where `moto_server` is on PATH or named by PERALTA_MOTO_SERVER
-(pip install 'moto[s3,server]', best into an environment of its own).
+The server is moto's, if `moto_server` is on PATH or named by PERALTA_MOTO_SERVER
+(pip install 'moto[s3,server]' in a separate environment).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weight_sets import chain_of, publish, same, weights_at
+from weight_sets import publish, publish_chain, same, weights_at
 
 from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
@@ -30,7 +30,7 @@ MOTO = os.environ.get("PERALTA_MOTO_SERVER") or shutil.which("moto_server")
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """A server that speaks S3, with one bucket."""
+    """Address of an S3 server with one bucket."""
     if MOTO is None:
         pytest.skip("moto_server is not on PATH: pip install 'moto[s3,server]'")
     with socket.socket() as free:
@@ -39,19 +39,23 @@ def endpoint() -> Iterator[str]:
     server = subprocess.Popen([MOTO, "-p", str(port)], stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
-        made = False
-        while not made:
-            assert server.poll() is None
-            try:
-                request = urllib.request.Request(f"{address}/bucket", method="PUT")
-                with urllib.request.urlopen(request, timeout=10):
-                    made = True
-            except OSError:
-                time.sleep(0.05)
+        create_bucket(server, address)
         yield address
     finally:
         server.kill()
         server.wait()
+
+
+def create_bucket(server: subprocess.Popen[bytes], address: str) -> None:
+    """Retry until the server has started."""
+    while server.poll() is None:
+        try:
+            request = urllib.request.Request(f"{address}/bucket", method="PUT")
+            with urllib.request.urlopen(request, timeout=10):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"moto_server exited with code {server.returncode}")
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -73,24 +77,24 @@ def store(
     return opened
 
 
-def test_chains_are_published_and_read(store: WeightStore, tmp_path: Path) -> None:
-    versions = chain_of(store, 3)
+def test_chain_is_published_and_read(store: WeightStore, tmp_path: Path) -> None:
+    versions = publish_chain(store, 3)
     assert store.newest() == versions[2]
     (tmp_path / "copy").mkdir()
-    copy = LocalReplica(tmp_path / "copy")
-    copy.advance(store, versions[2])
-    assert same(copy.tensors(), weights_at(2))
+    replica = LocalReplica(tmp_path / "copy")
+    replica.advance(store, versions[2])
+    assert same(replica.tensors(), weights_at(2))
 
 
-def test_old_versions_are_removed(store: WeightStore) -> None:
+def test_pruning_removes_old_versions(store: WeightStore) -> None:
     pruner = Pruner(store, Retention(last=2))
     for step in range(4):
         publish(store, step, pruner=pruner)
-    assert [each.number for each in store.versions()] == [2, 3]
+    assert [version.number for version in store.versions()] == [2, 3]
 
 
-def test_version_without_stable_is_not_there(store: WeightStore) -> None:
+def test_newest_ignores_a_version_without_stable(store: WeightStore) -> None:
     good = publish(store, 0)
     store.backend.write_file("step_00000001/manifest.json", b"{}")
-    store.backend.write_file("step_00000001/delta.bin", b"begun")
+    store.backend.write_file("step_00000001/delta.bin", b"partial")
     assert store.newest() == good

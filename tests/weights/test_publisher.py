@@ -1,4 +1,4 @@
-"""The trainer hands over and goes on; the newest weights win; failures are told and tried again."""
+"""The trainer hands over its weights and continues; failures are reported and retried."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from weight_sets import COMPANIONS, published, same, weights_at
+from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_at
 
 from peralta_zmq import models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.weights import publisher as publishing
-from peralta_zmq.weights.publisher import WeightPublisher
-from peralta_zmq.weights.replica import load_version
+from peralta_zmq.weights import publisher as publisher_module
+from peralta_zmq.weights.publisher import Pruner, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.tensors import MappedTensors
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import Version
 
 Opener = Callable[..., WeightPublisher]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    opened = WeightStore.open(tmp_path / "weights")
-    opened.claim("run-1")
-    return opened
 
 
 @pytest.fixture
@@ -45,231 +36,176 @@ def open_publisher(store: WeightStore) -> Iterator[Opener]:
         return opened[-1]
 
     yield open_one
-    for each in opened:
-        each.close(timeout=5)
+    for publisher in opened:
+        publisher.close(timeout=5)
 
 
 def masters(step: int) -> dict[str, torch.Tensor]:
+    """float32 weights."""
     return {name: tensor.float() for name, tensor in weights_at(step).items()}
 
 
-def test_chains_are_as_long_as_told_and_every_version_is_bit_exact(
+def published(
+    publisher: WeightPublisher,
+    step: int,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> Version:
+    """The version of a step, after it is published."""
+    publisher.publish(step, tensors or masters(step), **options)
+    (report,) = reports_of(publisher)
+    assert report.version is not None, report.reason
+    return report.version
+
+
+def test_keyframe_interval_is_kept_and_every_version_is_bit_exact(
     store: WeightStore, open_publisher: Opener
 ) -> None:
     publisher = open_publisher(keyframe_interval=3)
-    kinds = []
-    for step in range(7):
-        publisher.publish(step, masters(step))
-        (report,) = published(publisher)
-        assert report.version is not None
-        kinds.append(report.version.kind)
-        with load_version(store, report.version) as folder:
-            assert same(MappedTensors(folder / WEIGHTS), weights_at(step))
-    assert kinds == ["keyframe", "delta", "delta"] * 2 + ["keyframe"]
+    versions = [published(publisher, step) for step in range(4)]
+    assert same(loaded(store, versions[3]), weights_at(3))
+    versions += [published(publisher, step) for step in range(4, 7)]
+    assert [version.kind for version in versions] == (
+        ["keyframe", "delta", "delta"] * 2 + ["keyframe"]
+    )
+    assert all(same(loaded(store, each), weights_at(each.step)) for each in versions[4:])
 
 
-def test_last_version_is_whole_when_asked(open_publisher: Opener) -> None:
+def test_requested_keyframe_is_published(open_publisher: Opener) -> None:
     publisher = open_publisher()
-    publisher.publish(0, masters(0))
-    published(publisher)
-    publisher.publish(1, masters(1), keyframe=True)
-    (report,) = published(publisher)
-    assert report.version is not None and report.version.kind == "keyframe"
+    published(publisher, 0)
+    assert published(publisher, 1, keyframe=True).kind == "keyframe"
 
 
-def test_snapshot_is_taken_at_once(store: WeightStore, open_publisher: Opener) -> None:
+def test_float32_is_published_as_keyframes(open_publisher: Opener) -> None:
+    publisher = open_publisher(dtype=torch.float32)
+    assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "keyframe"]
+
+
+def test_snapshot_is_a_copy(store: WeightStore, open_publisher: Opener) -> None:
     publisher = open_publisher()
     weights = masters(1)
     publisher.publish(1, weights)
-    weights["wide"].zero_()  # the next step
-    (report,) = published(publisher)
-    assert report.version is not None
-    with load_version(store, report.version) as folder:
-        assert same(MappedTensors(folder / WEIGHTS), weights_at(1))
+    weights["wide"].zero_()  # the next optimizer step
+    (report,) = reports_of(publisher)
+    assert report.version is not None and same(loaded(store, report.version), weights_at(1))
 
 
-def test_what_is_still_under_way_is_published_when_it_is_here(
+def test_gpu_copies_that_arrive_late_are_published(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's copies land in their buffers at any time before `arrive` returns."""
-    copy = publishing._copy
+    """Copies from a GPU may arrive in their buffers until `wait_for_copies` returns."""
+    copy = publisher_module._copy
 
-    def slow_copy(*given: Any) -> Any:
-        landed, arrive = copy(*given)
-        buffers = {name: torch.zeros_like(each) for name, each in landed.items()}
+    def slow_copy(*arguments: Any) -> Any:
+        copies, wait_for_copies = copy(*arguments)
+        buffers = {name: torch.zeros_like(tensor) for name, tensor in copies.items()}
 
-        def land() -> None:
-            arrive()
-            for name, each in landed.items():
-                buffers[name].copy_(each)
+        def arrive() -> None:
+            wait_for_copies()
+            for name, tensor in copies.items():
+                buffers[name].copy_(tensor)
 
-        return buffers, land
+        return buffers, arrive
 
-    monkeypatch.setattr(publishing, "_copy", slow_copy)
+    monkeypatch.setattr(publisher_module, "_copy", slow_copy)
     publisher = open_publisher()
     for step in range(3):
-        publisher.publish(step, masters(step))
-        (report,) = published(publisher)
-        assert report.version is not None
-        with load_version(store, report.version) as folder:
-            assert same(MappedTensors(folder / WEIGHTS), weights_at(step))
-
-
-def test_float32_is_published_whole(open_publisher: Opener) -> None:
-    publisher = open_publisher(dtype=torch.float32)
-    for step in range(2):
-        publisher.publish(step, masters(step))
-        (report,) = published(publisher)
-        assert report.version is not None and report.version.kind == "keyframe"
+        assert same(loaded(store, published(publisher, step)), weights_at(step))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_asked_keyframe_is_not_lost_with_the_snapshot_it_was_asked_with(
-    store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, fails: bool
+def test_requested_keyframe_survives_its_snapshot(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     publisher = open_publisher(keyframe_interval=100)
-    for step in range(2):
-        publisher.publish(step, masters(step))
-        (report,) = published(publisher)
-    assert report.version is not None and report.version.kind == "delta"
-    moves = threading.Event()
+    published(publisher, 0)
+    assert published(publisher, 1).kind == "delta"
+    disk_works = threading.Event()
     if fails:
         with monkeypatch.context() as full:
             full.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
             publisher.publish(2, masters(2), keyframe=True)
-            (report,) = published(publisher)
+            (report,) = reports_of(publisher)
             assert report.version is None
     else:
-        moves = stuck_disk(monkeypatch, publisher)
+        disk_works = stuck_disk(monkeypatch, publisher)
         publisher.publish(91, masters(91), keyframe=True)
     publisher.publish(92, masters(92))
-    moves.set()
+    disk_works.set()
+    report = reports_of(publisher)[-1]
     while report.step != 92 or report.version is None:
-        (*_, report) = published(publisher)
+        (*_, report) = reports_of(publisher)
     assert report.version.kind == "keyframe"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_hundred_versions_of_a_model_in_training_are_bit_exact(
-    store: WeightStore, open_publisher: Opener, tmp_path: Path
-) -> None:
-    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    named = dict(model.named_parameters())
-    optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
-    set_learning_rate(optimizer, 2e-6)
-    random = torch.Generator().manual_seed(0)
-    vocabulary = int(model.config.vocab_size)
-    publisher = open_publisher(keyframe_interval=1000)
-    kinds: list[str] = []
-    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.01)) as follower:
-        for step in range(101):
-            publisher.publish(step, models.weights_of(model))
-            (report,) = published(publisher)
-            assert report.version is not None
-            kinds.append(report.version.kind)
-            staged = follower.poll(timeout=30)
-            assert staged is not None and staged.version.weights_id == report.version.weights_id
-            assert hashes(staged.tensors) == hashes(models.weights_of(model))
-            follower.accept()
-            tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
-            scores = models.token_logprobs(model, tokens, torch.ones_like(tokens))
-            (-scores[:, 1:].mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    assert kinds == ["keyframe", *["delta"] * 100]
-    first, last = store.find(0), store.find(100)
-    assert first is not None and last is not None and last.depth == 100
-    with load_version(store, last) as folder:  # a joiner reads all hundred
-        assert hashes(MappedTensors(folder / WEIGHTS)) == hashes(staged.tensors)
-    assert hashes(staged.tensors) != hashes(models.weights_of(model))
-
-
-def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """sha256 of each tensor as bf16."""
-    return {
-        name: hashlib.sha256(
-            tensors[name].detach().bfloat16().view(torch.int16).numpy()
-        ).hexdigest()
-        for name in tensors
-    }
-
-
 def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> threading.Event:
-    """A disk that keeps the thread busy with version 90 until this is set."""
-    real, moves = os.fsync, threading.Event()
+    """Keep the thread busy with version 90 until the returned event is set."""
+    fsync, disk_works = os.fsync, threading.Event()
 
-    def fsync(descriptor: int) -> None:
-        moves.wait(10)
-        real(descriptor)
+    def slow_fsync(descriptor: int) -> None:
+        disk_works.wait(10)
+        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", slow_fsync)
     publisher.publish(90, masters(90))
     while publisher._waiting:
         time.sleep(0.001)
-    return moves
+    return disk_works
 
 
-def test_trainer_does_not_wait_for_a_disk_that_stands_still_and_the_newest_wins(
+def test_stuck_disk_stalls_no_step_and_the_newest_snapshot_wins(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    moves = stuck_disk(monkeypatch, publisher)
+    disk_works = stuck_disk(monkeypatch, publisher)
     stalls = [publisher.publish(step, masters(step)) for step in range(91, 100)]
     assert max(stalls) < 5
-    moves.set()
-    steps = [report.step for report in published(publisher)]
-    assert steps == [90, 99]
+    disk_works.set()
+    assert [report.step for report in reports_of(publisher)] == [90, 99]
 
 
-def test_failure_is_told_and_tried_again_until_it_works(
-    store: WeightStore,
-    open_publisher: Opener,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_failed_publication_is_reported_and_retried(
+    store: WeightStore, open_publisher: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(publisher_module, "FIRST_DELAY", 0.05)
     publisher = open_publisher()
     store.folder.rename(tmp_path / "away")
     publisher.publish(1, masters(1))
-    failed, *_ = published(publisher)
+    failed, *_ = reports_of(publisher)
     assert failed.version is None
     assert "cannot publish step 1" in failed.reason and "is it mounted?" in failed.reason
     assert not store.folder.exists()
     (tmp_path / "away").rename(store.folder)
-    while not (reports := [each for each in publisher.take_reports() if each.version]):
+    while not (reports := [report for report in publisher.take_reports() if report.version]):
         publisher.wait(0.1)
-    assert [each.step for each in reports] == [1]
+    assert [report.step for report in reports] == [1]
 
 
-def test_after_a_failure_the_next_delta_is_made_from_what_is_published(
+def test_delta_after_a_failure_has_a_published_base(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    publisher.publish(0, masters(0))
-    published(publisher)
+    published(publisher, 0)
     with monkeypatch.context() as full:
         full.setattr(store.backend, "free_bytes", lambda: 0)
         publisher.publish(1, masters(1))
-        assert [each.version for each in published(publisher)] == [None]
+        assert [report.version for report in reports_of(publisher)] == [None]
     publisher.publish(2, masters(2))
-    report = published(publisher)[-1]
-    assert report.version is not None and report.version.parent == 0
-    with load_version(store, report.version) as folder:
-        assert same(MappedTensors(folder / WEIGHTS), weights_at(2))
+    version = reports_of(publisher)[-1].version
+    assert version is not None and version.parent == 0
+    assert same(loaded(store, version), weights_at(2))
 
 
-def test_pace_holds_on_average(open_publisher: Opener) -> None:
+def test_rate_limit_holds_on_average(open_publisher: Opener) -> None:
     publisher = open_publisher(max_mbit_per_s=1.0)
     started = time.monotonic()
-    publisher.publish(0, {"w": torch.randn(50_000)})  # 100 kB, 0.8 s
-    publisher.wait(30)
-    publisher.publish(1, {"w": torch.randn(50_000)})
-    assert publisher.wait(30)
+    for step in range(2):
+        published(publisher, step, {"w": torch.randn(50_000)})  # 100 kB: 0.8 s
     assert 0.7 < time.monotonic() - started < 30
 
 
-def test_closing_waits_for_the_last_version_without_its_pace(
+def test_close_publishes_the_last_version_without_rate_limit(
     store: WeightStore, open_publisher: Opener
 ) -> None:
     publisher = open_publisher(max_mbit_per_s=0.001)
@@ -279,13 +215,77 @@ def test_closing_waits_for_the_last_version_without_its_pace(
     assert newest is not None and newest.step == 3
 
 
-def test_a_bug_in_the_thread_stops_the_trainer(open_publisher: Opener) -> None:
+def test_exception_in_the_thread_is_raised_in_the_trainer(open_publisher: Opener) -> None:
     publisher = open_publisher()
-    publisher.publish(0, {"w": torch.zeros(3)})
-    published(publisher)
-    publisher._store = None  # type: ignore[assignment]
-    publisher.publish(1, {"w": torch.zeros(3)})
+    published(publisher, 0)
+    store, publisher._store = publisher._store, None  # type: ignore[assignment]
+    publisher.publish(1, masters(1))
     assert publisher.wait(30)
     with pytest.raises(AttributeError):
         publisher.take_reports()
-    publisher._store = WeightStore.open(Path("nowhere"))
+    publisher._store = store
+
+
+def test_pruning_spares_slow_readers_and_versions_being_read(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("peralta_zmq.weights.publisher.time.monotonic", lambda: now[0])
+    pruner = Pruner(store, Retention(last=1, seconds=60))
+
+    def numbers_after(step: int) -> list[int]:
+        publish(store, step, pruner=pruner)
+        return store.numbers()
+
+    assert numbers_after(1) == [1]
+    assert numbers_after(2) == [1, 2]
+    now[0] += 59
+    assert numbers_after(3) == [1, 2, 3]
+    now[0] += 2
+    with store.backend.reading("step_00000001"):
+        assert numbers_after(4) == [1, 2, 3, 4]  # 2 has been spare for 59 s
+        now[0] += 100  # this load takes at least 101 s
+        assert numbers_after(5) == [1, 4, 5]
+    now[0] += 1
+    assert numbers_after(6) == [1, 4, 5, 6]  # others are kept for 3 x 101 s
+    now[0] += 150
+    assert numbers_after(7) == [4, 5, 6, 7]  # 1 has been spare for 312 s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_100_deltas_of_a_model_in_training_are_bit_exact(
+    store: WeightStore, open_publisher: Opener, tmp_path: Path
+) -> None:
+    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
+    optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
+    set_learning_rate(optimizer, 2e-6)
+    random = torch.Generator().manual_seed(0)
+    vocabulary = int(model.config.vocab_size)
+    publisher = open_publisher(keyframe_interval=1000)
+    versions: list[Version] = []
+    with closing(WeightSubscriber(store, tmp_path / "copy", poll_seconds=0.01)) as subscriber:
+        for step in range(101):
+            versions.append(published(publisher, step, models.weights_of(model)))
+            pending = subscriber.poll(timeout=30)
+            assert pending is not None and pending.version.weights_id == versions[-1].weights_id
+            newest = hashes(pending.tensors)
+            assert newest == hashes(models.weights_of(model))
+            subscriber.accept()
+            tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
+            logprobs = models.token_logprobs(model, tokens, torch.ones_like(tokens))
+            (-logprobs[:, 1:].mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    assert [version.kind for version in versions] == ["keyframe", *["delta"] * 100]
+    assert versions[-1].depth == 100
+    assert hashes(loaded(store, versions[-1])) == newest  # reads the whole chain
+    assert hashes(models.weights_of(model)) != newest
+
+
+def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """sha256 of each tensor as bf16."""
+    return {
+        name: hashlib.sha256(tensor.detach().bfloat16().view(torch.int16).numpy()).hexdigest()
+        for name, tensor in tensors.items()
+    }
