@@ -99,9 +99,9 @@ def _encode(group: RolloutGroup) -> bytes:
     buffers = _buffers_of(rollouts)
     prompt = _shared_prompt(buffers)
     names = _reward_names(rollouts)
-    message = {
+    message: dict[str, Any] = dict(zip(ENVELOPE, _envelope_of(group), strict=True))
+    message |= {
         "format": FORMAT,
-        **dict(zip(ENVELOPE, _envelope_of(group), strict=True)),
         "turns": pack(f"<{len(rollouts)}H", *buffers.turns),
         "spans": pack(f"<{len(buffers.spans)}I", *buffers.spans),
         "prompt": prompt,
@@ -219,15 +219,13 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         envelope, columns = _read_fields(message, frame)
     except MALFORMED as error:
         raise WireError(_malformed(error)) from None
-    *identity, min_sequence, sample_index, evaluation_step = envelope
+    identity, rest = envelope[:8], envelope[8:]
     try:
         rollouts = _decode_rollouts(message["policy_step"], vocab_size, *columns)
     except MALFORMED as error:
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
+        group = RolloutGroup(*identity, rollouts=(), min_sequence=rest[0])
         raise InvalidGroupError(_malformed(error), group) from None
-    return RolloutGroup(
-        *identity, rollouts, min_sequence, sample_index, evaluation_step, rollouts.summary
-    )
+    return RolloutGroup(*identity, rollouts, *rest, rollouts.summary)
 
 
 def _malformed(error: Exception) -> str:
