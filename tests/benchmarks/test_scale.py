@@ -40,7 +40,7 @@ class Queue:
     def commit(self) -> None:
         pass
 
-    def announce(self, step: int, *, begun: int) -> None:
+    def announce(self, step: int, *, started_step: int) -> None:
         pass
 
 

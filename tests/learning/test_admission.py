@@ -129,8 +129,9 @@ def test_group_of_weights_left_behind_by_a_roll_back_is_not_trained(field: dict[
 
 
 def test_group_with_one_token_of_weights_left_behind_is_not_trained() -> None:
-    group = group_of([1, 0], policy_step=4)
-    group.rollouts[1].policy_steps[-1] = 5
+    first, second = group_of([1, 0], policy_step=4).rollouts
+    second.policy_steps[-1] = 5
+    group = replace(group_of([1, 0], policy_step=4), rollouts=(first, second))
     received = wire.decode_group(wire.encode_group(group), vocab_size=64)
     for each in (group, received):
         assert Admission(8).admit(each, step=5) == "abandoned"
