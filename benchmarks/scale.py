@@ -39,8 +39,7 @@ from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
-from peralta_zmq.trainer.status import StatusPublisher
-from peralta_zmq.trainer.stop_signal import StopSignal
+from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4
@@ -188,7 +187,7 @@ def trainer(asked: dict[str, Any]) -> None:
         said = {
             **taken.summary(count),
             "memory": own_bytes(os.getpid()),
-            "announcement": len(wire.encode_announcement(speaker.said)),
+            "announcement": len(wire.encode_announcement(speaker.announcement)),
         }
     sys.stdout.write(json.dumps(said) + "\n")
 
@@ -224,7 +223,7 @@ def one_step(intake: BatchCollector, step: int) -> list[RolloutGroup]:
     """The groups of a step in which nothing is learned."""
     groups, _ = intake.collect(step, lambda idle: None)
     intake.commit()
-    intake.announce(step, started_step=step)
+    intake.acknowledgements.publish(step, started_step=step)
     return groups
 
 
@@ -248,14 +247,14 @@ def open_intake(
     (folder / "books").mkdir()
     books = stack.enter_context(RunLog(folder / "books", run="scale", max_steps=1))
     speaker = StatusPublisher(announcer, wire.Announcement(RUN, incarnation=os.urandom(8)))
-    roster, nobody, stop = GeneratorRegistry(counters, books, {}), cast(Any, None), StopSignal()
-    evaluations = EvaluationCoordinator(config, nobody, nobody, nobody, books, speaker, stop)
+    roster, nobody = GeneratorRegistry(counters, books, {}), cast(Any, None)
+    session = Session(config, RUN, books, speaker, StopSignal())
+    evaluations = EvaluationCoordinator(session, nobody, nobody, nobody)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = DifficultyPools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
     intake = BatchCollector(
-        config, receiver=receiver, run_id=RUN, vocab_size=VOCAB_SIZE, journal=journal,
-        roster=roster, pools=pools, evaluations=evaluations, books=books, speaker=speaker,
-        stop=stop,
+        session, receiver=receiver, journal=journal, generators=roster, pools=pools,
+        evaluations=evaluations,
     )  # fmt: skip
     return intake, roster, speaker, address
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import length_hint
@@ -19,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from peralta_zmq import atomic_files, models, registry
+from peralta_zmq import models, registry
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
@@ -28,7 +26,7 @@ from peralta_zmq.engines.lora import AdaptedEngine
 from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
-from peralta_zmq.errors import ConfigError, JournalError, UserCodeError
+from peralta_zmq.errors import ConfigError, UserCodeError
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter
@@ -44,7 +42,6 @@ from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
-IDENTITY = "RUN.json"
 TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
 # A loss with one of these options above 0 needs logprobs of that model.
 MODEL_OPTIONS = {"beta": "reference", "teacher_tau": "teacher"}
@@ -509,36 +506,3 @@ def _in_environment(problem: Problem, label: str, keys: Sequence[str]) -> Proble
         "id": problem.id,
     }
     return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
-
-
-# Identity of a run.
-
-
-def run_id_of(folder: Path, name: str) -> str:
-    """The id of the run in `folder`, or a new one. Raises JournalError when it cannot be read."""
-    return _told_in(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
-
-
-def weights_of(folder: Path) -> str | None:
-    """Where the run in `folder` has published, if it has."""
-    return _told_in(folder, "weights")
-
-
-def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
-    """Note which run lies in `folder` and where it publishes. Raises OSError."""
-    text = json.dumps({"run_id": run_id, "weights": weights}) + "\n"
-    atomic_files.replace_file(folder / IDENTITY, text.encode())
-
-
-def _told_in(folder: Path, field: str) -> str | None:
-    file = folder / IDENTITY
-    try:
-        told = json.loads(file.read_text("utf-8"))[field]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JournalError(
-            f"{file} cannot be read ({error}); put a copy back: the run_id in it is that of "
-            "manifest.json in each checkpoint"
-        ) from None
-    return None if told is None else str(told)

@@ -65,13 +65,13 @@ def signals() -> Iterator[None]:
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
     """More than enough for all steps; some are filtered, some make their problem rest."""
     drawn = random.Random(7)
-    ids = list(trainer._intake.pools._positions)
+    ids = list(trainer.collector.curriculum.pools._positions)
     return [
         group_of(
             [float(drawn.random() < 0.5) for _ in range(4)],
             lengths=[drawn.randint(2, 9) for _ in range(4)],
             seed=number, sequence=number, sample_index=3 * number,
-            problem_id=ids[drawn.randrange(12)], run_id=trainer._run_id,
+            problem_id=ids[drawn.randrange(12)], run_id=trainer.session.run_id,
         )
         for number in range(STEPS * 6)
     ]  # fmt: skip
@@ -122,15 +122,15 @@ class Session:
     def advance(self) -> dict[str, Any]:
         """The state after one more step."""
         self.trainer.advance()
-        learner = self.trainer._learner
+        learner = self.trainer.policy.learner
         return {
             "step": learner.step,
             "tensors": {name: each.clone() for name, each in learner.state().items()},
             "rate": learner.learning_rate(learner.step),
-            "pools": self.trainer._intake.pools.saved(),
-            "excluded": self.trainer._speaker.said.excluded,
-            "next_sample_index": self.trainer._intake.saved()["next_sample_index"],
-            "outcomes": dict(self.trainer._intake.admission.ledger.outcomes),
+            "pools": self.trainer.collector.curriculum.pools.saved(),
+            "excluded": self.trainer.session.status.announcement.excluded,
+            "next_sample_index": self.trainer.collector.state()["next_sample_index"],
+            "outcomes": dict(self.trainer.collector.admission.ledger.outcomes),
         }
 
 
@@ -155,7 +155,7 @@ def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit
             first.advance()
     with ExitStack() as stack:
         second = Session(stack, tmp_path / "cut", *more)
-        assert second.trainer._learner.step == 3
+        assert second.trainer.policy.learner.step == 3
         found = [second.advance() for _ in range(5)]
     for before, after in zip(expected[3:], found, strict=True):
         tensors, again = before.pop("tensors"), after.pop("tensors")
@@ -174,23 +174,26 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
 ) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, setting)
-        assert first.trainer._speaker.said.evaluation_step == -1  # it is no resume
+        assert first.trainer.session.status.announcement.evaluation_step == -1  # it is no resume
         for _ in range(3):
             first.advance()
     with ExitStack() as stack:
         second = Session(stack, tmp_path, setting)
-        said = second.trainer._speaker.said
+        said = second.trainer.session.status.announcement
         assert said.evaluation_step == evaluated
-        assert len(second.trainer._evaluations._held_out.problems) == 2
+        assert len(second.trainer.evaluations._held_out.problems) == 2
         if evaluated < 0:
             return
-        for number, problem in enumerate(second.trainer._evaluations._held_out.problems):
+        for number, problem in enumerate(second.trainer.evaluations._held_out.problems):
             answer = group_of([1.0], seed=number, problem_id=problem.id, policy_step=3,
-                              evaluation_step=3, run_id=second.trainer._run_id)  # fmt: skip
-            second.trainer._evaluations.take(answer)
-        assert second.trainer._books.has_evaluation(3)
+                              evaluation_step=3, run_id=second.trainer.session.run_id)  # fmt: skip
+            second.trainer.evaluations.receive(answer)
+        assert second.trainer.session.run_log.has_evaluation(3)
     with ExitStack() as stack:  # once is enough
-        assert Session(stack, tmp_path, setting).trainer._speaker.said.evaluation_step == -1
+        assert (
+            Session(stack, tmp_path, setting).trainer.session.status.announcement.evaluation_step
+            == -1
+        )
 
 
 def lose_step_3(folder: Path) -> str:
@@ -199,9 +202,9 @@ def lose_step_3(folder: Path) -> str:
         first = Session(stack, folder)
         for _ in range(3):  # the checkpoint is of step 2
             first.advance()
-        first.trainer._broadcast.wait(30)
-        lost = first.trainer._broadcast.store.newest()
-        file = first.trainer._intake.journal.file_of(3)
+        first.trainer.publishing.wait(30)
+        lost = first.trainer.publishing.store.newest()
+        file = first.trainer.collector.journal.file_of(3)
     assert lost is not None and lost.step == 3
     os.truncate(file, file.stat().st_size - 5)
     return lost.weights_id
@@ -211,14 +214,14 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
-        second.trainer._broadcast.wait(30)
-        assert 3 not in replay._published(second.trainer._config)
-        assert [each.lineage for each in second.trainer._broadcast.store.versions()][-1] == 1
+        second.trainer.publishing.wait(30)
+        assert 3 not in replay._published(second.trainer.session.config)
+        assert [each.lineage for each in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
-        assert second.trainer._intake.admission.admit(late, step=5) == "abandoned"
+        assert second.trainer.collector.admission.admit(late, step=5) == "abandoned"
     with ExitStack() as stack:  # once is enough
-        assert Session(stack, tmp_path).trainer._books.last_step == 4
+        assert Session(stack, tmp_path).trainer.session.run_log.last_step == 4
     run = tmp_path / "demo"
     assert [row["step"] for row in read_rows(run / METRICS)] == [1, 2, 3, 3, 4]
     backs = [row["step"] for row in read_rows(run / EVENTS) if row["event"] == "roll_back"]
@@ -230,10 +233,10 @@ def test_a_roll_back_to_the_step_that_is_out_publishes_it_as_the_new_lines(tmp_p
         first = Session(stack, tmp_path)
         for _ in range(2):
             first.advance()
-        first.trainer._save()
+        first.trainer.steps.save()
     for more in (("--checkpoint.resume-step=2",), ()):  # once is enough
         with ExitStack() as stack:
-            versions = Session(stack, tmp_path, *more).trainer._broadcast.store.versions()
+            versions = Session(stack, tmp_path, *more).trainer.publishing.store.versions()
             assert [(each.step, each.lineage) for each in versions][-2:] == [(2, 0), (2, 1)]
             assert versions[-1].field("result") == versions[-2].field("result")
 
@@ -249,9 +252,9 @@ def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_an
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:
         third = Session(stack, tmp_path).trainer
-        newest = third._broadcast.store.newest()
+        newest = third.publishing.store.newest()
         assert newest is not None and newest.step == 3 and newest.weights_id != lost
-        assert third._speaker.said.weights_id == newest.weights_id
+        assert third.session.status.announcement.weights_id == newest.weights_id
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_weights(
@@ -292,9 +295,9 @@ class Continued:
         """Send groups, and take steps up to this one, each of which is published."""
         for group in groups:
             assert self._sender.send(wire.encode_group(group), timeout=5)
-        while trainer._learner.step < until:
+        while trainer.policy.learner.step < until:
             trainer.advance()
-            trainer._broadcast.wait(30)  # of versions that wait the newest alone comes out
+            trainer.publishing.wait(30)  # of versions that wait the newest alone comes out
 
 
 @pytest.fixture
@@ -307,7 +310,7 @@ def steps_published(folder: Path) -> list[object]:
 
 
 def weights_of(trainer: Trainer) -> str:
-    return replay.fingerprint(lora.published_weights(trainer._model))
+    return replay.fingerprint(lora.published_weights(trainer.policy.model))
 
 
 def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
@@ -319,20 +322,20 @@ def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
         published = weights_of(killed)
     with ExitStack() as stack:
         trainer = continued.open(stack, max_steps=8)
-        learn = trainer._learn
+        learn = trainer.steps.learn
 
         def stopped(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-            trainer._stop.asked = True
+            trainer.session.stop.requested = True
             return learn(groups)
 
-        monkeypatch.setattr(trainer, "_learn", stopped)
+        monkeypatch.setattr(trainer.steps, "learn", stopped)
         trainer.recover()
         trainer.finish()
-        assert trainer._learner.step == 1
+        assert trainer.policy.learner.step == 1
     with ExitStack() as stack:
         trainer = continued.open(stack, max_steps=8)
         trainer.recover()
-        assert (trainer._learner.step, weights_of(trainer)) == (3, published)
+        assert (trainer.policy.learner.step, weights_of(trainer)) == (3, published)
     assert steps_published(continued.folder) == [0, 1, 2, 3]
     assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
 
@@ -362,7 +365,7 @@ def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued:
 
     def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
         made = [group_of([1, 0, 0, 0], generator_id=name, sequence=number, seed=number,
-                         run_id=trainer._run_id) for number in range(6)]  # fmt: skip
+                         run_id=trainer.session.run_id) for number in range(6)]  # fmt: skip
         for rollout in (each for group in made for each in group.rollouts if poisoned):
             rollout.logprobs[rollout.loss_mask] = POISON
         return made
@@ -383,14 +386,14 @@ def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued:
         trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "cid"), until=6)
-        assert trainer._learner.problem == ""
+        assert trainer.policy.learner.skip_reason == ""
     with ExitStack() as stack:
         assert "another --run.name with a lower train.learning_rate or another [loss]" in said
         others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
         trainer = continued.open(stack, *others, max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
-        assert trainer._learner.problem == ""
+        assert trainer.policy.learner.skip_reason == ""
 
 
 def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
@@ -421,4 +424,4 @@ def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None
         chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
         again = Trainer(chosen, stack)
         again.recover()
-        assert again._intake.pools.saved() == {"easy": [], "hard": pools["hard"]}
+        assert again.collector.curriculum.pools.saved() == {"easy": [], "hard": pools["hard"]}

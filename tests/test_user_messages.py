@@ -15,8 +15,8 @@ from peralta_zmq import models
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.trainer.collector import silence_text
-from peralta_zmq.trainer.step_recorder import NO_SIGNAL_STEPS, StepRecorder
+from peralta_zmq.trainer.collector import no_rollouts_text
+from peralta_zmq.trainer.step import NO_SIGNAL_STEPS, StepRecorder
 from tools import config_reference
 
 ROOT = Path(__file__).parents[1]
@@ -47,15 +47,15 @@ def test_generator_that_sees_no_version_of_a_trainer_that_answers_doubts_the_fol
 
 @pytest.mark.usefixtures("started")
 def test_trainer_without_generators_names_the_command() -> None:
-    assert silence_text(30.4, "tcp://127.0.0.1:5555", []) == (
+    assert no_rollouts_text(30.4, "tcp://127.0.0.1:5555", []) == (
         "no rollouts for 30 s on tcp://127.0.0.1:5555. "
         "Start a generator: bin/generator @ configs/lan.toml"
     )
 
 
-def test_trainer_that_sets_all_its_generators_aside_says_so() -> None:
-    said = silence_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
-    assert ", but for those of ann, bob, which are set aside. Start a generator" in said
+def test_trainer_that_drops_all_generators_names_them() -> None:
+    said = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
+    assert ", except dropped ones of ann, bob (logprob mismatch). Start a generator" in said
 
 
 def test_steps_without_signal_are_named_once_with_three_samples(
@@ -132,7 +132,7 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
     "it is another folder", "another trainer works in", "another trainer (...) publishes to",
     "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
     # what can be wrong with the page
-    "no page: ", "would show this run", "the page is gone", "the page fails at",
+    "no dashboard: ", "would show this run", "the page is gone", "the page fails at",
     "reward.png or report.html not written",
 ])  # fmt: skip
 def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:

@@ -1,7 +1,4 @@
-"""Snapshots of the trainer: tensors and progress, safetensors and JSON, no pickle.
-
-Knows tensors by name and folders; knows nothing of models or of how tensors came about.
-"""
+"""Checkpoints of the trainer: tensors as safetensors, progress as JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything a trainer needs to go on as if it had never stopped."""
+    """The state of a trainer after a step; a restored run equals an uninterrupted one."""
 
     step: int
     tensors: dict[str, torch.Tensor]  # fp32 masters, optimizer state, RNG
-    progress: dict[str, Any]  # ledger and the like, as JSON
+    progress: dict[str, Any]  # ledger, curriculum, base of the adapters; as JSON
 
 
 def save(
@@ -42,9 +39,9 @@ def save(
     keep_last: int | None,
     keep_interval: int | None = None,
 ) -> None:
-    """Write `folder/step_N` whole, then remove what the keep rules do not keep.
+    """Write `folder/step_N` atomically, then prune older checkpoints.
 
-    Kept are the newest `keep_last` and every `keep_interval`-th step; without either, all.
+    Keeps the newest `keep_last` and every `keep_interval`-th step; with neither, all.
     Raises JournalError when the disk refuses; the older checkpoints stay.
     """
     final = folder / f"step_{checkpoint.step:06d}"
@@ -55,42 +52,42 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         failpoint("checkpoint.write")
-        atomic_files.remove_folder(final)  # one that did not verify when we resumed
+        atomic_files.remove_folder(final)  # one that did not verify at the restart
         atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     except OSError as error:
         raise JournalError(f"cannot write checkpoint {final}: {error.strerror}") from None
     failpoint("checkpoint.written")
-    for old in _superfluous(atomic_files.steps_in(folder), keep_last, keep_interval):
+    for old in _prunable(atomic_files.steps_in(folder), keep_last, keep_interval):
         atomic_files.remove_folder(old)
     failpoint("checkpoint.pruned")
 
 
-def _superfluous(
-    found: Mapping[int, Path], keep_last: int | None, keep_interval: int | None
+def _prunable(
+    checkpoints: Mapping[int, Path], keep_last: int | None, keep_interval: int | None
 ) -> list[Path]:
     if keep_last is None and keep_interval is None:
         return []
-    older = list(found)[: -(keep_last or 1)]
-    return [found[step] for step in older if not keep_interval or step % keep_interval]
+    older = list(checkpoints)[: -(keep_last or 1)]
+    return [checkpoints[step] for step in older if not keep_interval or step % keep_interval]
 
 
 def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None when none was ever written.
+    """The newest checkpoint that verifies, or None if the folder has none; removes leftovers.
 
-    Raises JournalError when it is of another run, or when there are some but none verifies.
+    Raises JournalError if it belongs to another run, or if there are some but none verifies.
     """
     atomic_files.sweep(folder)
     return newest(folder, run_id=run_id)
 
 
 def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint of at most step `until` that verifies; changes nothing.
+    """The newest checkpoint up to step `until` that verifies; changes nothing.
 
     Raises JournalError as `restore` does.
     """
-    found = {step: each for step, each in atomic_files.steps_in(folder).items()
-             if until is None or step <= until}  # fmt: skip
-    for path in reversed(found.values()):
+    checkpoints = atomic_files.steps_in(folder)
+    paths = [path for step, path in checkpoints.items() if until is None or step <= until]
+    for path in reversed(paths):
         with contextlib.suppress(OSError, atomic_files.CorruptError, KeyError, ValueError):
             manifest = atomic_files.read_manifest(path)
             if manifest.about["run_id"] != run_id:
@@ -100,9 +97,9 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
                 )
             return _read(path, manifest)
         logger.warning("checkpoint skipped: folder=%s does not verify", path)
-    if found:
+    if paths:
         raise JournalError(
-            f"no checkpoint in {folder} verifies; put a copy back, or delete the run to start anew"
+            f"no checkpoint in {folder} verifies; put a copy back, or delete the run to start over"
         )
     return None
 
@@ -110,30 +107,27 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
 def move_after(folder: Path, step: int, target: Path) -> None:
     """Move the checkpoints of later steps to another folder, the newest first.
 
-    Raises JournalError, with nothing moved, when there is none of `step` itself.
+    Raises JournalError, with nothing moved, if `step` itself has none.
     """
-    found = atomic_files.steps_in(folder)
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise JournalError(f"no checkpoint of step {step} in {folder}; there are: {there}")
-    for later in reversed(found):
+    checkpoints = atomic_files.steps_in(folder)
+    if step not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise JournalError(f"no checkpoint of step {step} in {folder}; there are: {steps}")
+    for later in reversed(checkpoints):
         if later > step:
-            os.rename(found[later], target / found[later].name)
+            os.rename(checkpoints[later], target / checkpoints[later].name)
     atomic_files.sync_folder(folder)
 
 
 def oldest_step(folder: Path) -> int:
-    """The step of the oldest kept checkpoint, 0 when there is none."""
+    """The step of the oldest checkpoint, 0 if there is none."""
     return min(atomic_files.steps_in(folder), default=0)
 
 
 def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
-    def whole(name: str) -> bytes:
+    def content(name: str) -> bytes:
         return b"".join(atomic_files.read_verified(path, name, manifest))
 
-    tensors = safetensors.torch.load(whole(TENSORS))
-    return Checkpoint(
-        step=int(manifest.about["step"]),
-        tensors=tensors,
-        progress=cast("dict[str, Any]", json.loads(whole(PROGRESS))),
-    )
+    progress = cast("dict[str, Any]", json.loads(content(PROGRESS)))
+    tensors = safetensors.torch.load(content(TENSORS))
+    return Checkpoint(int(manifest.about["step"]), tensors, progress)

@@ -1,20 +1,17 @@
-"""From the wire to a batch: every group is admitted or dropped, journaled, and counted once.
-
-Knows groups, the journal and the ledger; knows nothing of models.
-"""
+"""Batch collection: receive groups, admit or drop, journal, acknowledge and count them."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from peralta_zmq import build, wire
-from peralta_zmq.config import Config, files_given
+from peralta_zmq.config import files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
-from peralta_zmq.errors import JournalError, WireError
+from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import (
     ADMITTED,
@@ -28,274 +25,187 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import DROPPED, Journal
-from peralta_zmq.trainer.status import StatusPublisher
-from peralta_zmq.trainer.stop_signal import StopSignal
+from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
+from peralta_zmq.trainer.session import Session, StatusPublisher
 
-# What waits for the disk at most, so that outboxes stay short: one write for all that came in it.
+# A commit is due at these limits: one fsync for many groups, yet short outboxes at the generators.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
-# An announcement is of every live generator and goes to every one of them: between two that only
-# say what came, so many seconds times the square of their number (at 100 of them 20 ms).
-NEWS_SECONDS, LONGEST_NEWS_SECONDS = 2e-6, 1.0
-QUIET_SECONDS = 20.0  # without a group, between two lines that say so
-MAX_AHEAD = 1 << 20  # draws; one that claims to be further tells nobody where to begin
-FIRST_PATIENCE, LONGEST_PATIENCE = 1.0, 60.0  # seconds until a full disk is tried again
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What the journal holds of a group that is in no step, and says of its problem."""
-
-    sender: str
-    sequence: int
-    outcome: str
-    min_sequence: int = 0
-    problem: str = ""
-    reward: float = 0.0  # mean of its rollouts
-    sample_index: int = -1
+# An announcement lists every live generator and is sent to each of them. Between two that only
+# acknowledge groups lie this many seconds times the square of their number: 20 ms at 100.
+ACKNOWLEDGE_SECONDS, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
+WARNING_SECONDS = 20.0  # without a group, between two warnings
+MAX_SAMPLES_AHEAD = 1 << 20  # a group that claims a larger jump of its sample index is ignored
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # of a commit to a full disk
 
 
 class BatchCollector:
-    """`collect` makes the batch of a step from what comes, `replay` from what came.
+    """Collects the batch of one step at a time.
 
-    `pending` are the groups admitted and in no step yet; `journaling` the seconds spent on the
-    journal since the step began.
+    `batch` holds the groups admitted so far, `journal_seconds` the time spent on the journal since
+    the step began.
     """
 
     def __init__(
         self,
-        config: Config,
+        session: Session,
         *,
         receiver: wire.RolloutReceiver,
-        run_id: str,
-        vocab_size: int,
         journal: Journal,
-        roster: GeneratorRegistry,
+        generators: GeneratorRegistry,
         pools: DifficultyPools,
         evaluations: EvaluationCoordinator,
-        books: RunLog,
-        speaker: StatusPublisher,
-        stop: StopSignal,
     ) -> None:
-        self.pending: list[RolloutGroup] = []
-        self._size = 0  # of what is pending; not counted anew for every group that comes
-        self.journaling = 0.0
-        self.journal, self.pools = journal, pools
+        train, curriculum = session.config.train, session.config.curriculum
+        self.batch: list[RolloutGroup] = []
+        self.journal_seconds = 0.0
+        self.journal = journal
         self.admission = Admission(
-            0 if config.train.max_async_level == 0 else config.train.max_off_policy_steps,
-            online_difficulty_filtering=config.curriculum.online_difficulty_filtering,
+            0 if train.max_async_level == 0 else train.max_off_policy_steps,
+            online_difficulty_filtering=curriculum.online_difficulty_filtering,
         )
-        self._config, self._receiver = config, receiver
-        self._run_id, self._vocab_size = run_id, vocab_size
-        self._roster, self._evaluations = roster, evaluations
-        self._books, self._speaker, self._stop = books, speaker, stop
-        self._taken: dict[str, int] = {}  # sender -> what of it is in begun steps or dropped
-        self._durable: dict[str, int] = {}  # sender -> what of it is on disk
-        self._in_step = 0  # groups that the newest step took
-        self._next_news = 0.0  # monotonic seconds, when it is worth while to say again what came
-        self._next_sample_index = 0  # after the highest sample_index of a group that came
+        self.curriculum = Curriculum(pools, session.run_log)
+        self.acknowledgements = Acknowledgements(
+            session.status, self.admission, generators, self.curriculum
+        )
+        self._session, self._receiver = session, receiver
+        self._generators, self._evaluations = generators, evaluations
+        self._size = 0  # of the batch, in the unit of build.step_size; summed up incrementally
 
     @property
-    def has_batch(self) -> bool:
-        """Whether what is pending is enough for a step."""
-        return self._size >= build.step_size(self._config)
-
-    # What comes.
+    def is_full(self) -> bool:
+        """True if the batch is large enough for a step."""
+        return self._size >= build.step_size(self._session.config)
 
     def collect(
-        self, step: int, meanwhile: Callable[[bool], None]
+        self, step: int, between_groups: Callable[[bool], None]
     ) -> tuple[list[RolloutGroup], int]:
-        """Admitted groups enough for this step, and how many were already queued.
+        """Receive until the batch of `step` is full; return it and the initial queue depth.
 
-        What came is made durable all at once: soon, when nothing more comes, and while the step
-        computes, up to the caller's `commit`. `meanwhile` is called between two groups, with
-        whether nothing came for a while. No groups when we are asked to stop.
+        Returns no groups if a stop is requested. The last journal commit runs while the step
+        computes and ends with the caller's `commit`. `between_groups` is called between any two
+        groups, with True if none has arrived for 0.2 s.
         """
-        depth, queued, idle, self.journaling = 0, True, False, 0.0
-        started = said = time.monotonic()
-        while not self.has_batch:
-            self._roster.hear(step=step)
-            meanwhile(idle)
-            if self._stop.asked:
+        depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
+        last_group = last_warning = time.monotonic()
+        while not self.is_full:
+            self._generators.receive_status(step=step)
+            between_groups(idle)
+            if self._session.stop.requested:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
-                self._commit_what_waited()
-                self._say_news(step)
+                self._commit_if_due()
+                self._acknowledge(step)
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             idle = received is None
             if received is None:
                 self.commit()
-                said = self._say_silence(started, said)
+                last_warning = self._warn_if_idle(last_group, last_warning)
                 continue
             depth += queued
-            if self._take_in(*received, step=step) != "mismatched":
-                started = said = time.monotonic()
+            if self.add(*received, step=step) != "mismatched":
+                last_group = last_warning = time.monotonic()
         self.journal.begin_commit()
-        groups = self.take()
-        self.announce(step - 1, started_step=step)
+        groups = self.take_batch()
+        self.acknowledgements.publish(step - 1, started_step=step)
         return groups, depth
 
-    def take(self) -> list[RolloutGroup]:
-        """What is pending goes into a step that begins."""
-        groups, self.pending, self._size = self.pending, [], 0
-        self._taken, self._in_step = self._settled(), len(groups)
+    def take_batch(self) -> list[RolloutGroup]:
+        """Hand over the batch to the step that begins, and start an empty one."""
+        groups, self.batch, self._size = self.batch, [], 0
+        self.acknowledgements.begin_step(len(groups))
         return groups
 
-    def _take_in(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
+    def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
+        """Admit a received group to the batch or drop it; journal either."""
         failpoint("trainer.received")
-        self._roster.meet(group.sender, step=step)
-        verdict = self.admission.admit(group, step=step)
-        if verdict in ADMITTED:
+        self._generators.mark_alive(group.sender, step=step)
+        decision = self.admission.admit(group, step=step)
+        if decision in ADMITTED:
             self.journal.append(step, frame)
-            self.pending.append(group)
-            self._size += build.size_of(self._config, group)
-            self._learn_of(group.problem_id, group.mean_reward, group.sample_index, verdict)
-        elif verdict != "duplicate":
-            self._drop(group, verdict, step=step)
-        self._commit_what_waited()
-        self._say_news(step)
-        return verdict
+            self.batch.append(group)
+            self._size += build.size_of(self._session.config, group)
+            self.curriculum.update(group, decision)
+        elif decision != "duplicate":
+            self._drop(group, decision, step=step)
+        self._commit_if_due()
+        self._acknowledge(step)
+        return decision
 
-    def _drop(self, group: RolloutGroup, verdict: str, *, step: int) -> None:
-        """Note what became of a group that is in no step."""
-        if verdict == "evaluated":
-            self._evaluations.take(group)
-        elif verdict != "filtered":
-            self._books.event(
-                "drop", sender=group.sender, sequence=group.sequence, outcome=verdict, step=step,
+    def _drop(self, group: RolloutGroup, reason: AdmissionDecision, *, step: int) -> None:
+        if reason == "evaluated":
+            self._evaluations.receive(group)
+        elif reason != "filtered":
+            self._session.run_log.event(
+                "drop", sender=group.sender, sequence=group.sequence, outcome=reason, step=step,
                 staleness=staleness(group, step=step),
             )  # fmt: skip
-        self._learn_of(group.problem_id, group.mean_reward, group.sample_index, verdict)
-        self._taken[group.sender] = self._taken.get(group.sender, -1) + 1
-        note = Note(
-            group.sender, group.sequence, verdict, min_sequence=group.min_sequence,
-            problem=group.problem_id, reward=group.mean_reward, sample_index=group.sample_index,
+        self.curriculum.update(group, reason)
+        self.acknowledgements.add_consumed(group.sender)
+        dropped = DroppedGroup(
+            group.sender, group.sequence, reason, group.min_sequence, group.problem_id,
+            group.mean_reward, group.sample_index,
         )  # fmt: skip
-        self.journal.append(step, json.dumps(asdict(note)).encode(), DROPPED)
+        self.journal.append(step, json.dumps(asdict(dropped)).encode(), DROPPED)
 
-    def _learn_of(
-        self, problem_id: str, mean_reward: float, sample_index: int, outcome: str
-    ) -> None:
-        """What a group says of its problem, also when it is heard again from the journal."""
-        if sample_index <= self._next_sample_index + MAX_AHEAD:
-            self._next_sample_index = max(self._next_sample_index, sample_index + 1)
-        if outcome in (*ADMITTED, "filtered"):
-            returned = self.pools.update(problem_id, mean_reward)
-            if returned:
-                self._books.event("pool_refilled", problems=returned)
-                self._books.note(
-                    f"no problem is left between curriculum.hard_threshold and easy_threshold; "
-                    f"all {returned} are drawn again"
-                )
-
-    def _commit_what_waited(self) -> None:
+    def _commit_if_due(self) -> None:
         journal = self.journal
         if journal.num_waiting >= COMMIT_GROUPS or journal.waited >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """What was taken in is on disk; waits, saying so, while the disk refuses."""
-        started, patience = time.monotonic(), FIRST_PATIENCE
+        """Make all journaled groups durable; retry, with a report, while the disk refuses.
+
+        Raises JournalError if a stop is requested meanwhile.
+        """
+        started, retry_seconds = time.monotonic(), FIRST_RETRY_SECONDS
         while True:
             try:
                 if not self.journal.commit():
                     return
                 break
             except JournalError as error:
-                if self._stop.asked:
+                if self._session.stop.requested:
                     raise
-                self._books.event("journal_failed", reason=str(error))
-                self._books.note(f"{error}; make room for it. Training waits, nothing is lost")
-            self._stop.pause(patience)
-            patience = min(LONGEST_PATIENCE, 2 * patience)
-        self._durable = self._settled()
-        self.journaling += time.monotonic() - started
-
-    # What came in an earlier session.
-
-    def replay(self, step: int) -> bool:
-        """Let what the journal holds for this step be pending; whether it is a batch.
-
-        Raises JournalError when a group of it is in the checkpoint too, or when it is no batch and
-        there are later steps: then groups of it are gone.
-        """
-        self.pending = self._taken_in_before(step)
-        self._size = sum(build.size_of(self._config, each) for each in self.pending)
-        self._durable = self._settled()
-        if not self.has_batch:
-            self.journal.check_last(step, "is missing or lacks groups")
-        return self.has_batch
-
-    def _taken_in_before(self, step: int) -> list[RolloutGroup]:
-        """The groups that the journal holds for a step, settled again in the ledger."""
-        groups: list[RolloutGroup] = []
-        for kind, content in self.journal.read(step):
-            known = self._read(kind, content, step=step)
-            if isinstance(known, Note):
-                fresh = self.admission.ledger.settle(
-                    known.sender, known.sequence, known.outcome, min_sequence=known.min_sequence
+                self._session.run_log.event("journal_failed", reason=str(error))
+                self._session.run_log.note(
+                    f"{error}; make room for it. Training waits, nothing is lost"
                 )
-                self._learn_of(known.problem, known.reward, known.sample_index, known.outcome)
-            else:
-                groups.append(known)
-                verdict = self.admission.admit(known, step=step)
-                fresh = verdict in ADMITTED
-                self._learn_of(known.problem_id, known.mean_reward, known.sample_index, verdict)
-            if not fresh:
-                raise JournalError(
-                    f"the checkpoint and the journal of step {step} in {self._config.run_folder} "
-                    "disagree: a group is in both; move the newer of the two away"
-                )
-        return groups
+            self._session.stop.pause(retry_seconds)
+            retry_seconds = min(MAX_RETRY_SECONDS, 2 * retry_seconds)
+        self.acknowledgements.mark_durable()
+        self.journal_seconds += time.monotonic() - started
 
-    def _read(self, kind: int, content: bytes, *, step: int) -> RolloutGroup | Note:
-        """What one record says. Raises JournalError when that is nothing we know, or not ours."""
-        try:
-            if kind == DROPPED:
-                return _note_of(content)
-            group = wire.decode_group(content, vocab_size=self._vocab_size)
-        except (WireError, ValueError, TypeError) as error:
-            raise JournalError(
-                f"{self.journal.file_of(step)} has a whole record that cannot be read ({error}); "
-                "go on with the version and the model that wrote it, or move it and those of "
-                f"later steps away to go on from step {step - 1}"
-            ) from None
-        if group.run_id != self._run_id:
-            raise JournalError(
-                f"{self.journal.file_of(step)} holds a group of run {group.run_id}, not of "
-                f"{self._run_id}; move it and those of later steps away to go on from step "
-                f"{step - 1}, or choose another --run.name"
-            )
-        return group
+    def restore_batch(self, groups: list[RolloutGroup]) -> None:
+        """Set the batch to groups that the journal already holds."""
+        self.batch = groups
+        self._size = sum(build.size_of(self._session.config, group) for group in groups)
+        self.acknowledgements.mark_durable()
 
-    def saved(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint, as of the step just taken."""
+    def state(self) -> dict[str, Any]:
+        """Ledger and curriculum for a checkpoint, as JSON."""
         ledger = self.admission.ledger
         assert ledger.total == sum(ledger.outcomes.values()), "every settled group has one outcome"
         return {
             "ledger": ledger.saved(),
             "duplicates": self.admission.duplicates,
-            "pools": self.pools.saved(),
-            "next_sample_index": self._next_sample_index,
+            **self.curriculum.state(),
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave."""
-        self.admission.ledger = Ledger(saved["ledger"])
-        self.admission.duplicates = saved["duplicates"]
-        self.pools.restore(saved.get("pools", {}))
-        self._next_sample_index = saved.get("next_sample_index", 0)
-        self._taken = self._settled()
-
-    # What is said of it.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.admission.ledger = Ledger(state["ledger"])
+        self.admission.duplicates = state["duplicates"]
+        self.curriculum.restore(state)
+        self.acknowledgements.begin_step(0)
 
     def accounting(self) -> dict[str, int]:
-        """What became of every group that we heard of; `made` is the sum of what follows it."""
+        """Number of groups by outcome; `made` is the sum of all others except `duplicates`."""
         ledger = self.admission.ledger
-        told = self._roster.told_beyond({each: ledger.highest(each) for each in ledger.senders})
-        made = max(ledger.made + told, self._books.made_before)
+        seen = {sender: ledger.highest(sender) for sender in ledger.senders}
+        made = ledger.made + self._generators.num_outstanding(seen)
+        made = max(made, self._session.run_log.made_before)
         outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
             "made": made,
@@ -304,75 +214,128 @@ class BatchCollector:
             "duplicates": self.admission.duplicates,
         }
 
-    def figures(self) -> dict[str, float]:
-        """Counts of the run so far, for the metrics."""
-        dropped = self.admission.ledger.outcomes
+    def metrics(self) -> dict[str, float]:
+        """Dropped groups and pool sizes of the run so far."""
+        outcomes, pools = self.admission.ledger.outcomes, self.curriculum.pools
+        reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
         return {
-            "dropped/stale": dropped["stale"],
-            "dropped/abandoned": dropped["abandoned"],
-            "dropped/lost": dropped["lost"],
-            "dropped/filtered": dropped["filtered"],
-            "dropped/mismatched": dropped["mismatched"],
+            **{f"dropped/{reason}": outcomes[reason] for reason in reasons},
             "dropped/duplicate": self.admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
-            **{
-                f"curriculum/{pool}": count
-                for pool, count in self.pools.sizes().items() if self.pools.active
-            },
-        }  # fmt: skip
+            **{f"curriculum/{pool}": n for pool, n in pools.sizes().items() if pools.active},
+        }
 
-    def announce(
-        self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
-    ) -> None:
-        """Say that so many steps are taken and begun, and what came and is safe."""
-        ledger, live = self.admission.ledger, self._roster.live()
-        self._speaker.say(
-            step=step,
-            started_step=started_step,
-            min_step=max(0, step - self.admission.max_off_policy_steps),
-            received={sender: ledger.settled(sender) for sender in live},
-            durable={sender: self._durable.get(sender, -1) for sender in live},
-            highest_received={sender: ledger.highest(sender) for sender in live},
-            consumed={sender: self._taken.get(sender, -1) for sender in live},
-            waiting=waiting,
-            done=done,
-            groups_in_step=self._in_step,
-            next_sample_index=self._next_sample_index,
-            excluded=self.pools.excluded,
-        )
+    def _acknowledge(self, step: int) -> None:
+        if self.acknowledgements.is_due:
+            self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
-        self._next_news = time.monotonic() + min(
-            LONGEST_NEWS_SECONDS, NEWS_SECONDS * len(live) ** 2
-        )
-
-    def _say_news(self, step: int) -> None:
-        """Announce what came for this step, unless that was done just now."""
-        if time.monotonic() >= self._next_news:
-            self.announce(step - 1, started_step=step - 1, waiting=not self.has_batch)
-
-    def _settled(self) -> dict[str, int]:
-        ledger = self.admission.ledger
-        return {sender: ledger.settled(sender) for sender in ledger.senders}
-
-    def _say_silence(self, started: float, said: float) -> float:
-        """Name the wait now and then; returns when it was last named."""
+    def _warn_if_idle(self, last_group: float, last_warning: float) -> float:
+        """Warn if no group was admitted for long; return the time of the last warning."""
         now = time.monotonic()
-        if now - said < QUIET_SECONDS:
-            return said
-        aside = sorted({each.rpartition("/")[0] for each in self.admission.flagged})
-        self._books.note(silence_text(now - started, self._receiver.address, aside))
+        if now - last_warning < WARNING_SECONDS:
+            return last_warning
+        dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
+        self._session.run_log.note(
+            no_rollouts_text(now - last_group, self._receiver.address, dropped)
+        )
         return now
 
 
-def _note_of(content: bytes) -> Note:
-    note = Note(**json.loads(content))
-    if note.outcome not in OUTCOMES:
-        raise ValueError(f"outcome: {note.outcome!a:.40} is none")
-    return note
+class Curriculum:
+    """What received groups reveal of their problems: difficulty pools, the next sample index."""
+
+    def __init__(self, pools: DifficultyPools, run_log: RunLog) -> None:
+        self.pools = pools
+        self.next_sample_index = 0  # above that of every received group
+        self._run_log = run_log
+
+    def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
+        """Process one group, received now or read from the journal."""
+        if group.sample_index <= self.next_sample_index + MAX_SAMPLES_AHEAD:
+            self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
+        if outcome in (*ADMITTED, "filtered"):
+            returned = self.pools.update(group.problem_id, group.mean_reward)
+            if returned:
+                self._run_log.event("pool_refilled", problems=returned)
+                self._run_log.note(
+                    "no problem is left between curriculum.hard_threshold and easy_threshold; "
+                    f"all {returned} are sampled again"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
+        return {"pools": self.pools.saved(), "next_sample_index": self.next_sample_index}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.pools.restore(state.get("pools", {}))
+        self.next_sample_index = state.get("next_sample_index", 0)
 
 
-def silence_text(seconds: float, address: str, aside: Sequence[str]) -> str:
-    """What is missing, and how to get it; `aside` are generators whose groups do not count."""
-    but = f", but for those of {', '.join(aside)}, which are set aside" if aside else ""
+class Acknowledgements:
+    """Announces to each live generator which of its groups are received, durable and consumed."""
+
+    def __init__(
+        self,
+        status: StatusPublisher,
+        admission: Admission,
+        generators: GeneratorRegistry,
+        curriculum: Curriculum,
+    ) -> None:
+        self.durable: dict[str, int] = {}  # sender -> last sequence on disk
+        self._consumed: dict[str, int] = {}  # sender -> last sequence in a begun step or dropped
+        self._groups_in_step = 0  # of the newest step
+        self._next_publish = 0.0  # monotonic seconds
+        self._status, self._admission = status, admission
+        self._generators, self._curriculum = generators, curriculum
+
+    @property
+    def is_due(self) -> bool:
+        """True if the last announcement is old enough for another one."""
+        return time.monotonic() >= self._next_publish
+
+    def publish(
+        self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
+    ) -> None:
+        """Announce the steps taken and begun, and the acknowledgements of all live generators."""
+        ledger, live = self._admission.ledger, self._generators.live()
+        self._status.publish(
+            step=step,
+            started_step=started_step,
+            min_step=max(0, step - self._admission.max_off_policy_steps),
+            received={sender: ledger.settled(sender) for sender in live},
+            durable={sender: self.durable.get(sender, -1) for sender in live},
+            highest_received={sender: ledger.highest(sender) for sender in live},
+            consumed={sender: self._consumed.get(sender, -1) for sender in live},
+            waiting=waiting,
+            done=done,
+            groups_in_step=self._groups_in_step,
+            next_sample_index=self._curriculum.next_sample_index,
+            excluded=self._curriculum.pools.excluded,
+        )
+        seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_SECONDS * len(live) ** 2)
+        self._next_publish = time.monotonic() + seconds
+
+    def begin_step(self, num_groups: int) -> None:
+        """Count all received groups as consumed: a step with `num_groups` of them begins."""
+        self._consumed, self._groups_in_step = self._received(), num_groups
+
+    def add_consumed(self, sender: str) -> None:
+        """Count one dropped group as consumed."""
+        self._consumed[sender] = self._consumed.get(sender, -1) + 1
+
+    def mark_durable(self) -> None:
+        """Count all received groups as durable."""
+        self.durable = self._received()
+
+    def _received(self) -> dict[str, int]:
+        ledger = self._admission.ledger
+        return {sender: ledger.settled(sender) for sender in ledger.senders}
+
+
+def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
+    """Warning that no group was admitted; `dropped` are generators above the mismatch bound."""
+    names = ", ".join(dropped)
+    others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: bin/generator{files_given()}"
-    return f"no rollouts for {seconds:.0f} s on {address}{but}. {start}"
+    return f"no rollouts for {seconds:.0f} s on {address}{others}. {start}"

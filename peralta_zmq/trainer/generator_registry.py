@@ -1,6 +1,6 @@
-"""Who works for the trainer: starts of generators that were heard lately, and what they report.
+"""The generators that work for the trainer: liveness, reported statistics, logprob mismatch.
 
-Knows counters and the clock; knows nothing of groups.
+A sender is one start of a generator, `NAME/INCARNATION`.
 """
 
 from __future__ import annotations
@@ -9,134 +9,190 @@ import time
 from collections.abc import Mapping
 
 from peralta_zmq import wire
+from peralta_zmq.config import Config
+from peralta_zmq.learning.admission import Admission
+from peralta_zmq.learning.step_metrics import WINDOW, MismatchBySender, MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 
-SILENCE_SECONDS = 30.0  # a generator unheard for so long is gone
-SAME_NAME_SECONDS = 2.0  # a restarted generator needs longer to come back
-LAST_SECONDS = 2.0  # for their last reports
-MAX_LIVE = 4096  # generators spoken to
-MAX_STARTS = 64  # of one name; of a name that starts again and again the newest
-MAX_LAST = 1 << 16  # last reports kept
-FARES = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
+SILENCE_SECONDS = 30.0  # a sender has left after this time without a message
+SAME_NAME_SECONDS = 2.0  # less than a generator needs to restart under its old name
+FINAL_STATUS_SECONDS = 2.0  # timeout for all final statuses at the end of a run
+# Limits that keep invented names from filling memory.
+MAX_LIVE = 4096  # live senders; further ones are not registered
+MAX_STARTS = 64  # live senders of one name; the longest silent one is removed
+MAX_FINAL_STATUSES = 1 << 16
+STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
 
 
 class GeneratorRegistry:
-    """`reports` are the latest by sender; `wants_keyframe` says that one of them cannot follow."""
+    """Registers senders, keeps their newest status in `statuses`, records join and leave events."""
 
     def __init__(
-        self, counters: wire.GeneratorStatusReceiver, books: RunLog, hello: Mapping[str, str]
+        self,
+        receiver: wire.GeneratorStatusReceiver,
+        run_log: RunLog,
+        trainer_info: Mapping[str, str],
     ) -> None:
-        self.reports: dict[str, wire.GeneratorStatus] = {}
-        self.wants_keyframe = False
-        self._counters, self._books, self._hello = counters, books, hello
-        self._heard: dict[str, float] = {}  # sender -> when it was heard last
-        self._listened = time.monotonic()  # when we did last: who computes hears nobody
-        self._greeted: set[str] = set()  # of those, who has said hello
-        self._last = dict(books.last_reports)  # sender that makes no more -> groups it has made
+        self.statuses: dict[str, wire.GeneratorStatus] = {}
+        self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
+        self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
+        # Liveness is measured up to here: nothing is received while the trainer computes.
+        self._received_until = time.monotonic()
+        self._with_info: set[str] = set()  # live senders whose worker info is recorded
+        self._num_made = dict(run_log.last_reports)  # ended sender -> groups it has made
+        self._keyframe_requested = False
 
-    def hear(self, *, step: int, timeout: float = 0.0) -> None:
-        """Take in what generators report of themselves: who reports is alive.
+    def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
+        """Process the statuses that have arrived; wait up to `timeout` seconds for the first."""
+        received = self._receiver.receive(timeout=timeout)
+        if received:
+            self._update(received, step=step)
+        if self._receiver.is_empty:
+            self._received_until = time.monotonic()
 
-        Waits for so many seconds at most until there is a report.
-        """
-        came = self._counters.receive(timeout=timeout)
-        if came:
-            self._take_in(came, step=step)
-        if self._counters.is_empty:
-            self._listened = time.monotonic()
+    def _update(self, received: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
+        previous, self.statuses = self.statuses, dict(self._receiver.latest)
+        for sender, status in received.items():
+            before = previous.get(sender)
+            self.mark_alive(sender, step=step, worker_info=status.worker_info)
+            # One keyframe per request: a generator that has not loaded it yet repeats the flag.
+            if status.wants_keyframe and not (before and before.wants_keyframe):
+                self._keyframe_requested = True
+            if status.last:
+                self._record_final(sender, status.made)
 
-    def _take_in(self, came: Mapping[str, wire.GeneratorStatus], *, step: int) -> None:
-        before, self.reports = self.reports, dict(self._counters.latest)
-        for sender, report in came.items():
-            earlier = before.get(sender)
-            self.meet(sender, step=step, hello=report.worker_info)
-            # Once for each time of want: one that cannot read the keyframe either waits on.
-            asks = report.wants_keyframe and not (earlier and earlier.wants_keyframe)
-            self.wants_keyframe = self.wants_keyframe or asks
-            if report.last:
-                self._note_last(sender, report.made)
+    @property
+    def keyframe_requested(self) -> bool:
+        """True if a generator cannot load the newest version without a keyframe."""
+        return self._keyframe_requested
 
-    def hear_last(self, *, step: int) -> None:
-        """Wait a moment for the last report of each, which they send when they hear the end."""
-        deadline = time.monotonic() + LAST_SECONDS
-        self.live()  # who was gone before is not waited for; who ends now does not leave
-        self.hear(step=step)
-        while self._heard.keys() - self._last.keys():
-            left = deadline - time.monotonic()
-            if left <= 0.0:
+    def clear_keyframe_request(self) -> bool:
+        """Return `keyframe_requested` and reset it."""
+        requested, self._keyframe_requested = self._keyframe_requested, False
+        return requested
+
+    def wait_for_final_statuses(self, *, step: int) -> None:
+        """Wait for the status that each live generator sends when it learns that the run ended."""
+        deadline = time.monotonic() + FINAL_STATUS_SECONDS
+        self.live()  # removes silent senders, which send no final status
+        self.receive_status(step=step)
+        while self._last_message.keys() - self._num_made.keys():
+            timeout = deadline - time.monotonic()
+            if timeout <= 0.0:
                 return
-            self.hear(step=step, timeout=left)
+            self.receive_status(step=step, timeout=timeout)
 
-    def last_reports(self) -> dict[str, int]:
-        """Senders that have said that they make no more, also to an earlier session, and how many
-        groups each has made.
-        """
-        return dict(self._last)
+    def made_by_ended(self) -> dict[str, int]:
+        """Groups made by each sender that sent a final status, in earlier sessions too."""
+        return dict(self._num_made)
 
-    def meet(self, sender: str, *, step: int, hello: Mapping[str, str] | None = None) -> None:
-        """We have heard of a start of a generator just now, perhaps for the first time.
+    def mark_alive(
+        self, sender: str, *, step: int, worker_info: Mapping[str, str] | None = None
+    ) -> None:
+        """Register a message of a sender; record its join and its worker info once.
 
-        Its hello is in the event of its join, or in one of its own when a group came sooner.
+        The info comes with the status, which may arrive after the first group.
         """
         name, _, incarnation = sender.rpartition("/")
         facts = {"generator": name, "incarnation": incarnation, "step": step}
-        is_new = sender not in self._heard
+        is_new = sender not in self._last_message
         if is_new:
-            starts = [each for each in self._heard if each.rpartition("/")[0] == name]
+            starts = [other for other in self._last_message if other.rpartition("/")[0] == name]
             if len(starts) >= MAX_STARTS:
-                self._leave(min(starts, key=self._heard.__getitem__))
-            if len(self._heard) >= MAX_LIVE:
+                self._remove(min(starts, key=self._last_message.__getitem__))
+            if len(self._last_message) >= MAX_LIVE:
                 return
-            self._greeted &= self._heard.keys()
-            self._books.event("join", **facts, hello=dict(hello or {}))
-            self._say_twins(name)
-        if hello and sender not in self._greeted:
-            self._greeted.add(sender)
-            self._books.note(worker_info_text(name, hello, trainer=self._hello))
+            self._with_info &= self._last_message.keys()
+            self._run_log.event("join", **facts, hello=dict(worker_info or {}))
+            self._warn_same_name(name)
+        if worker_info and sender not in self._with_info:
+            self._with_info.add(sender)
+            self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
             if not is_new:
-                self._books.event("hello", **facts, hello=dict(hello))
-        self._heard[sender] = time.monotonic()
+                self._run_log.event("hello", **facts, hello=dict(worker_info))
+        self._last_message[sender] = time.monotonic()
 
-    def _say_twins(self, name: str) -> None:
-        if any(each.startswith(f"{name}/") for each in self.live(within=SAME_NAME_SECONDS)):
-            self._books.note(
+    def _warn_same_name(self, name: str) -> None:
+        if any(sender.startswith(f"{name}/") for sender in self.live(within=SAME_NAME_SECONDS)):
+            self._run_log.note(
                 f"two generators are called {name}; if both run, give one --generator.name"
             )
 
-    def _note_last(self, sender: str, made: int) -> None:
-        """It is said once: an event tells it to the sessions after this one."""
-        if sender in self._heard and sender not in self._last and len(self._last) < MAX_LAST:
-            self._last[sender] = made
+    def _record_final(self, sender: str, made: int) -> None:
+        is_known = sender in self._last_message and sender not in self._num_made
+        if is_known and len(self._num_made) < MAX_FINAL_STATUSES:
+            self._num_made[sender] = made
             name, _, incarnation = sender.rpartition("/")
-            self._books.event("last_report", generator=name, incarnation=incarnation, made=made)
+            self._run_log.event("last_report", generator=name, incarnation=incarnation, made=made)
 
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
-        """Senders heard in the last so many seconds before we listened last."""
-        now = self._listened
-        for sender in [each for each, at in self._heard.items() if now - at >= SILENCE_SECONDS]:
-            self._leave(sender)
-        return [sender for sender, at in self._heard.items() if now - at < within]
+        """Senders with a message in the last `within` seconds; removes silent ones."""
+        now = self._received_until
+        silent = [s for s, at in self._last_message.items() if now - at >= SILENCE_SECONDS]
+        for sender in silent:
+            self._remove(sender)
+        return [sender for sender, at in self._last_message.items() if now - at < within]
 
-    def _leave(self, sender: str) -> None:
-        del self._heard[sender]
+    def _remove(self, sender: str) -> None:
+        del self._last_message[sender]
         name, _, incarnation = sender.rpartition("/")
-        self._books.event("leave", generator=name, incarnation=incarnation)
+        self._run_log.event("leave", generator=name, incarnation=incarnation)
 
-    def fares(self, known: Mapping[str, float]) -> dict[str, float]:
-        """How each generator that is alive fares, as it reported last: gen/NAME/FIGURE.
+    def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
+        """gen/NAME/STATISTIC of every live generator, from its newest status.
 
-        Its groups, in the row `known`, may be from newer weights than its last report.
+        gen/NAME/step in `row`, which is that of the trained groups, wins when it is newer.
         """
-        told = {
-            f"gen/{report.generator_id}/{name}": getattr(report, name)
-            for sender in self.live() if (report := self.reports.get(sender))
-            for name in FARES
+        values = {
+            f"gen/{status.generator_id}/{name}": getattr(status, name)
+            for sender in self.live() if (status := self.statuses.get(sender))
+            for name in STATISTICS
         }  # fmt: skip
-        newer = {key: known[key] for key in told if key.endswith("/step") and key in known}
-        return told | {key: max(step, told[key]) for key, step in newer.items()}
+        steps = {key: row[key] for key in values if key.endswith("/step") and key in row}
+        return values | {key: max(step, values[key]) for key, step in steps.items()}
 
-    def told_beyond(self, seen: dict[str, int]) -> int:
-        """Groups that were made, as their generators report, beyond the highest that came."""
-        made = self._last | {sender: report.made for sender, report in self.reports.items()}
+    def num_outstanding(self, seen: Mapping[str, int]) -> int:
+        """Groups that were made after the highest sequence received from each sender (`seen`)."""
+        made = self._num_made | {sender: each.made for sender, each in self.statuses.items()}
         return sum(max(0, count - seen.get(sender, -1) - 1) for sender, count in made.items())
+
+
+class LogprobMismatchMonitor:
+    """Reports senders whose logprobs differ from the trainer's; drops their groups if configured.
+
+    `update` follows every step. `flag` follows new steps only, not replayed ones: groups that an
+    earlier session admitted stay admitted.
+    """
+
+    def __init__(self, config: Config, run_log: RunLog, admission: Admission) -> None:
+        self._bound = config.train.max_mismatch_kl
+        self._drops = config.train.on_mismatch == "drop"
+        self._run_log, self._admission = run_log, admission
+        self._statistics = MismatchStatistics(bound=self._bound)
+
+    def update(self, mismatch: MismatchBySender) -> None:
+        """Add the mismatch of each sender in one step."""
+        self._statistics.record(mismatch)
+
+    def flag(self, *, step: int) -> None:
+        """Report each sender above the bound, once."""
+        for sender in self._statistics.flag_senders():
+            name, _, incarnation = sender.rpartition("/")
+            mean = self._statistics.flagged[sender]
+            self._run_log.event(
+                "mismatch", generator=name, incarnation=incarnation, step=step, mismatch_kl=mean,
+                dropped=self._drops,
+            )  # fmt: skip
+            self._run_log.note(
+                f"generator {name} disagrees with the trainer about logprobs: mismatch_kl "
+                f"{mean:.3g} over its last {WINDOW} steps, bound {self._bound:g} "
+                f"(train.max_mismatch_kl). {self._remedy(name)}"
+            )
+            if self._drops:
+                self._admission.flagged.add(sender)
+
+    def _remedy(self, name: str) -> str:
+        if self._drops:
+            return f"Its groups are dropped until {name} is started with another model.dtype"
+        return "Start it with another model.dtype or device, or set train.on_mismatch = drop"

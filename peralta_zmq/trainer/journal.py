@@ -1,8 +1,8 @@
-"""The write-ahead log of what became of every group, one file per optimizer step.
+"""The write-ahead log of received groups, one file per optimizer step.
 
-No step is published or saved before its groups are on disk. Restart = newest checkpoint + the
-journal replayed.
-Knows records of bytes; knows nothing of what they say.
+A step's groups are durable before the step is published, recorded or saved. A restart restores the
+newest checkpoint and replays the journal from there. A record is: bytes of content (u32), crc32 of
+kind and content (u32), kind (u8), content.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shlex
 import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +27,35 @@ from peralta_zmq.atomic_files import STEP_NAME
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 
-HEADER = struct.Struct("<IIB")  # bytes of content, crc32 of kind and content, kind
-GROUP, DROPPED = 1, 2
+HEADER = struct.Struct("<IIB")
+GROUP, DROPPED = 1, 2  # kinds
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """A group's message as it came (GROUP), or a note of one that was not taken (DROPPED)."""
+    """A group's message as received (GROUP), or a DroppedGroup as JSON (DROPPED)."""
 
     kind: int
     content: bytes
 
 
-class Journal:
-    """Collects records in memory and commits them to `folder/step_N.msgpack`. Use with `closing`.
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group that is in no batch: its outcome, and what it revealed of its problem."""
 
-    After a failed commit nothing is lost: the next one writes the same records again.
+    sender: str
+    sequence: int
+    outcome: str
+    min_sequence: int = 0
+    problem_id: str = ""
+    mean_reward: float = 0.0
+    sample_index: int = -1
+
+
+class Journal:
+    """Buffers records and commits them to `folder/step_N.msgpack`. Use with `closing`.
+
+    A failed commit loses nothing: the next one writes the same records again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,46 +64,46 @@ class Journal:
         self._descriptor = -1
         self._size: int | None = None  # bytes of whole records in the step's file, once known
         self._waiting: list[bytes] = []  # encoded, not yet committed
-        self._since = 0.0  # monotonic seconds, when the first of them came
-        self._writer = ThreadPoolExecutor(1, "journal")
-        self._writing: Future[None] | None = None  # of all that waits
+        self._waiting_since = 0.0  # monotonic seconds
+        self._executor = ThreadPoolExecutor(1, "journal")
+        self._pending_write: Future[None] | None = None  # of all waiting records
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
-        """Take in one record of a step; it is durable after the next `commit`."""
-        assert self._writing is None, "a commit ends before more is taken in"
+        """Add a record of a step; the next `commit` makes it durable."""
+        assert self._pending_write is None, "a commit ends before the next append"
         if step != self._step:
             assert not self._waiting, "a step ends with a commit"
             self.close()
             self._step, self._size = step, None
         if not self._waiting:
-            self._since = time.monotonic()
-        self._waiting.append(_encoded(JournalRecord(kind, content)))
+            self._waiting_since = time.monotonic()
+        self._waiting.append(_encode(JournalRecord(kind, content)))
 
     def begin_commit(self) -> None:
-        """Write what was appended while the caller goes on, up to its `commit`."""
+        """Write the waiting records in a thread; the caller's `commit` waits for it."""
         if self._waiting:
-            self._writing = self._writer.submit(self._write, b"".join(self._waiting))
+            self._pending_write = self._executor.submit(self._write, b"".join(self._waiting))
 
     def commit(self) -> bool:
-        """Make what was appended durable; False when there was nothing to do.
+        """Make the waiting records durable; False if there are none.
 
-        Raises JournalError when the disk refuses; the file is whole again before the next try.
+        Raises JournalError when the disk refuses; the records keep waiting.
         """
         if not self._waiting:
             return False
         failpoint("journal.commit")
-        writing, self._writing = self._writing, None
+        write, self._pending_write = self._pending_write, None
         try:
-            if writing is not None and isinstance(writing.exception(), OSError):
+            if write is not None and isinstance(write.exception(), OSError):
                 self.close()
-                writing = None  # that was at the begin of a step: the disk may have room by now
-            if writing is not None:
-                writing.result()
+                write = None  # it failed when the step began; the disk may have room by now
+            if write is not None:
+                write.result()
             else:
                 self._write(b"".join(self._waiting))
         except OSError as error:
-            self.close()  # a second fsync of the same pages would lie
+            self.close()  # a second fsync of the same pages would report success
             raise JournalError(
                 f"cannot write {self.file_of(self._step)}: {error.strerror}"
             ) from None
@@ -100,9 +114,9 @@ class Journal:
     def read(self, step: int) -> list[JournalRecord]:
         """The whole records of a step; a torn tail is cut off the file and reported.
 
-        The last step's are durable then: who wrote them may have been killed before his fsync.
-        Raises JournalError when the disk refuses; and when there are later steps, or whole records
-        behind a torn tail: then it is no tail, but damage.
+        Makes the records of the last step durable: the process that wrote them may have been killed
+        before its fsync. Raises JournalError when the disk refuses, or when the file is damaged:
+        when there are later steps, or whole records after the torn bytes.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -111,41 +125,41 @@ class Journal:
             good = file.stat().st_size - torn
             if _has_record(file.read_bytes(), good):
                 raise JournalError(
-                    f"{file} is damaged at byte {good} and whole behind it; put a copy back, or "
-                    f"give up what is behind (truncate -s {good} {shlex.quote(str(file))})"
+                    f"{file} is damaged at byte {good}, with whole records after it; put a copy "
+                    f"back, or drop those records (truncate -s {good} {shlex.quote(str(file))})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
         if self.steps()[-1:] == [step]:
-            self._keep(file, file.stat().st_size - torn)
+            self._truncate(file, file.stat().st_size - torn)
         return records
 
     def check_last(self, step: int, fault: str) -> None:
-        """Raise JournalError with the fault of this step's file when there are later steps."""
-        if later := [each for each in self.steps() if each > step]:
+        """Raise JournalError with the fault of this step's file if there are later steps."""
+        if later := [other for other in self.steps() if other > step]:
             raise JournalError(
                 f"{self.file_of(step)} {fault}, and there are later steps; put a copy back, or "
-                f"move those of steps {step} to {later[-1]} away to go on from step {step - 1}"
+                f"move those of steps {step} to {later[-1]} away to continue from step {step - 1}"
             )
 
     @property
     def num_waiting(self) -> int:
-        """Records not yet committed."""
+        """Number of records not yet committed."""
         return len(self._waiting)
 
     @property
     def waited(self) -> float:
-        """Seconds since the first of these was appended; 0 when there are none."""
-        return time.monotonic() - self._since if self._waiting else 0.0
+        """Seconds since the first waiting record was appended; 0 if there is none."""
+        return time.monotonic() - self._waiting_since if self._waiting else 0.0
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending; other names are ignored."""
+        """Steps that have a file, ascending."""
         return steps_in(self._folder)
 
     def prune(self, oldest: int) -> None:
         """Remove the files of steps before `oldest`."""
         for step in self.steps():
             if step < oldest:
-                with contextlib.suppress(OSError):  # it is only in the way
+                with contextlib.suppress(OSError):  # the file only takes space
                     self.file_of(step).unlink()
 
     def move_after(self, step: int, target: Path) -> None:
@@ -156,15 +170,19 @@ class Journal:
         atomic_files.sync_folder(self._folder)
 
     def close(self) -> None:
-        """Close the open file. What waits is not written."""
-        if self._writing is not None:
-            wait([self._writing])
+        """Close the open file. Waiting records are not written."""
+        if self._pending_write is not None:
+            wait([self._pending_write])
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _keep(self, file: Path, size: int) -> None:
-        """Make the first `size` bytes of the file durable, and nothing else of it."""
+    def file_of(self, step: int) -> Path:
+        """Path of a step's file."""
+        return file_of(self._folder, step)
+
+    def _truncate(self, file: Path, size: int) -> None:
+        """Cut the file to `size` bytes and make these durable."""
         try:
             with file.open("r+b") as opened:
                 opened.truncate(size)
@@ -180,64 +198,56 @@ class Journal:
             atomic_files.sync_folder(self._folder)
         if self._size is None:
             self._size = os.fstat(self._descriptor).st_size
-        os.ftruncate(self._descriptor, self._size)  # what a failed commit left
+        os.ftruncate(self._descriptor, self._size)  # removes the rest of a failed commit
         if os.write(self._descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         failpoint("journal.written")
         os.fsync(self._descriptor)
         self._size += len(content)
 
-    def file_of(self, step: int) -> Path:
-        """Where the records of a step are."""
-        return file_of(self._folder, step)
-
 
 def steps_in(folder: Path) -> list[int]:
     """Steps that have a file, ascending; other names are ignored."""
-    files = [each for each in folder.glob("step_*.msgpack") if STEP_NAME.fullmatch(each.stem)]
-    return sorted(step for each in files if file_of(folder, step := int(each.stem[5:])) == each)
+    files = [file for file in folder.glob("step_*.msgpack") if STEP_NAME.fullmatch(file.stem)]
+    return sorted(step for file in files if file_of(folder, step := int(file.stem[5:])) == file)
 
 
 def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
-    """The whole records of a step, and the bytes of a torn tail; changes nothing."""
+    """The whole records of a step and the number of torn bytes after them; changes nothing."""
     file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
-    records, good = _decoded(content)
-    return records, len(content) - good
+    records: list[JournalRecord] = []
+    offset = 0
+    while (record := _record_at(content, offset)) is not None:
+        records.append(record)
+        offset += HEADER.size + len(record.content)
+    return records, len(content) - offset
 
 
 def file_of(folder: Path, step: int) -> Path:
+    """Path of a step's file."""
     return folder / f"step_{step:06d}.msgpack"
 
 
-def _encoded(record: JournalRecord) -> bytes:
+def _encode(record: JournalRecord) -> bytes:
     kind, content = record
     return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
-def _decoded(content: bytes) -> tuple[list[JournalRecord], int]:
-    records: list[JournalRecord] = []
-    good = 0
-    while (record := _record_at(content, good)) is not None:
-        records.append(record)
-        good += HEADER.size + len(record.content)
-    return records, good
-
-
-def _record_at(content: bytes, start: int) -> JournalRecord | None:
-    """The whole record that begins there."""
-    if start + HEADER.size > len(content):
+def _record_at(content: bytes, offset: int) -> JournalRecord | None:
+    """The whole record that begins at `offset`, if there is one."""
+    if offset + HEADER.size > len(content):
         return None
-    size, checksum, kind = HEADER.unpack_from(content, start)
-    end = start + HEADER.size + size
-    # A power cut may leave zeros behind the last record: no record is empty.
+    size, checksum, kind = HEADER.unpack_from(content, offset)
+    end = offset + HEADER.size + size
+    # A power cut may leave zeros after the last record: a record of size 0 is none.
     if not size or end > len(content):
         return None
-    body = content[start + HEADER.size : end]
+    body = content[offset + HEADER.size : end]
     return JournalRecord(kind, body) if crc32(body, kind) == checksum else None
 
 
 def _has_record(content: bytes, start: int) -> bool:
-    """Whether a whole record begins anywhere after `start`."""
+    """True if a whole record begins anywhere after `start`."""
     kinds = re.compile(b"[%c%c]" % (GROUP, DROPPED)).finditer(content, start + HEADER.size)
-    return any(_record_at(content, each.end() - HEADER.size) for each in kinds)
+    return any(_record_at(content, match.end() - HEADER.size) for match in kinds)

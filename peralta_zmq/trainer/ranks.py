@@ -1,7 +1,7 @@
-"""A trainer of several processes: rank 0 leads, the others compute their share of each step.
+"""A trainer of several processes: rank 0 leads, each rank computes its share of each step.
 
-Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The others know the
-model and what rank 0 tells them: its settings, the groups of a step, the tensors of a checkpoint.
+Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The followers have
+the model; rank 0 sends them its settings, the groups of each step and the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ if TYPE_CHECKING:
     from peralta_zmq.learning.distributed import Command, DistributedRanks
 
 TrainerRanks: TypeAlias = "SingleRank | DistributedRanks"
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun tells each process
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun sets them
 
 
 class RankPlacement(NamedTuple):
-    """Which of a trainer's processes this is."""
+    """The position of this process among those of the trainer."""
 
     rank: int
     num_ranks: int
-    local_rank: int  # among those of this machine
+    local_rank: int  # on this machine
     num_local: int
 
 
-def place_of(environment: Mapping[str, str]) -> RankPlacement:
-    """Where torchrun has put this process; alone when it was not torchrun that started it.
+def placement_of(environment: Mapping[str, str]) -> RankPlacement:
+    """Placement from torchrun's variables; one rank without them.
 
-    Raises ConfigError when the environment tells of several processes, but not of all it must.
+    Raises ConfigError if WORLD_SIZE announces several ranks and another variable is missing.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return RankPlacement(0, 1, 0, 1)
     try:
-        return RankPlacement(*(int(environment[name]) for name in PLACE))
+        return RankPlacement(*(int(environment[name]) for name in VARIABLES))
     except (KeyError, ValueError):
-        told = " ".join(f"{name}={environment.get(name, '')}" for name in PLACE)
+        values = " ".join(f"{name}={environment.get(name, '')}" for name in VARIABLES)
         raise ConfigError(
-            f"the environment says {told}; start several ranks with torchrun, or unset WORLD_SIZE"
+            f"the environment has {values}; start several ranks with torchrun, or unset WORLD_SIZE"
         ) from None
 
 
-def enlist(config: Config) -> tuple[Config, TrainerRanks]:
-    """Meet the other ranks, if there are any; returns rank 0's settings and the ranks.
+def join(config: Config) -> tuple[Config, TrainerRanks]:
+    """Connect to the other ranks, if there are any; returns rank 0's settings and the ranks.
 
-    A rank's own are only the device and the number of workers that share its machine. Raises
-    ConfigError for a device of which ranks cannot share the work, RankError when none comes.
+    A rank's own settings are only its device and the number of workers on its machine.
+    Raises ConfigError for a device that ranks cannot share, RankError if a rank is missing.
     """
-    place = place_of(os.environ)
-    models.use_threads(config.train.num_workers * place.num_local)
-    if place.num_ranks == 1:
+    placement = placement_of(os.environ)
+    models.use_threads(config.train.num_workers * placement.num_local)
+    if placement.num_ranks == 1:
         return config, SINGLE
     from peralta_zmq.learning import distributed
 
     device = models.choose_device(config.model.device)
     if device.type == "cuda":
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", placement.local_rank)
     check_shared(config, device)
     ranks = distributed.join(device)
     if ranks.rank == 0:
         ranks.send_command({"do": "begin"}, [config.model_dump_json().encode()])
         return config, ranks
-    return _settings_of(ranks.receive_command(), config, device), ranks
+    return _follower_config(ranks.receive_command(), config, device), ranks
 
 
 def check_shared(config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a device, or a setting on it, that several ranks cannot have."""
+    """Raise ConfigError for a device or optimizer that several ranks cannot share."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"model.device {device} takes one rank; "
@@ -93,34 +93,34 @@ def check_shared(config: Config, device: torch.device) -> None:
         )
 
 
-def _settings_of(order: Command, own: Config, device: torch.device) -> Config:
-    theirs = Config.model_validate_json(order.payloads[0])
-    model = theirs.model.model_copy(update={"device": str(device)})
-    train = theirs.train.model_copy(update={"num_workers": own.train.num_workers})
-    return theirs.model_copy(update={"model": model, "train": train})
+def _follower_config(command: Command, own: Config, device: torch.device) -> Config:
+    leading = Config.model_validate_json(command.payloads[0])
+    model = leading.model.model_copy(update={"device": str(device)})
+    train = leading.train.model_copy(update={"num_workers": own.train.num_workers})
+    return leading.model_copy(update={"model": model, "train": train})
 
 
-def dismiss(ranks: TrainerRanks) -> None:
-    """By rank 0: all work is done, every rank ends."""
+def shutdown(ranks: TrainerRanks) -> None:
+    """End the followers. Called by rank 0."""
     if not isinstance(ranks, SingleRank):
         ranks.send_command({"do": "end"})
         ranks.close()
 
 
-def led(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner | Leader:
-    """The learner, so that the other ranks do what it does.
+def leader(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner | Leader:
+    """The learner itself on one rank, else rank 0's proxy for the learners of all ranks.
 
-    Where ranks share the parameters among them, `model` has the whole weights after each step.
+    If the ranks share the parameters, `model` holds the whole weights after each step.
     """
     return learner if isinstance(ranks, SingleRank) else Leader(learner, ranks, model)
 
 
 class Leader:
-    """A learner on rank 0, with its face: what is asked of it is asked of every rank."""
+    """Rank-0 proxy with the Learner interface; forwards each call to all ranks."""
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
         self._learner, self._ranks = learner, ranks
-        self._whole = lora.trained_parameters(model)
+        self._parameters = lora.trained_parameters(model)
 
     @property
     def step(self) -> int:
@@ -134,12 +134,12 @@ class Leader:
 
     @property
     def advantages(self) -> Sequence[Sequence[float]]:
-        """As `Learner.advantages`."""
+        """`Learner.advantages`."""
         return self._learner.advantages
 
     @property
     def mismatch(self) -> dict[str, Mismatch]:
-        """As `Learner.mismatch`, of the tokens of all ranks."""
+        """`Learner.mismatch`, over the tokens of all ranks."""
         return self._learner.mismatch
 
     @property
@@ -152,7 +152,7 @@ class Leader:
         self._learner.learning_rate = schedule
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Take the next step with all ranks. Raises as `Learner.learn`, and RankError."""
+        """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
         rate = self.learning_rate(self.step + 1)
         frames = [wire.encode_group(group) for group in groups]
         self._ranks.send_command({"do": "learn", "rate": rate}, frames)
@@ -161,16 +161,16 @@ class Leader:
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
-        """As `Learner.state`: whole tensors, which any number of ranks can restore."""
+        """`Learner.state`: whole tensors, which any number of ranks can restore."""
         if self._ranks.lockstep:
             self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let all ranks go on from what `state` gave. Raises ValueError, with nothing changed."""
+        """Restore `state` on all ranks. Raises ValueError, with nothing changed."""
         self._learner.restore(step, tensors)
-        told = [(name, str(each.dtype)[6:], list(each.shape)) for name, each in tensors.items()]
-        self._ranks.send_command({"do": "restore", "step": step, "tensors": told})
+        specs = [(name, str(value.dtype)[6:], list(value.shape)) for name, value in tensors.items()]
+        self._ranks.send_command({"do": "restore", "step": step, "tensors": specs})
         self._ranks.broadcast(tensors.values())
         self._gather()
 
@@ -178,43 +178,47 @@ class Leader:
     def _gather(self) -> None:
         if self._ranks.lockstep:
             for name, tensor in self._learner.weights():
-                self._whole[name].copy_(tensor)
+                self._parameters[name].copy_(tensor)
 
 
-def follow(config: Config, ranks: DistributedRanks) -> None:
-    """Do as rank 0 says until it is done; it alone is asked to stop.
+def run_follower(config: Config, ranks: DistributedRanks) -> None:
+    """Execute rank 0's commands until it ends; ignores signals, which rank 0 handles.
 
-    Raises RankError when rank 0 is gone, or what a part of one's own raises on this rank only.
+    Raises RankError if rank 0 is gone, or an error that occurs on this rank only.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 says the rest
+    logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 logs the rest
     try:
         model = build.load_policy(config, models.model_folder(config.model.name))
         learner = build.make_learner(config, model, ranks)
-        while (order := ranks.receive_command()).fields["do"] != "end":
-            _obey(order, learner, ranks, vocab_size=int(model.config.vocab_size))
+        while (command := ranks.receive_command()).fields["do"] != "end":
+            _execute(command, learner, ranks, vocab_size=int(model.config.vocab_size))
     except TrainingError:
-        return  # it is the same on all ranks, and rank 0 says it
+        return  # raised on all ranks; rank 0 reports it
     except PeraltaError as error:
         raise type(error)(f"rank {ranks.rank}: {error}") from None
     ranks.close()
 
 
-def _obey(order: Command, learner: Learner, ranks: DistributedRanks, *, vocab_size: int) -> None:
-    words = order.fields
-    if words["do"] == "learn":
-        learner.learning_rate = partial(_constant, words["rate"])
-        learner.learn([wire.decode_group(each, vocab_size=vocab_size) for each in order.payloads])
-    elif words["do"] == "restore":
+def _execute(
+    command: Command, learner: Learner, ranks: DistributedRanks, *, vocab_size: int
+) -> None:
+    fields = command.fields
+    if fields["do"] == "learn":
+        learner.learning_rate = partial(_constant, fields["rate"])
+        learner.learn(
+            [wire.decode_group(frame, vocab_size=vocab_size) for frame in command.payloads]
+        )
+    elif fields["do"] == "restore":
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype))
-                   for name, dtype, shape in words["tensors"]}  # fmt: skip
+                   for name, dtype, shape in fields["tensors"]}  # fmt: skip
         ranks.broadcast(tensors.values())
-        learner.restore(words["step"], tensors)
+        learner.restore(fields["step"], tensors)
     else:
         learner.state()
         return
-    if ranks.lockstep:  # rank 0 gathers them
+    if ranks.lockstep:  # takes part in rank 0's `_gather`
         for _ in learner.weights():
             pass
 

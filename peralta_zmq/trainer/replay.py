@@ -24,6 +24,7 @@ from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import adapter_files, checkpoint, journal
+from peralta_zmq.trainer.run_folder import run_id_of
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore
@@ -189,7 +190,7 @@ def _difference(run: Path, step: int, rates: Mapping[int, float]) -> str:
 def _start(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
     if earliest == 1 and first is None:
         return
-    run_id = build.run_id_of(folder, folder.name)
+    run_id = run_id_of(folder, folder.name)
     until = earliest - 1 if first is None else first - 1
     saved = checkpoint.newest(folder / "checkpoints", run_id=run_id, until=until)
     if saved is not None:

@@ -382,5 +382,5 @@ def test_a_run_with_adapters_that_is_stopped_before_its_first_step_goes_on(tmp_p
         with ExitStack() as stack:
             trainer = Trainer(config, stack)
             trainer.recover()
-            trainer._stop.asked = True
+            trainer.session.stop.requested = True
             trainer.finish()

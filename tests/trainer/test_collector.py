@@ -1,4 +1,4 @@
-"""What becomes of the groups that come, what is said of them, and how often they are written."""
+"""Collecting a batch: admission, acknowledgements and journal commits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 from fakes import RUN, group_of
@@ -25,25 +25,25 @@ from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
-from peralta_zmq.trainer.status import StatusPublisher
-from peralta_zmq.trainer.stop_signal import StopSignal
+from peralta_zmq.trainer.recovery import load_journaled_batch
+from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 
-MANY = 300
-ENTRIES_PER_SECOND = 500_000  # a hundred bytes each, over all who hear
+NUM_SENDERS = 300
+MAX_ENTRIES_PER_SECOND = 500_000  # of 100 bytes, over all receivers of the announcements
 
 
-class Heard:
-    """An announcer that keeps what it is told."""
+class RecordingPublisher:
+    """Keeps the announcements instead of sending them."""
 
     def __init__(self) -> None:
-        self.said: list[wire.Announcement] = []
+        self.announcements: list[wire.Announcement] = []
 
     def publish(self, announcement: wire.Announcement) -> None:
-        self.said.append(announcement)
+        self.announcements.append(announcement)
 
 
 class CountingJournal(Journal):
-    """One that counts how often it has written."""
+    """Counts the commits that wrote something."""
 
     num_commits = 0
 
@@ -53,8 +53,8 @@ class CountingJournal(Journal):
         return written
 
 
-class Trickle:
-    """A receiver that gives a group only to who waits long for it; `now` is the time there."""
+class SlowReceiver:
+    """Yields a group only to a call with a long timeout; `now` is the simulated time."""
 
     GAP = COMMIT_SECONDS / 5  # seconds between two groups
     address = ANYWHERE
@@ -72,43 +72,63 @@ class Trickle:
         return group, wire.encode_group(group)
 
 
+class Opened(NamedTuple):
+    """A collector with what a test needs of its surroundings."""
+
+    collector: BatchCollector
+    published: list[wire.Announcement]
+    session: Session
+    address: str
+
+    def collect(
+        self, step: int = 1, between_groups: Callable[[bool], None] = lambda idle: None
+    ) -> list[RolloutGroup]:
+        """The committed batch of a step."""
+        groups, _ = self.collector.collect(step, between_groups)
+        self.collector.commit()
+        return groups
+
+
 def opened(
     stack: ExitStack,
     folder: Path,
-    stop: StopSignal,
     *,
     groups: int,
-    trickle: Trickle | None = None,
+    receiver: SlowReceiver | None = None,
     easy_threshold: float | None = None,
     settings: Sequence[str] = (),
-) -> tuple[BatchCollector, Heard, str]:
-    """An intake whose steps take so many groups of two rollouts."""
+) -> Opened:
+    """A collector whose steps take `groups` groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
                  f"--train.batch-size={2 * groups}", *settings]  # fmt: skip
-    receiver = stack.enter_context(closing(receiver_at()))
-    counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    books = stack.enter_context(RunLog(folder, run="demo", max_steps=1))
-    heard, nobody = Heard(), cast(Any, None)
-    intake = BatchCollector(
-        load_config("bin/trainer", arguments), receiver=cast(Any, trickle or receiver),
-        run_id=RUN, vocab_size=64,
-        journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
-        roster=GeneratorRegistry(counters, books, {}), evaluations=nobody, books=books, stop=stop,
-        pools=DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
-        speaker=StatusPublisher(cast(Any, heard), wire.Announcement(RUN)),
+    real_receiver = stack.enter_context(closing(receiver_at()))
+    statuses = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    run_log = stack.enter_context(RunLog(folder, run="demo", max_steps=1))
+    publisher = RecordingPublisher()
+    session = Session(
+        load_config("bin/trainer", arguments), RUN, run_log,
+        StatusPublisher(cast(Any, publisher), wire.Announcement(RUN)), StopSignal(),
     )  # fmt: skip
-    return intake, heard, receiver.address
+    collector = BatchCollector(
+        session,
+        receiver=cast(Any, receiver or real_receiver),
+        journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
+        generators=GeneratorRegistry(statuses, run_log, {}),
+        pools=DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
+        evaluations=cast(Any, None),
+    )
+    return Opened(collector, publisher.announcements, session, real_receiver.address)
 
 
 @pytest.fixture
-def from_many(stack: ExitStack) -> Callable[[str], None]:
-    """One group of each of many generators, pushed from another thread."""
+def send_from_many(stack: ExitStack) -> Callable[[str], None]:
+    """Send one group of each of NUM_SENDERS generators from another thread."""
 
     def push(address: str) -> None:
         sender = sender_to(address, stack)
         group = group_of([1.0, 0.0])
         frames = [wire.encode_group(dataclasses.replace(group, generator_id=f"g{number}"))
-                  for number in range(MANY)]  # fmt: skip
+                  for number in range(NUM_SENDERS)]  # fmt: skip
         thread = threading.Thread(
             target=lambda: [sender.send(frame, timeout=DEADLINE) for frame in frames]
         )
@@ -118,20 +138,18 @@ def from_many(stack: ExitStack) -> Callable[[str], None]:
     return push
 
 
-def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stale_beyond_it(
+def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=4)
-    bound = intake.admission.max_off_policy_steps
-    proxy = stack.enter_context(Proxy(int(address.rpartition(":")[2])))
-    late, near = sender_to(proxy.address, stack), sender_to(address, stack)
+    it = opened(stack, tmp_path, groups=4)
+    bound = it.collector.admission.max_off_policy_steps
+    proxy = stack.enter_context(Proxy(int(it.address.rpartition(":")[2])))
+    late, near = sender_to(proxy.address, stack), sender_to(it.address, stack)
 
     def collected(
-        step: int, meanwhile: Callable[[bool], None] = lambda idle: None
+        step: int, between_groups: Callable[[bool], None] = lambda idle: None
     ) -> set[tuple[str, int]]:
-        groups, _ = intake.collect(step, meanwhile)
-        intake.commit()
-        return {(each.generator_id, each.sequence) for each in groups}
+        return {(each.generator_id, each.sequence) for each in it.collect(step, between_groups)}
 
     def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
         for number in numbers:
@@ -149,128 +167,126 @@ def test_what_comes_late_through_a_dead_link_is_trained_up_to_the_bound_and_stal
 
     fresh = iter([range(4)])
 
-    def nearby(idle: bool) -> None:
-        if intake.admission.ledger.total == 12:  # all that was late has come
+    def send_fresh(idle: bool) -> None:
+        if it.collector.admission.ledger.total == 12:  # all late groups are received
             for numbers in fresh:
                 send(near, "near", numbers, 1 + bound)
 
-    assert collected(2 + bound, nearby) == {("near", number) for number in range(4)}
-    assert intake.admission.ledger.outcomes == {"trained": 12, "stale": 4}
+    assert collected(2 + bound, send_fresh) == {("near", number) for number in range(4)}
+    assert it.collector.admission.ledger.outcomes == {"trained": 12, "stale": 4}
     dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
     assert [row["sequence"] for row in dropped] == [*range(8, 12)]
     assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
 
 
-def test_when_no_problem_is_left_all_are_drawn_again_and_an_event_says_so(
+def test_pools_without_a_normal_problem_are_refilled_with_an_event(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=1, easy_threshold=0.5)
+    it = opened(stack, tmp_path, groups=1, easy_threshold=0.5)
     frame = wire.encode_group(group_of([1.0, 0.0], problem_id="math_1k/7"))
-    assert sender_to(address, stack).send(frame, timeout=DEADLINE)
-    intake.collect(1, lambda idle: None)
+    assert sender_to(it.address, stack).send(frame, timeout=DEADLINE)
+    it.collect()
     rows = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "pool_refilled"]
     assert [row["problems"] for row in rows] == [1]
 
 
-def test_a_draw_that_nobody_can_have_come_to_sends_no_newcomer_there(
-    stack: ExitStack, tmp_path: Path
-) -> None:
-    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=3)
-    sender = sender_to(address, stack)
-    for sequence, draw in enumerate([5, 2**53, 9]):
-        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=draw)
+def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
+    it = opened(stack, tmp_path, groups=3)
+    sender = sender_to(it.address, stack)
+    for sequence, index in enumerate([5, 2**53, 9]):
+        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=index)
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
-    intake.collect(1, lambda idle: None)
-    assert intake.saved()["next_sample_index"] == 10
+    it.collect()
+    assert it.collector.curriculum.next_sample_index == 10
 
 
-def test_what_is_announced_while_groups_come_does_not_grow_with_the_square_of_the_senders(
-    stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
+def test_acknowledgement_volume_is_bounded_for_many_senders(
+    stack: ExitStack, tmp_path: Path, send_from_many: Callable[[str], None]
 ) -> None:
-    intake, heard, address = opened(stack, tmp_path, StopSignal(), groups=MANY)
-    from_many(address)
+    it = opened(stack, tmp_path, groups=NUM_SENDERS)
+    send_from_many(it.address)
     started = monotonic()
-    groups, _ = intake.collect(1, lambda idle: None)
-    lasted = monotonic() - started
-    assert len(groups) == MANY
-    *news, step_begins = heard.said
-    assert (step_begins.started_step, len(step_begins.consumed)) == (1, MANY)
-    entries = sum(len(each.received) ** 2 for each in news)  # each goes to all who are in it
-    assert 0 < entries <= ENTRIES_PER_SECOND * lasted + MANY**2
+    assert len(it.collect()) == NUM_SENDERS
+    seconds = monotonic() - started
+    *acknowledgements, begin = it.published
+    assert (begin.started_step, len(begin.consumed)) == (1, NUM_SENDERS)
+    # Each announcement goes to every sender that it lists.
+    entries = sum(len(announcement.received) ** 2 for announcement in acknowledgements)
+    assert 0 < entries <= MAX_ENTRIES_PER_SECOND * seconds + NUM_SENDERS**2
 
 
-def test_all_that_came_is_announced_when_nothing_more_comes(
-    stack: ExitStack, tmp_path: Path, from_many: Callable[[str], None]
+def test_all_groups_are_acknowledged_when_the_queue_is_empty(
+    stack: ExitStack, tmp_path: Path, send_from_many: Callable[[str], None]
 ) -> None:
-    stop = StopSignal()
-    intake, heard, address = opened(stack, tmp_path, stop, groups=MANY + 1)
-    from_many(address)
-    ends = monotonic() + DEADLINE
+    it = opened(stack, tmp_path, groups=NUM_SENDERS + 1)
+    send_from_many(it.address)
+    deadline = monotonic() + DEADLINE
 
-    def until_said(idle: bool) -> None:
-        safe = heard.said[-1].durable.values() if heard.said else ()
-        stop.asked = list(safe) == [0] * MANY or monotonic() > ends
+    def until_durable(idle: bool) -> None:
+        durable = it.published[-1].durable.values() if it.published else ()
+        is_durable = list(durable) == [0] * NUM_SENDERS
+        it.session.stop.requested = is_durable or monotonic() > deadline
 
-    intake.collect(1, until_said)
-    newest = heard.said[-1]
+    it.collect(between_groups=until_durable)
+    newest = it.published[-1]
     assert newest.waiting
-    assert list(newest.received.values()) == list(newest.durable.values()) == [0] * MANY
+    assert list(newest.received.values()) == list(newest.durable.values()) == [0] * NUM_SENDERS
 
 
-def test_groups_that_come_one_by_one_are_written_together_and_all_before_the_step(
+def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num = COMMIT_GROUPS - 1  # else so many are reason enough
-    trickle = Trickle(num)
-    monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
-    intake, heard, _ = opened(stack, tmp_path, StopSignal(), groups=num, trickle=trickle)
+    num = COMMIT_GROUPS - 1  # COMMIT_GROUPS are reason enough for a commit
+    receiver = SlowReceiver(num)
+    monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
+    it = opened(stack, tmp_path, groups=num, receiver=receiver)
+    journal = cast(CountingJournal, it.collector.journal)
     waited: list[float] = []
-    begun = trickle.now
-    groups, _ = intake.collect(1, lambda idle: waited.append(intake.journal.waited))
-    intake.commit()
-    lasted = trickle.now - begun
-    assert len(groups) == num and lasted > 3 * COMMIT_SECONDS
-    assert 3 <= cast(CountingJournal, intake.journal).num_commits <= lasted / COMMIT_SECONDS + 1
-    assert max(waited) < COMMIT_SECONDS + 2 * Trickle.GAP
-    assert intake.journal.num_waiting == 0 and len(intake.journal.read(1)) == num
-    assert list(heard.said[-1].durable.values()) < [num - 1]  # the step begins meanwhile
-    intake.announce(1, started_step=1)
-    assert list(heard.said[-1].durable.values()) == [num - 1]
+    started = receiver.now
+    groups, _ = it.collector.collect(1, lambda idle: waited.append(journal.waited))
+    it.collector.commit()
+    seconds = receiver.now - started
+    assert len(groups) == num and seconds > 3 * COMMIT_SECONDS
+    assert 3 <= journal.num_commits <= seconds / COMMIT_SECONDS + 1
+    assert max(waited) < COMMIT_SECONDS + 2 * SlowReceiver.GAP
+    assert journal.num_waiting == 0 and len(journal.read(1)) == num
+    assert list(it.published[-1].durable.values()) < [num - 1]  # announced before the commit
+    it.collector.acknowledgements.publish(1, started_step=1)
+    assert list(it.published[-1].durable.values()) == [num - 1]
 
 
-def test_what_came_is_written_when_nothing_more_comes(
+def test_commit_is_immediate_when_the_queue_is_empty(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, trickle = StopSignal(), Trickle(1)
-    monkeypatch.setattr(journals.time, "monotonic", lambda: trickle.now)
-    intake, heard, _ = opened(stack, tmp_path, stop, groups=2, trickle=trickle)
-    begun = trickle.now
+    receiver = SlowReceiver(1)
+    monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
+    it = opened(stack, tmp_path, groups=2, receiver=receiver)
+    started = receiver.now
 
-    def until_safe(idle: bool) -> None:
-        safe = bool(heard.said) and list(heard.said[-1].durable.values()) == [0]
-        stop.asked = safe or trickle.now > begun + 1
+    def until_durable(idle: bool) -> None:
+        durable = bool(it.published) and list(it.published[-1].durable.values()) == [0]
+        it.session.stop.requested = durable or receiver.now > started + 1
 
-    intake.collect(1, until_safe)
-    assert trickle.now < begun + COMMIT_SECONDS  # sooner than while more comes
-    assert intake.journal.num_waiting == 0
+    it.collector.collect(1, until_durable)
+    assert receiver.now < started + COMMIT_SECONDS
+    assert it.collector.journal.num_waiting == 0
 
 
-def test_batch_counted_in_tokens_is_full_with_the_first_group_that_reaches_them_at_every_step(
+def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     tokens = ("--train.token-batch-size=40",)
-    intake, _, address = opened(stack, tmp_path, StopSignal(), groups=100, settings=tokens)
-    sender = sender_to(address, stack)
-    lengths = [[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]  # and 3 of the prompt in each rollout
-    for number, each in enumerate(lengths):  # 11, 23 and 9 tokens; 46; 40
-        frame = wire.encode_group(group_of([1.0, 0.0], sequence=number, lengths=each))
+    it = opened(stack, tmp_path, groups=100, settings=tokens)
+    sender = sender_to(it.address, stack)
+    # With 3 prompt tokens per rollout: 11, 23 and 9 tokens; 46; 40.
+    for number, lengths in enumerate([[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]):
+        frame = wire.encode_group(group_of([1.0, 0.0], sequence=number, lengths=lengths))
         assert sender.send(frame, timeout=DEADLINE)
     for step, expected in ((1, [0, 1, 2]), (2, [3]), (3, [4])):
-        groups, _ = intake.collect(step, lambda idle: None)
-        intake.commit()
-        assert [each.sequence for each in groups] == expected
-        assert not intake.has_batch
-    again, _, _ = opened(stack, tmp_path, StopSignal(), groups=100, settings=tokens)
+        assert [group.sequence for group in it.collect(step)] == expected
+        assert not it.collector.is_full
+    again = opened(stack, tmp_path, groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
-        assert again.replay(step) and len(again.take()) == expected
-    assert not again.replay(4)
+        assert load_journaled_batch(again.collector, again.session, step, vocab_size=64)
+        assert len(again.collector.take_batch()) == expected
+    assert not load_journaled_batch(again.collector, again.session, 4, vocab_size=64)

@@ -25,7 +25,7 @@ from test_end_to_end import SMALL, free_ports
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.dashboard import server
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.trainer import dashboard
+from peralta_zmq.trainer.loop import open_dashboard
 
 ROOT = Path(__file__).parents[2]
 HIGH = 65_532  # the highest port of the settings; three more are left after it
@@ -61,7 +61,7 @@ def told(
         books = stack.enter_context(RunLog(config.run_folder, run="r", max_steps=1))
         capsys.readouterr()
         with ExitStack() as session:
-            dashboard.show(config, session, books)
+            open_dashboard(config, session, books)
         return capsys.readouterr().out.splitlines()
 
     return show
@@ -80,7 +80,7 @@ def full(stack: ExitStack) -> int:
 
 def test_no_port_is_left(told: Callable[..., list[str]], full: int) -> None:
     (line,) = told("--dashboard.port", str(full))
-    assert line == "no page: dashboard.port 65532 to 65535 are all taken; choose another"
+    assert line == "no dashboard: dashboard.port 65532 to 65535 are all taken; choose another"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "a..b", "x" * 300])
@@ -91,7 +91,7 @@ def test_a_host_that_is_not_this_machine(
     token.write_text("0123456789abcdef")
     token.chmod(0o600)
     (line,) = told("--dashboard.host", host, "--dashboard.token-file", str(token))
-    assert line.startswith(f"no page: dashboard.host {host}, port 8470 cannot be used (")
+    assert line.startswith(f"no dashboard: dashboard.host {host}, port 8470 cannot be used (")
 
 
 def test_other_machines_without_a_token(told: Callable[..., list[str]]) -> None:
@@ -101,7 +101,7 @@ def test_other_machines_without_a_token(told: Callable[..., list[str]]) -> None:
 
 def test_a_token_file_that_went_away(told: Callable[..., list[str]], tmp_path: Path) -> None:
     (line,) = told("--dashboard.token-file", str(tmp_path / "gone"))
-    assert re.match(r"no page: dashboard.token_file .*gone cannot be read", line)
+    assert re.match(r"no dashboard: dashboard.token_file .*gone cannot be read", line)
 
 
 def test_uvicorn_is_not_installed(
@@ -109,7 +109,7 @@ def test_uvicorn_is_not_installed(
 ) -> None:
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     assert told() == [
-        "no page: the page needs starlette and uvicorn; pip install 'peralta_zmq[dashboard]'"
+        "no dashboard: the page needs starlette and uvicorn; pip install 'peralta_zmq[dashboard]'"
     ]
 
 
@@ -120,7 +120,7 @@ def test_no_thread_can_be_started(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    assert told() == ["""no page: RuntimeError("can't start new thread")"""]
+    assert told() == ["""no dashboard: RuntimeError("can't start new thread")"""]
 
 
 def test_a_page_that_is_switched_off_is_not_spoken_of(told: Callable[..., list[str]]) -> None:
@@ -128,9 +128,9 @@ def test_a_page_that_is_switched_off_is_not_spoken_of(told: Callable[..., list[s
 
 
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
-    "no port": ({}, ("--dashboard.port", str(HIGH)), "no page: dashboard.port 65532 to 65535 are"),
-    "no token": ({}, ("--dashboard.host", "0.0.0.0"), "no page: dashboard.host 0.0.0.0 would"),
-    "uvicorn missing": (MISSING, (), "no page: the page needs starlette and uvicorn; pip install"),
+    "no port": ({}, ("--dashboard.port", str(HIGH)), "dashboard: dashboard.port 65532 to 65535"),
+    "no token": ({}, ("--dashboard.host", "0.0.0.0"), "no dashboard: dashboard.host 0.0.0.0 would"),
+    "uvicorn missing": (MISSING, (), "dashboard: the page needs starlette and uvicorn; pip"),
     "uvicorn broken": (BROKEN, (), "the page is gone (ImportError('one of its libraries is gone'"),
     "a request raises": (FAULTY, (), r"the page fails at /api/runs/0 (RuntimeError('a fault\nof"),
 }  # fmt: skip

@@ -1,7 +1,4 @@
-"""Who works for the trainer: who comes, who leaves, how they fare.
-
-.venv/bin/python -m pytest tests/test_roster.py
-"""
+"""Registered generators: join, leave, worker info, statistics, final status."""
 
 from __future__ import annotations
 
@@ -20,138 +17,190 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.trainer import generator_registry as rosters
+from peralta_zmq.trainer import generator_registry
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.wire import generator_status
 from peralta_zmq.wire.sockets import ready
 
 pytestmark = pytest.mark.timeout(20)
-SAID = wire.GeneratorStatus(
+STATUS = wire.GeneratorStatus(
     RUN, "ann", BOOT, step=4, tokens_per_s=100.0, blocked_frac=0.5, queue_frac=0.25, reload_s=1.0
 )
+TRAINER_INFO = {"python": "3.11.7", "torch": "2.13.0"}
+INFO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
+
+
+def opened(stack: ExitStack, folder: Path) -> GeneratorRegistry:
+    """A registry without generators; its run log prints to the stdout of the moment."""
+    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    run_log = stack.enter_context(RunLog(folder, run="run", max_steps=9))
+    return GeneratorRegistry(receiver, run_log, TRAINER_INFO)
 
 
 @pytest.fixture
-def roster(tmp_path: Path) -> Iterator[GeneratorRegistry]:
-    """One that has heard from ann."""
-    with (
-        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)) as receiver,
-        closing(wire.GeneratorStatusSender(receiver.address)) as sender,
-        RunLog(tmp_path, run="run", max_steps=9) as books,
-    ):
-        roster = GeneratorRegistry(receiver, books, {})
-
-        def heard() -> bool:
-            sender.send(SAID)
-            roster.hear(step=1)
-            return bool(roster.live())
-
-        eventually(heard)
-        yield roster
+def empty(tmp_path: Path, stack: ExitStack) -> GeneratorRegistry:
+    """A registry without generators."""
+    return opened(stack, tmp_path)
 
 
-def test_a_flood_of_invented_names_drives_nobody_out(
-    roster: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def registry(empty: GeneratorRegistry) -> Iterator[GeneratorRegistry]:
+    """A registry that has received a status of ann."""
+    with closing(wire.GeneratorStatusSender(empty._receiver.address)) as sender:
+
+        def received() -> bool:
+            sender.send(STATUS)
+            empty.receive_status(step=1)
+            return bool(empty.live())
+
+        eventually(received)
+        yield empty
+
+
+def events(folder: Path) -> list[str]:
+    return [str(row["event"]) for row in read_rows(folder / EVENTS)]
+
+
+def test_invented_names_do_not_displace_live_senders(
+    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rosters, "MAX_LIVE", 3)
-    known, *_ = roster.live()
+    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+    known, *_ = registry.live()
     for number in range(10):
-        roster.meet(f"stranger-{number}/{'0' * 16}", step=1)
-    assert roster.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
+        registry.mark_alive(f"stranger-{number}/{'0' * 16}", step=1)
+    assert registry.live() == [known, *(f"stranger-{number}/{'0' * 16}" for number in range(2))]
     joins = [row["generator"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "join"]
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
 
-def test_one_name_cannot_take_all_places(roster: GeneratorRegistry) -> None:
-    ann, *_ = roster.live()
+def test_starts_of_one_name_are_bounded(registry: GeneratorRegistry) -> None:
+    ann, *_ = registry.live()
     for number in range(100):
-        roster.meet(f"bob/{number:016x}", step=1)
-    newest = range(100 - rosters.MAX_STARTS, 100)
-    assert roster.live() == [ann, *(f"bob/{number:016x}" for number in newest)]
+        registry.mark_alive(f"bob/{number:016x}", step=1)
+    newest = range(100 - generator_registry.MAX_STARTS, 100)
+    assert registry.live() == [ann, *(f"bob/{number:016x}" for number in newest)]
 
 
-def test_last_reports_of_invented_starts_are_bounded(
-    roster: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
+def test_final_statuses_of_invented_starts_are_bounded(
+    registry: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rosters, "MAX_LAST", 3)
+    monkeypatch.setattr(generator_registry, "MAX_FINAL_STATUSES", 3)
     for number in range(10):
-        roster.meet(f"bob/{number:016x}", step=1)
-        roster._note_last(f"bob/{number:016x}", 1)
-    assert list(roster.last_reports()) == [f"bob/{number:016x}" for number in range(3)]
+        registry.mark_alive(f"bob/{number:016x}", step=1)
+        registry._record_final(f"bob/{number:016x}", 1)
+    assert list(registry.made_by_ended()) == [f"bob/{number:016x}" for number in range(3)]
 
 
-def test_a_generator_fares_as_it_reported(roster: GeneratorRegistry) -> None:
-    assert roster.fares({}) == {
+def test_metrics_have_the_reported_statistics(registry: GeneratorRegistry) -> None:
+    assert registry.metrics({}) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
         "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unjudged": 0,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("of_groups", "told"), [(3, 4), (6, 6)])
-def test_its_step_is_the_newest_that_a_report_or_a_group_tells(
-    roster: GeneratorRegistry, of_groups: int, told: int
+@pytest.mark.parametrize(("of_groups", "expected"), [(3, 4), (6, 6)])
+def test_metrics_step_is_the_newest_of_status_and_groups(
+    registry: GeneratorRegistry, of_groups: int, expected: int
 ) -> None:
-    assert roster.fares({"gen/ann/step": of_groups})["gen/ann/step"] == told
+    assert registry.metrics({"gen/ann/step": of_groups})["gen/ann/step"] == expected
 
 
-def test_one_unheard_for_long_has_left_and_is_told_once(
-    roster: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_silent_sender_leaves_once_after_the_trainer_received(
+    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.2)
     time.sleep(0.2)
-    assert len(roster.live()) == 1  # we did not listen: that is no silence of theirs
-    eventually(lambda: roster.hear(step=2) or not roster.live())  # one more may be on its way
-    assert roster.live() == []
+    assert len(registry.live()) == 1  # nothing was received meanwhile: no silence of the sender
+    eventually(lambda: registry.receive_status(step=2) or not registry.live())
+    assert registry.live() == []
     rows = read_rows(tmp_path / EVENTS)
     assert [row["event"] for row in rows] == ["join", "leave"]
     assert (rows[1]["generator"], rows[1]["incarnation"]) == ("ann", BOOT.hex())
     assert abs(float(str(rows[1]["time"])) - time.time()) < 20
 
 
-def test_one_whose_report_may_not_be_read_yet_has_not_left(
-    roster: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_sender_with_an_unread_status_has_not_left(
+    registry: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bob = stack.enter_context(closing(wire.GeneratorStatusSender(roster._counters.address)))
-    ann, *_ = roster.live()
+    bob = stack.enter_context(closing(wire.GeneratorStatusSender(registry._receiver.address)))
+    ann, *_ = registry.live()
 
     def queued() -> bool:
-        bob.send(replace(SAID, generator_id="bob"))
-        return ready(roster._counters._socket, zmq.POLLIN, 0.05)
+        bob.send(replace(STATUS, generator_id="bob"))
+        return ready(registry._receiver._socket, zmq.POLLIN, 0.05)
 
     eventually(queued)
-    monkeypatch.setattr(
-        generator_status, "MAX_AT_ONCE", 1
-    )  # as of more generators than are read at once
-    monkeypatch.setattr(rosters, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(generator_status, "MAX_AT_ONCE", 1)  # part of the queue stays
+    monkeypatch.setattr(generator_registry, "SILENCE_SECONDS", 0.2)
     time.sleep(0.2)
-    roster.hear(step=2)
-    assert ann in roster.live()
-    eventually(lambda: roster.hear(step=2) or ann not in roster.live())
+    registry.receive_status(step=2)
+    assert ann in registry.live()
+    eventually(lambda: registry.receive_status(step=2) or ann not in registry.live())
 
 
-def test_the_last_report_of_each_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_final_statuses_are_awaited_until_the_timeout(
+    empty: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)) as receiver,
-        closing(wire.GeneratorStatusSender(receiver.address)) as sender,
-        RunLog(tmp_path, run="run", max_steps=9) as books,
-    ):
-        roster = GeneratorRegistry(receiver, books, {})
-        roster.meet(f"ann/{BOOT.hex()}", step=1)
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(empty._receiver.address)))
+    empty.mark_alive(f"ann/{BOOT.hex()}", step=1)
 
-        def queued() -> bool:
-            sender.send(replace(SAID, made=6))
-            return bool(receiver._socket.poll(10))
+    def queued() -> bool:
+        sender.send(replace(STATUS, made=6))
+        return bool(empty._receiver._socket.poll(10))
 
-        eventually(queued)  # of before the end: not the last
-        monkeypatch.setattr(rosters, "LAST_SECONDS", 15.0)
-        late = threading.Timer(0.3, sender.send, [replace(SAID, made=7, last=True)])
-        late.start()
-        roster.hear_last(step=2)
-        assert roster.last_reports() == {f"ann/{BOOT.hex()}": 7}
-        roster.meet("bob/00", step=2)
-        monkeypatch.setattr(rosters, "LAST_SECONDS", 0.6)
-        begun = time.monotonic()
-        roster.hear_last(step=2)  # nothing comes of bob: not for ever
-        assert 0.5 < time.monotonic() - begun < 30
+    eventually(queued)  # a status from before the end: not the final one
+    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 15.0)
+    late = threading.Timer(0.3, sender.send, [replace(STATUS, made=7, last=True)])
+    late.start()
+    empty.wait_for_final_statuses(step=2)
+    assert empty.made_by_ended() == {f"ann/{BOOT.hex()}": 7}
+    empty.mark_alive("bob/00", step=2)
+    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.6)
+    started = time.monotonic()
+    empty.wait_for_final_statuses(step=2)  # bob sends none
+    assert 0.5 < time.monotonic() - started < 30
+
+
+def infos(folder: Path) -> list[tuple[object, object]]:
+    return [(row["event"], row["hello"]) for row in read_rows(folder / EVENTS)]
+
+
+def test_join_is_recorded_once_with_the_worker_info(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = opened(stack, tmp_path)
+    for _ in range(3):
+        empty.mark_alive("ann/00", step=1, worker_info=INFO)
+    assert infos(tmp_path) == [("join", INFO)]
+    printed = capsys.readouterr().out
+    assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
+
+
+def test_worker_info_after_the_first_group_is_recorded(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = opened(stack, tmp_path)
+    empty.mark_alive("ann/00", step=1)
+    assert "generator ann" not in capsys.readouterr().out
+    empty.mark_alive("ann/00", step=1, worker_info=INFO)
+    empty.mark_alive("ann/00", step=1)
+    assert infos(tmp_path) == [("join", {}), ("hello", INFO)]
+    assert "generator ann" in capsys.readouterr().out
+
+
+def test_each_start_of_a_generator_joins(empty: GeneratorRegistry, tmp_path: Path) -> None:
+    empty.mark_alive("ann/00", step=1, worker_info=INFO)
+    empty.mark_alive("ann/01", step=1, worker_info=INFO)
+    assert events(tmp_path) == ["join", "join"]
+
+
+def test_second_generator_of_a_name_is_reported_with_the_remedy(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = opened(stack, tmp_path)
+    empty.mark_alive("ann/00", step=1)
+    empty.mark_alive("bob/00", step=1)
+    assert "two generators" not in capsys.readouterr().out
+    empty.mark_alive("ann/01", step=1)
+    text = "two generators are called ann; if both run, give one --generator.name\n"
+    assert capsys.readouterr().out == text

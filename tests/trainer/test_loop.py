@@ -25,7 +25,6 @@ from fakes import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import is_held
-from peralta_zmq.build import IDENTITY, run_id_of
 from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import (
     ConfigError,
@@ -40,10 +39,10 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, run_folder
 from peralta_zmq.trainer import collector as intakes
 from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer.collector import Note
-from peralta_zmq.trainer.journal import DROPPED, GROUP
+from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.stop_signal import StopSignal
+from peralta_zmq.trainer.run_folder import IDENTITY, run_id_of
+from peralta_zmq.trainer.session import StopSignal
 from tools.link_proxy import free_ports
 
 
@@ -200,7 +199,7 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
     nas, away = tmp_path / "nas", tmp_path / "away"
     config = config_of(*settings, "--weights.dir", str(nas))
     with ExitStack() as stack:
-        first = Trainer(config, stack)._run_id
+        first = Trainer(config, stack).session.run_id
     nas.rename(away)
 
     def mounted_meanwhile(self: StopSignal, seconds: float) -> None:
@@ -210,7 +209,7 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
     monkeypatch.setattr(StopSignal, "pause", mounted_meanwhile)
     with ExitStack() as stack:
         again = Trainer(config, stack)
-    assert again._broadcast.store.run_id == first
+    assert again.publishing.store.run_id == first
     (line,) = [each for each in caplog.messages if "is gone; is it mounted?" in each]
     assert "--weights.dir" in line and "\n" not in line
 
@@ -219,7 +218,7 @@ def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path:
     for name in ("nas", "other"):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
-            assert trainer._broadcast.store.run_id == trainer._run_id
+            assert trainer.publishing.store.run_id == trainer.session.run_id
         shutil.rmtree(tmp_path / name)
 
 
@@ -227,8 +226,8 @@ def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -
     for _ in range(2):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings), stack)
-            assert trainer._broadcast.store.run_id == trainer._run_id
-        shutil.rmtree(trainer._broadcast.store.folder)
+            assert trainer.publishing.store.run_id == trainer.session.run_id
+        shutil.rmtree(trainer.publishing.store.folder)
 
 
 @pytest.mark.timeout(60)
@@ -239,18 +238,18 @@ def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], p
         sender = stack.enter_context(
             closing(wire.GeneratorStatusSender(f"tcp://127.0.0.1:{port + 2}"))
         )
-        said = wire.GeneratorStatus(trainer._run_id, "ann", b"bootboot")
+        said = wire.GeneratorStatus(trainer.session.run_id, "ann", b"bootboot")
 
         def heard(report: wire.GeneratorStatus) -> None:
-            while trainer._roster.reports.get(report.sender) != report:  # the first may be lost
+            while trainer.generators.statuses.get(report.sender) != report:  # the first may be lost
                 sender.send(report)
-                trainer._roster.hear(step=1)
+                trainer.generators.receive_status(step=1)
 
         def kind_of_next() -> str:
-            before = trainer._broadcast.store.newest()
-            trainer._publish()
-            trainer._broadcast.wait(30)
-            newest = trainer._broadcast.store.newest()
+            before = trainer.publishing.store.newest()
+            trainer.publish()
+            trainer.publishing.wait(30)
+            newest = trainer.publishing.store.newest()
             assert newest is not None and newest != before
             return newest.kind
 
@@ -285,13 +284,18 @@ def opened(settings: list[str]) -> Iterator[Trainer]:
 
 
 def saved_by(
-    trainer: Trainer, *, ledger: Ledger, duplicates: int = 0, **tensors: torch.Tensor
+    trainer: Trainer,
+    *,
+    ledger: Ledger,
+    duplicates: int = 0,
+    run_id: str = "",
+    **tensors: torch.Tensor,
 ) -> None:
     """A checkpoint of step 0 of this trainer's run."""
-    folder = trainer._folder / "checkpoints"
-    state = {**trainer._learner.state(), **tensors}
+    folder = trainer.session.folder / "checkpoints"
+    state = {**trainer.policy.learner.state(), **tensors}
     progress = {"ledger": ledger.saved(), "duplicates": duplicates}
-    run_id = run_id_of(trainer._folder, "demo")
+    run_id = run_id or trainer.session.run_id
     checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
 
 
@@ -300,41 +304,41 @@ def journaled_by(
 ) -> Path:
     """Groups taken in for a step, of this run unless another is named."""
     for sequence in sequences:
-        run_id = run_id or run_id_of(trainer._folder, "demo")
+        run_id = run_id or run_id_of(trainer.session.folder, "demo")
         group = group_of([1, 0], sequence=sequence, run_id=run_id)
-        trainer._intake.journal.append(step, wire.encode_group(group))
-    trainer._intake.journal.commit()
-    return trainer._intake.journal.file_of(step)
+        trainer.collector.journal.append(step, wire.encode_group(group))
+    trainer.collector.journal.commit()
+    return trainer.collector.journal.file_of(step)
 
 
 def test_nothing_comes_of_a_step_whose_groups_are_not_on_disk(
     opened: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened.recover()
-    intake, learn = opened._intake, opened._learner.learn
-    run_id = run_id_of(opened._folder, "demo")
+    intake, learn = opened.collector, opened.policy.learner.learn
+    run_id = run_id_of(opened.session.folder, "demo")
     monkeypatch.setattr(intakes, "COMMIT_GROUPS", 1000)  # all wait for the step
     monkeypatch.setattr(intakes, "COMMIT_SECONDS", 1000.0)
-    for sequence in itertools.takewhile(lambda _: not intake.has_batch, itertools.count()):
+    for sequence in itertools.takewhile(lambda _: not intake.is_full, itertools.count()):
         group = group_of([1, 0], sequence=sequence, run_id=run_id)
-        assert intake._take_in(group, wire.encode_group(group), step=1) == "trained"
-    before = dict(intake._durable)
+        assert intake.add(group, wire.encode_group(group), step=1) == "trained"
+    before = dict(intake.acknowledgements.durable)
 
     def learns(groups: list[RolloutGroup]) -> dict[str, float]:
-        opened._stop.asked = True  # else it waits for the disk
+        opened.session.stop.requested = True  # else it waits for the disk
         return learn(groups)
 
     def full(content: bytes) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(opened._learner, "learn", learns)
+    monkeypatch.setattr(opened.policy.learner, "learn", learns)
     monkeypatch.setattr(intake.journal, "_write", full)
     with pytest.raises(JournalError, match="full"):
         opened.advance()
-    newest = opened._broadcast.store.newest()
+    newest = opened.publishing.store.newest()
     assert newest is not None and newest.step == 0
-    assert intake._durable == before and intake.journal.num_waiting
-    assert not (opened._folder / "checkpoints").exists()
+    assert intake.acknowledgements.durable == before and intake.journal.num_waiting
+    assert not (opened.session.folder / "checkpoints").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
@@ -344,9 +348,8 @@ def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
-    saved_by(opened, ledger=Ledger())
-    opened._run_id = "another-1"
-    with pytest.raises(JournalError, match=r"belongs to run demo-.*--run\.name"):
+    saved_by(opened, ledger=Ledger(), run_id="another-1")
+    with pytest.raises(JournalError, match=r"belongs to run another-1, not to demo-.*--run\.name"):
         opened.recover()
 
 
@@ -369,7 +372,7 @@ def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
     journaled_by(opened, 2, step=3)
     with pytest.raises(
         JournalError,
-        match=r"step_000001\.msgpack is missing or .* steps 1 to 3 away to go on from step 0$",
+        match=r"step_000001\.msgpack is missing or .* steps 1 to 3 away to continue from step 0$",
     ):
         opened.recover()
 
@@ -387,10 +390,10 @@ def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
 def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
     opened: Trainer, content: bytes, kind: int
 ) -> None:
-    opened._intake.journal.append(1, content, kind)
-    opened._intake.journal.commit()
+    opened.collector.journal.append(1, content, kind)
+    opened.collector.journal.commit()
     with pytest.raises(
-        JournalError, match=r"step_000001\.msgpack .*; go on with .* step 0$"
+        JournalError, match=r"step_000001\.msgpack .*; use the version .* step 0$"
     ) as caught:
         opened.recover()
     assert "\n" not in str(caught.value)
@@ -411,7 +414,7 @@ def test_a_torn_journal_goes_on_at_its_last_good_record(
     file = journaled_by(opened, 0, 1, 2)
     os.truncate(file, file.stat().st_size - 5)
     opened.recover()
-    assert [group.sequence for group in opened._intake.pending] == [0, 1]
+    assert [group.sequence for group in opened.collector.batch] == [0, 1]
     assert "journal cut: file=step_000001.msgpack" in caplog.text
 
 
@@ -419,11 +422,11 @@ def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_
     opened: Trainer,
 ) -> None:
     saved_by(opened, ledger=Ledger(), duplicates=3)
-    note = Note(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
-    opened._intake.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
-    opened._intake.journal.commit()
+    note = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
+    opened.collector.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
+    opened.collector.journal.commit()
     opened.recover()
-    counts = opened._intake.accounting()
+    counts = opened.collector.accounting()
     expected = {"made": 8, "stale": 1, "lost": 5, "in_flight": 2, "duplicates": 3}
     assert {name: counts[name] for name in expected} == expected
 
@@ -432,7 +435,7 @@ def test_a_journal_that_begins_later_than_the_checkpoints_that_are_there_is_refu
     opened: Trainer,
 ) -> None:
     journaled_by(opened, 0, step=5)
-    match = r"begins with step 5, and nothing is left of what came before; put .*/checkpoints back"
+    match = r"begins with step 5, and there is no checkpoint before it; put .*/checkpoints back"
     with pytest.raises(JournalError, match=match):
         opened.recover()
 

@@ -31,34 +31,34 @@ def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
     trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
     while trainer.unfinished:
         trainer.advance()
-    assert trainer._roster.live()
-    clock, passed, evaluate = time.monotonic, [0.0], trainer._evaluations.evaluate
+    assert trainer.generators.live()
+    clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
     def evaluate_slowly(step: int) -> bool:
         passed[0] += SILENCE_SECONDS + 1
         return evaluate(step)
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
-    monkeypatch.setattr(trainer._evaluations, "evaluate", evaluate_slowly)
+    monkeypatch.setattr(trainer.evaluations, "evaluate", evaluate_slowly)
     trainer.finish()
-    events = [row["event"] for row in read_rows(trainer._folder / EVENTS)]
+    events = [row["event"] for row in read_rows(trainer.session.folder / EVENTS)]
     assert "complete" in events and "leave" not in events
     assert events[events.index("evaluate") :] == ["evaluate", "evaluated", "complete"]
 
 
 def say_last(trainer: Trainer, *, made: int) -> None:
     """The generator of the session's groups says that it makes no more; returns once heard."""
-    address = f"tcp://127.0.0.1:{trainer._config.wire.port}"
-    last = wire.GeneratorStatus(trainer._run_id, "ann", BOOT, made=made, last=True)
+    address = f"tcp://127.0.0.1:{trainer.session.config.wire.port}"
+    last = wire.GeneratorStatus(trainer.session.run_id, "ann", BOOT, made=made, last=True)
     with closing(wire.GeneratorStatusSender(wire.next_port(address, 2))) as sender:
-        while not trainer._roster.last_reports():
+        while not trainer.generators.made_by_ended():
             sender.send(last)  # until the two have met
-            trainer._roster.hear(step=4, timeout=0.2)
+            trainer.generators.receive_status(step=4, timeout=0.2)
 
 
 def summary_of(trainer: Trainer) -> Row:
     trainer.finish()
-    summary = json.loads((trainer._folder / "summary.json").read_bytes())
+    summary = json.loads((trainer.session.folder / "summary.json").read_bytes())
     return {key: summary[key] for key in ("accounting", "last_reports")}
 
 
@@ -71,8 +71,8 @@ def test_a_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> No
         while first.unfinished:
             first.advance()
         say_last(first, made=60)
-        told = wire.GeneratorStatus(first._run_id, "bob", BOOT, made=3)  # and was killed
-        first._roster.reports[told.sender] = told
+        told = wire.GeneratorStatus(first.session.run_id, "bob", BOOT, made=3)  # and was killed
+        first.generators.statuses[told.sender] = told
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])
     assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{BOOT.hex()}": 60})
@@ -100,13 +100,13 @@ def test_a_complete_run_that_is_stopped_while_it_evaluates_is_closed_by_the_next
         first = Session(opened, tmp_path, FOUR).trainer
         while first.unfinished:
             first.advance()
-        first._stop.asked = True
+        first.session.stop.requested = True
         first.finish()
         assert "stopped after step 4, saved; the same" in capsys.readouterr().out
-        assert not (first._folder / "summary.json").exists()
-        assert not first._books.has_evaluation(4)
+        assert not (first.session.folder / "summary.json").exists()
+        assert not first.session.run_log.has_evaluation(4)
     again = Session(stack, tmp_path, FOUR).trainer
-    assert summary_of(again) and again._books.has_evaluation(4)
+    assert summary_of(again) and again.session.run_log.has_evaluation(4)
 
 
 def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
@@ -114,10 +114,10 @@ def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
 ) -> None:
     trainer = Session(stack, tmp_path).trainer
     trainer.advance()
-    trainer._stop.asked = True
+    trainer.session.stop.requested = True
     trainer.finish()
-    assert (trainer._folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
-    page = (trainer._folder / "report.html").read_text("utf-8")
+    assert (trainer.session.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    page = (trainer.session.folder / "report.html").read_text("utf-8")
     assert '"condition": "stopped"' in page and '"num_steps": 1,' in page
 
 
@@ -126,11 +126,11 @@ def test_a_trainer_that_waits_for_groups_tells_the_verdict_meanwhile(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
-    trainer._books.event("resume", step=trainer._learner.step)
+    trainer.session.run_log.event("resume", step=trainer.policy.learner.step)
     capsys.readouterr()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 45.0)
-    trainer._stop.asked = True  # after one look for groups
+    trainer.session.stop.requested = True  # after one look for groups
     trainer.advance()
     told = "verdict: no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"
     assert told in capsys.readouterr().out.splitlines()

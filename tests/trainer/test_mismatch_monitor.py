@@ -41,13 +41,13 @@ def signals() -> Iterator[None]:
 
 def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> RolloutGroup:
     """A group with the trainer's own logprobs, all lower by `skew`."""
-    group = group_of([1, 0, 0, 1], seed=sequence, sequence=sequence, run_id=trainer._run_id,
+    group = group_of([1, 0, 0, 1], seed=sequence, sequence=sequence, run_id=trainer.session.run_id,
                      generator_id=name, lengths=[5, 4, 6, 3])  # fmt: skip
     rollouts = []
     for each in group.rollouts:
         ids = torch.from_numpy(each.token_ids).long().unsqueeze(0)
         with torch.no_grad():
-            logprobs = models.token_logprobs(trainer._model, ids, torch.ones_like(ids))[0]
+            logprobs = models.token_logprobs(trainer.policy.model, ids, torch.ones_like(ids))[0]
         masked = torch.from_numpy(each.loss_mask) * (logprobs - skew)
         rollouts.append(replace(each, logprobs=masked.numpy()))
     return replace(group, rollouts=tuple(rollouts))
@@ -90,7 +90,7 @@ def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
         "4 steps, bound 0.1 (train.max_mismatch_kl). Start it with another model.dtype or device, "
         "or set train.on_mismatch = drop\n"
     ) in capsys.readouterr().out
-    assert trainer._intake.accounting()["mismatched"] == 0
+    assert trainer.collector.accounting()["mismatched"] == 0
 
 
 def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
@@ -98,8 +98,8 @@ def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
 ) -> None:
     trainer = trained(stack, tmp_path, "--train.on-mismatch", "drop")
     printed = capsys.readouterr().out
-    assert "Its groups are set aside until bob is started with another model.dtype" in printed
-    accounts = trainer._intake.accounting()
+    assert "Its groups are dropped until bob is started with another model.dtype" in printed
+    accounts = trainer.collector.accounting()
     assert accounts["trained"] == 4 * STEPS
     assert accounts["mismatched"] > 0
     settled = sum(count for name, count in accounts.items() if name not in ("made", "duplicates"))
@@ -112,7 +112,7 @@ def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
     assert {(row["outcome"], row["sender"].partition("/")[0]) for row in dropped} == {
         ("mismatched", "bob")
     }
-    assert json.dumps(trainer._intake.saved())
+    assert json.dumps(trainer.collector.state())
 
 
 def test_restarted_trainer_replays_what_it_had_admitted_and_judges_again(
@@ -120,13 +120,13 @@ def test_restarted_trainer_replays_what_it_had_admitted_and_judges_again(
 ) -> None:
     with ExitStack() as stack:
         before = trained(stack, tmp_path, "--train.on-mismatch", "drop")
-        outcomes = dict(before._intake.admission.ledger.outcomes)
+        outcomes = dict(before.collector.admission.ledger.outcomes)
     port = free_ports()
     arguments = [*SETTINGS, "--train.on-mismatch=drop", "--train.max-steps=6",
                  "--run.dir", str(tmp_path), "--wire.port", str(port)]  # fmt: skip
     with ExitStack() as stack:
         again = Trainer(load_config("bin/trainer", arguments), stack)
         again.recover()
-        assert again._learner.step == STEPS
-        replayed = again._intake.admission.ledger.outcomes
+        assert again.policy.learner.step == STEPS
+        replayed = again.collector.admission.ledger.outcomes
         assert {name: replayed[name] for name in outcomes} == outcomes

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from fakes import RUN, siblings
 from gang import DEADLINE, results, start
 
-from peralta_zmq import build, models, wire
+from peralta_zmq import models, wire
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import checkpoint, run_folder
 from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer.ranks import RankPlacement, place_of
+from peralta_zmq.trainer.ranks import RankPlacement, placement_of
 from tools.link_proxy import free_ports
 
 STEPS, GROUPS_PER_STEP = 5, 4
@@ -68,7 +68,7 @@ class Run:
         chosen = (*SETTINGS, "--run.dir", str(folder), "--wire.port", str(self.port), *settings)
         self.config = load_config("bin/trainer", list(chosen))
         self.config.run_folder.mkdir(parents=True)
-        build.write_identity(self.config.run_folder, run_id=RUN, weights=None)
+        run_folder.write_identity(self.config.run_folder, run_id=RUN, weights=None)
 
     def train(self, *, to: int, num_ranks: int = 1, **how: Any) -> Tensors:
         """What is saved when it has had the groups for so many steps and is told to stop."""
@@ -240,16 +240,20 @@ def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_
 
 
 def test_a_plain_start_is_one_rank() -> None:
-    assert place_of({}) == place_of({"WORLD_SIZE": "1", "RANK": "0"}) == RankPlacement(0, 1, 0, 1)
+    assert (
+        placement_of({})
+        == placement_of({"WORLD_SIZE": "1", "RANK": "0"})
+        == RankPlacement(0, 1, 0, 1)
+    )
 
 
 def test_torchrun_says_which_rank_this_is() -> None:
     told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert place_of(told) == RankPlacement(3, 4, 1, 2)
+    assert placement_of(told) == RankPlacement(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])
 def test_half_of_torchruns_words_are_refused(broken: dict[str, str]) -> None:
     told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*torchrun, or unset WORLD_SIZE"):
-        place_of({**told, **broken})
+        placement_of({**told, **broken})

@@ -1,0 +1,253 @@
+"""Recovery of a trainer at its start: restore the newest checkpoint, replay the journal after it.
+
+What a killed trainer leaves behind, and what becomes of it:
+
+- Checkpoint of step C: restored. It holds weights, optimizer, RNG, ledger and curriculum.
+- Journal of steps C+1 to N: trained again, bit-identically on CPUs. Rows of metrics.jsonl that
+  exist already are not written twice.
+- Journal of step N+1, not yet a full batch: its groups are the beginning of the next batch.
+- Groups in the sockets: lost here. The generators send them again, since the trainer never
+  announced them as durable.
+- Versions in the weights folder: if step N is not among them, it is published again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from peralta_zmq import build, wire
+from peralta_zmq.config import Config, write_resolved
+from peralta_zmq.errors import JournalError, WireError
+from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
+from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import adapter_files, checkpoint
+from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, steps_in
+from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.publishing import COMPLETE_SECONDS, WeightPublishing
+from peralta_zmq.trainer.session import Session
+from peralta_zmq.trainer.step import StepTrainer
+
+
+class Recovery:
+    """Brings a newly opened trainer to the newest step that the run folder holds."""
+
+    def __init__(
+        self,
+        session: Session,
+        policy: Policy,
+        collector: BatchCollector,
+        steps: StepTrainer,
+        publishing: WeightPublishing,
+        *,
+        previous_config: Config,
+    ) -> None:
+        self._session, self._config, self._run_log = session, session.config, session.run_log
+        self._policy, self._learner = policy, policy.learner
+        self._collector, self._steps, self._publishing = collector, steps, publishing
+        self._previous_config = previous_config  # of the session before
+
+    def run(self) -> bool:
+        """Recover; False if a stop was requested during the replay.
+
+        Raises JournalError if checkpoint and journal do not fit together, or this run.
+        """
+        self._roll_back()
+        self._restore_checkpoint()
+        restored = self._learner.step
+        if not self._replay_journal():
+            return False
+        step = self._learner.step
+        self._rewind_run_log(step)
+        self._publishing.set_lineage(self._run_log.lineage)
+        self._publishing.record_unrecorded()
+        self._collector.admission.abandoned = self._run_log.abandoned_weights(step)
+        self._report(step, restored)
+        self._publish(step)
+        return True
+
+    # Step 1, only with checkpoint.resume_step: return to an older checkpoint.
+
+    def _roll_back(self) -> None:
+        """Move what follows the requested step out of the way; once per step."""
+        step = self._config.checkpoint.resume_step
+        target = self._session.folder / f"rolled_back_to_{step:06d}"
+        if step < 0:
+            return
+        if target.exists():
+            self._run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
+            return
+        unfinished = target.with_name(f".tmp-{target.name}")  # of a roll-back that was killed
+        (unfinished / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (unfinished / "journal").mkdir(exist_ok=True)
+        checkpoint.move_after(
+            self._session.folder / "checkpoints", step, unfinished / "checkpoints"
+        )
+        self._collector.journal.move_after(step, unfinished / "journal")
+        self._run_log.rewind(step)
+        os.rename(unfinished, target)
+        self._run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
+
+    # Step 2: the checkpoint.
+
+    def _restore_checkpoint(self) -> None:
+        folder = self._session.folder
+        saved = checkpoint.restore(folder / "checkpoints", run_id=self._session.run_id)
+        if saved is None:
+            self._check_journal_start()
+            return
+        try:
+            self._learner.restore(saved.step, saved.tensors)
+        except ValueError as error:
+            raise JournalError(
+                f"checkpoint of step {saved.step} in {folder} does not fit ({error}); "
+                "choose another --run.name, or the model and optimizer it was made with"
+            ) from None
+        adapter_files.check_base(self._policy.companions, saved.progress, where=folder)
+        self._collector.restore(saved.progress)
+        self._steps.progress, self._steps.saved_step = saved.progress, saved.step
+
+    def _check_journal_start(self) -> None:
+        """Raise JournalError if the journal starts after step 1, for then a checkpoint is lost."""
+        folder = self._session.folder / "journal"
+        next_step = self._run_log.last_step + 1  # if the journal is empty: pruned at a checkpoint
+        if (first := min(steps_in(folder), default=next_step)) > 1:
+            raise JournalError(
+                f"{folder} begins with step {first}, and there is no checkpoint before it; put "
+                f"{self._session.folder}/checkpoints back, or delete the run to start over"
+            )
+
+    # Step 3: the journal.
+
+    def _replay_journal(self) -> bool:
+        """Train the journaled steps again, with the learning rates of the session before.
+
+        Then `train.max_steps` may have grown, and with it the schedule. False if a stop is
+        requested; the next start replays the rest. Raises JournalError if the settings changed and
+        no checkpoint can be written.
+        """
+        self._learner.learning_rate = build.learning_rate_schedule(self._previous_config)
+        begin = self._learner.step
+        end = max(self._collector.journal.steps(), default=begin)
+        with self._run_log.progress("replaying", end - begin) as progress:
+            while load_journaled_batch(
+                self._collector, self._session, self._learner.step + 1, self._policy.vocab_size
+            ):
+                if self._learner.step >= self._previous_config.train.max_steps:
+                    break  # the batch belongs to the longer run
+                if self._session.stop.requested:
+                    return False
+                groups = self._collector.take_batch()
+                self._steps.record(groups, self._steps.learn(groups), step_time=0.0)
+                progress.update(self._learner.step - begin)
+        self._learner.learning_rate = build.learning_rate_schedule(self._config)
+        if self._previous_config != self._config:
+            try:
+                self._steps.write_checkpoint()  # the old schedule is never replayed again
+            except JournalError as error:
+                raise JournalError(
+                    f"{error}; make room for it: changed settings take effect only after a "
+                    "checkpoint of the steps trained so far"
+                ) from None
+            write_resolved(self._config, self._session.folder)
+        return True
+
+    # Step 4: run log and weights follow.
+
+    def _rewind_run_log(self, step: int) -> None:
+        """Roll back recorded steps that the journal has lost; they are trained with new groups."""
+        if (last := self._run_log.last_step) > step:
+            self._run_log.rewind(step)
+            self._run_log.note(
+                f"the journal has lost groups: steps {step + 1} to {last} are trained again"
+            )
+
+    def _report(self, step: int, restored: int) -> None:
+        run_log, curriculum, config = self._run_log, self._config.curriculum, self._config
+        is_complete, replayed = step >= config.train.max_steps, step - restored
+        if is_complete:
+            run_log.note(f"run complete: {step} steps; delete {self._session.folder} to start over")
+        elif run_log.resuming:
+            run_log.note(f"resumed: step={step} checkpoint={restored} replayed={replayed}")
+        returned = self._collector.curriculum.pools.return_some(
+            easy_fraction=curriculum.easy_fraction, hard_fraction=curriculum.hard_fraction,
+            seed=config.run.seed + step,
+        )  # fmt: skip
+        if returned:
+            run_log.event("pool_returned", problems=returned)
+        if not is_complete and not self._session.stop.requested:
+            event = "resume" if run_log.resuming else "start"
+            run_log.event(event, step=step, checkpoint=restored, replayed=replayed)
+
+    def _publish(self, step: int) -> None:
+        """Publish the weights unless the newest version has them; announce that version."""
+        newest = self._publishing.store.newest()
+        if (
+            newest is None
+            or (newest.step, newest.lineage) != (step, self._run_log.lineage)
+            or newest.weights_id in self._collector.admission.abandoned
+        ):
+            self._publishing.publish(step)
+            self._publishing.wait(COMPLETE_SECONDS)
+        else:
+            self._publishing.announce(newest)
+
+
+def load_journaled_batch(
+    collector: BatchCollector, session: Session, step: int, vocab_size: int
+) -> bool:
+    """Admit the groups in the journal of `step` again; True if they are a full batch.
+
+    Raises JournalError if the checkpoint has one of them too, or if they are less than a batch and
+    there are later steps.
+    """
+    groups: list[RolloutGroup] = []
+    for record in collector.journal.read(step):
+        entry = _decode(collector, session, step, record, vocab_size)
+        if isinstance(entry, DroppedGroup):
+            outcome = entry.outcome
+            is_new = collector.admission.ledger.settle(
+                entry.sender, entry.sequence, outcome, min_sequence=entry.min_sequence
+            )
+        else:
+            groups.append(entry)
+            outcome = collector.admission.admit(entry, step=step)
+            is_new = outcome in ADMITTED
+        if not is_new:
+            raise JournalError(
+                f"the checkpoint and the journal of step {step} in {session.folder} "
+                "disagree: a group is in both; move the newer of the two away"
+            )
+        collector.curriculum.update(entry, outcome)
+    collector.restore_batch(groups)
+    if not collector.is_full:
+        collector.journal.check_last(step, "is missing or lacks groups")
+    return collector.is_full
+
+
+def _decode(
+    collector: BatchCollector, session: Session, step: int, record: JournalRecord, vocab_size: int
+) -> RolloutGroup | DroppedGroup:
+    """Decode one record. Raises JournalError if it is unreadable or belongs to another run."""
+    file = collector.journal.file_of(step)
+    try:
+        if record.kind == DROPPED:
+            dropped = DroppedGroup(**json.loads(record.content))
+            if dropped.outcome not in OUTCOMES:
+                raise ValueError(f"unknown outcome {dropped.outcome!a:.40}")
+            return dropped
+        group = wire.decode_group(record.content, vocab_size=vocab_size)
+    except (WireError, ValueError, TypeError) as error:
+        raise JournalError(
+            f"{file} has a whole record that cannot be read ({error}); use the version and the "
+            "model that wrote it, or move it and those of later steps away to continue from step "
+            f"{step - 1}"
+        ) from None
+    if group.run_id != session.run_id:
+        raise JournalError(
+            f"{file} holds a group of run {group.run_id}, not of {session.run_id}; move it and "
+            f"those of later steps away to continue from step {step - 1}, or choose another "
+            "--run.name"
+        )
+    return group
