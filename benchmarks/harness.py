@@ -1,8 +1,9 @@
-"""`bin/bench NAME [--json] [--quick]`: what every bench shares. Nothing in the package needs it.
+"""`bin/bench NAME [--json] [--quick]`: command line and measurement helpers of all benches.
 
-A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures us and the peer
-interleaved in one run, so that a shared machine's mood falls on both alike. One that has peers of
-its own also has `peers() -> dict[str, str]`, their versions. Those ON_DEVICE also take a device.
+A bench is a module with `run(quick: bool) -> Iterable[Claim]`. It measures this program and its
+peer interleaved in one run, so that changes of a shared machine's speed affect both. A bench with
+separately installed peers also has `peers() -> dict[str, str]`, their versions. The `run` of those
+in ON_DEVICE also takes a device.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ ON_DEVICE = ("generation", "training", "weights")
 
 
 class Bench(Protocol):
-    """What a bench module offers."""
+    """Interface of a bench module."""
 
     def run(self, *, quick: bool) -> Iterable[Claim]:
-        """Measure; `quick` answers roughly in under a minute."""
+        """Measure; `quick` gives a rough answer in under a minute."""
         ...
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one call, until a GPU has done it too."""
-    settle()
+    """Return the wall time of one call in seconds, including its GPU work."""
+    synchronize()
     started = time.perf_counter()
     work()
-    settle()
+    synchronize()
     return time.perf_counter() - started
 
 
-def settle() -> None:
-    """Wait until a GPU has done what it was asked for."""
+def synchronize() -> None:
+    """Wait until the GPU, if one is used, is idle."""
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -57,18 +58,18 @@ def settle() -> None:
 def interleaved(
     variants: Mapping[str, Callable[[], float]], *, repeats: int
 ) -> dict[str, list[float]]:
-    """`repeats` rounds through all variants; each call returns its own measurement."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
-    tell = progress_of(repeats * len(variants))
+    """Run all variants in `repeats` rounds; each call returns one measurement."""
+    measurements: dict[str, list[float]] = {name: [] for name in variants}
+    report_progress = progress_of(repeats * len(variants))
     for _ in range(repeats):
         for name, measure in variants.items():
-            taken[name].append(measure())
-            tell(f"{name}: {taken[name][-1]:.4g}")
-    return taken
+            measurements[name].append(measure())
+            report_progress(f"{name}: {measurements[name][-1]:.4g}")
+    return measurements
 
 
 def spread(values: Sequence[float]) -> float:
-    """(max - min) / median."""
+    """Return (max - min) / median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -80,7 +81,7 @@ def compared(
     *,
     less_is_better: bool = False,
 ) -> Claim:
-    """Two interleaved series; the ratio is the median of those of the same round."""
+    """Compare two interleaved series; the ratio is the median of the ratios per round."""
     ratios = [b / a if less_is_better else a / b for a, b in zip(ours, peer, strict=True)]
     return Claim(
         name, statistics.median(ours), unit, peer=statistics.median(peer),
@@ -89,7 +90,7 @@ def compared(
 
 
 def bounded(name: str, ours: Sequence[float], bounds: Sequence[float], unit: str) -> Claim:
-    """Rates, of those that the machine allowed in the same round."""
+    """Compare rates with the bounds measured in the same rounds."""
     return Claim(
         name, statistics.median(ours), unit, bound=statistics.median(bounds),
         share=statistics.median(a / b for a, b in zip(ours, bounds, strict=True)),
@@ -98,23 +99,23 @@ def bounded(name: str, ours: Sequence[float], bounds: Sequence[float], unit: str
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits; the result alone goes to standard output."""
+    """Write a progress line to stderr; stdout has only the result."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
 def progress_of(
     total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str], None]:
-    """What tells of each of `total` parts when it is done, and how long the others still take."""
+    """Return a function that reports each of `total` parts, with the remaining time."""
     started, done = clock(), 0
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal done
         done += 1
         left = format_duration((clock() - started) / done * (total - done))
         progress(f"{done} of {total} {text}, {left} left")
 
-    return tell
+    return report
 
 
 def main() -> int:
@@ -123,16 +124,16 @@ def main() -> int:
     parser.add_argument("name", choices=[*available(), "all"])
     parser.add_argument(
         "--json", action="store_true",
-        help="one JSON object as the last line; with all, one line for each claim",
+        help="one JSON object as the last line; with all, one line per claim",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
     parser.add_argument(
         "--device", default="cpu",
-        help=f"where the model lies, as cuda: {', '.join(ON_DEVICE)}, or all of these",
+        help=f"device of the model, such as cuda, for {', '.join(ON_DEVICE)} or all",
     )  # fmt: skip
     parser.add_argument(
         "--document", type=Path, nargs="+",
-        help="Markdown pages whose tables are replaced; so is what README.md and docs/ quote",
+        help="Markdown pages whose tables are replaced, with the quotes in README.md and docs/",
     )  # fmt: skip
     arguments = parser.parse_args()
     names = available() if arguments.device == "cpu" else ON_DEVICE
@@ -149,26 +150,26 @@ def main() -> int:
 
 
 def available() -> list[str]:
-    """The benches that are there."""
+    """Return the benches of this checkout."""
     return [name for name in BENCHES if (Path(__file__).parent / f"{name}.py").exists()]
 
 
 def measured(name: str, *, quick: bool, device: str) -> tuple[dict[str, Any], list[Claim]]:
-    """Run one bench. On a GPU it goes by another name, so that no page takes one for the other."""
+    """Run one bench. On a GPU its name has a suffix, so that its table is a different one."""
     module = importlib.import_module(f"benchmarks.{name}")
     peers = cast("Callable[[], dict[str, str]]", getattr(module, "peers", dict))
     required = cast("dict[str, float]", getattr(module, "REQUIRED", {}))
     if device == "cpu":
         made, card = cast("Bench", module).run(quick=quick), ""
     else:
-        chosen, card = _reached(device)
+        chosen, card = _find_device(device)
         made, name = module.run(quick=quick, device=chosen), f"{name}_{chosen.type}"
     claims = [replace(each, required=required.get(each.name)) for each in made]
     return report_of(name, claims, quick=quick, peers=peers(), card=card), claims
 
 
-def _reached(device: str) -> tuple[Any, str]:
-    """The device and the name of its card. Ends the program when it cannot be used."""
+def _find_device(device: str) -> tuple[Any, str]:
+    """Return the device and the name of the card. Exits if it cannot be used."""
     from peralta_zmq import models
     from peralta_zmq.errors import ConfigError
 
@@ -180,19 +181,19 @@ def _reached(device: str) -> tuple[Any, str]:
 
 
 def run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Each bench in a process of its own, one after another; a failed one does not stop the rest.
+    """Run each bench in a separate process; a failed one does not stop the others.
 
-    What one measured is printed, and put into the pages, before the next begins.
+    The claims of one bench are printed, and written into the pages, before the next one starts.
     """
-    failed = [name for name in names if not _told(name, arguments)]
+    failed = [name for name in names if not _run_and_print(name, arguments)]
     if failed:
         progress(f"failed: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _told(name: str, arguments: argparse.Namespace) -> bool:
-    """Run one bench and tell what it measured: as JSON one line for each claim."""
-    report = _alone(name, arguments)
+def _run_and_print(name: str, arguments: argparse.Namespace) -> bool:
+    """Run one bench in a process and print its claims; returns False if it failed."""
+    report = _run_in_process(name, arguments)
     if report is None:
         return False
     claims = [Claim(**each) for each in report["claims"]]
@@ -203,7 +204,7 @@ def _told(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def _documented(report: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
-    """Put it into the pages, if they are asked for; whether all that they quote was measured."""
+    """Write the claims into the pages given; return whether all quoted claims were measured."""
     missing = document(arguments.document, report) if arguments.document else []
     for each in missing:
         progress(f"not measured, but quoted in {each}")
@@ -211,14 +212,14 @@ def _documented(report: Mapping[str, Any], arguments: argparse.Namespace) -> boo
 
 
 def claim_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Every claim as one JSON object a line, with its bench, machine and versions."""
+    """Yield each claim as one line of JSON, with bench, machine and versions."""
     facts = {name: value for name, value in report.items() if name != "claims"}
     for claim in report["claims"]:
         yield json.dumps({**claim, **facts}) + "\n"
 
 
-def _alone(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The report of one bench; None when it failed, having said why on standard error."""
+def _run_in_process(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the report of one bench; None if it failed, with the reason on stderr."""
     command = [sys.executable, str(REPO / "bin" / "bench"), name, "--json"]
     command += ["--device", arguments.device]
     progress(f"bench {name}")

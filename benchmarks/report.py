@@ -1,4 +1,4 @@
-"""What was measured, as JSON, as a table and as a page. Knows claims; runs nothing."""
+"""Claims as JSON, as a table for the terminal and as tables in Markdown pages."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ END = "<!-- end -->"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One sentence of the README as numbers; None where a field does not apply."""
+    """One measured claim; None where a field does not apply."""
 
     name: str
     ours: float
     unit: str
     peer: float | None = None
-    ratio: float | None = None  # how many times better than the peer
-    bound: float | None = None  # what the machine allows, measured in the same run
-    share: float | None = None  # of the bound
+    ratio: float | None = None  # above 1 = better than the peer
+    bound: float | None = None  # hardware limit, measured in the same run
+    share: float | None = None  # ours / bound
     n: int = 1  # repetitions
     spread: float | None = None  # (max - min) / median of ours
-    required: float | None = None  # the ratio that was asked for, or without one the share
+    required: float | None = None  # required ratio, or required share if there is no peer
 
 
 def report_of(
     bench: str, claims: Sequence[Claim], *, quick: bool, peers: Mapping[str, str], card: str = ""
 ) -> dict[str, Any]:
-    """Everything that is needed to read the claims of one bench later; `card` names the GPU."""
+    """Return the claims of one bench with machine and versions; `card` names the GPU."""
     return {
         "bench": bench,
         "quick": quick,
@@ -50,21 +50,21 @@ def report_of(
 
 
 def table(claims: Sequence[Claim]) -> str:
-    """For a terminal."""
+    """Return the claims as a table for the terminal."""
     head = (
         f"{'claim':<34} {'ours':>12} {'peer':>12} {'ratio':>15} {'bound':>12} {'share':>15}  unit"
     )
     lines = [
         f"{each.name:<34} {_cell(each.ours):>12} {_cell(each.peer):>12} "
-        f"{_asked(asdict(each), 'ratio'):>15} {_cell(each.bound):>12} "
-        f"{_asked(asdict(each), 'share'):>15}  {each.unit}"
+        f"{_figure_cell(asdict(each), 'ratio'):>15} {_cell(each.bound):>12} "
+        f"{_figure_cell(asdict(each), 'share'):>15}  {each.unit}"
         for each in claims
     ]
     return "\n".join([head, *lines]) + "\n"
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """For a document: a table of the claims and where they were measured."""
+    """Return the claims as a Markdown table, followed by machine and versions."""
     rows = [
         "| claim | ours | peer | ratio | bound | share | unit | n | spread |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -72,13 +72,13 @@ def page(report: Mapping[str, Any]) -> str:
     for claim in report["claims"]:
         ours, peer, bound = (_cell(claim[of]) for of in ("ours", "peer", "bound"))
         last = [claim["unit"], str(claim["n"]), _cell(claim["spread"])]
-        ratio, share = (_asked(claim, figure) for figure in ("ratio", "share"))
+        ratio, share = (_figure_cell(claim, figure) for figure in ("ratio", "share"))
         rows.append(f"| {' | '.join([claim['name'], ours, peer, ratio, bound, share, *last])} |")
     return "\n".join([*rows, "", _where(report)]) + "\n"
 
 
 def write_between(document: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marks of the document. Ends the program without them."""
+    """Replace the text between two markers of the document. Exits if one is missing."""
     before, found, rest = document.read_text("utf-8").partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended):
@@ -87,7 +87,7 @@ def write_between(document: Path, begin: str, end: str, text: str) -> None:
 
 
 def place_of(bench: str, files: Sequence[Path]) -> Path:
-    """The page with the marks of this bench's table. Ends the program when there is none."""
+    """Return the page with the markers of this bench's table. Exits if there is none."""
     mark = f"<!-- bench {bench} -->"
     for file in files:
         _, found, rest = (file.read_text("utf-8") if file.exists() else "").partition(mark)
@@ -98,10 +98,10 @@ def place_of(bench: str, files: Sequence[Path]) -> Path:
 
 
 def document(files: Sequence[Path], report: Mapping[str, Any]) -> list[str]:
-    """Put the table of one bench into the page that has `<!-- bench NAME -->` for it, and its
-    figures where the README and other pages quote them; a rough measurement is not quoted.
+    """Write the table of one bench into the page that has `<!-- bench NAME -->`, and its figures
+    where README and docs/ quote them. A quick measurement is not quoted.
 
-    Returns what is quoted and was not measured.
+    Returns the quoted claims that were not measured.
     """
     mark = f"<!-- bench {report['bench']} -->"
     write_between(place_of(report["bench"], files), mark, END, page(report))
@@ -116,13 +116,13 @@ def document(files: Sequence[Path], report: Mapping[str, Any]) -> list[str]:
 
 
 def unfilled(text: str, bench: str) -> list[str]:
-    """The claims of one bench where the text has ? for a figure of theirs."""
+    """Return the claims of one bench that the text quotes with ? as their value."""
     return re.findall(rf"<!-- ({bench} \S+ \w+) -->\?<!-- / -->", text)
 
 
 def quoting(text: str, report: Mapping[str, Any]) -> str:
-    """The text with `<!-- BENCH CLAIM FIELD -->...<!-- / -->` filled where the bench is this one,
-    with ? where it has no such claim or figure.
+    """Fill in `<!-- BENCH CLAIM FIELD -->...<!-- / -->` for the bench of this report, with ? for
+    claims and figures that it does not have.
     """
     claims = {each["name"]: each for each in report["claims"]}
 
@@ -134,7 +134,7 @@ def quoting(text: str, report: Mapping[str, Any]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores and memory that this process may use."""
+    """Return processor, usable cores and memory."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo")
              if line.startswith("model name")]  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -148,7 +148,7 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries that matter to speed."""
+    """Return the versions of Python and the libraries that determine speed."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -159,18 +159,18 @@ def versions() -> dict[str, str]:
 
 
 def date() -> str:
-    """Of today, here."""
+    """Return today's local date."""
     return time.strftime("%Y-%m-%d")
 
 
 def when() -> str:
-    """For a page: of what, and on which day."""
+    """Return commit and date for a page."""
     return f"Commit {commit() or 'unknown'}, {date()}."
 
 
 def commit() -> str:
-    """Of this checkout, with a + when files of it other than pages, which benches write, have
-    changed since; empty outside of git.
+    """Return the commit of this checkout, with + for uncommitted changes except in pages; empty
+    outside of git.
     """
     git = ["git", "-C", str(REPO)]
     try:
@@ -184,26 +184,27 @@ def commit() -> str:
 
 
 def _where(report: Mapping[str, Any]) -> str:
-    its, libraries = report["machine"], report["versions"]
-    with_what = ", ".join(f"{name} {number}" for name, number in libraries.items())
+    hardware, libraries = report["machine"], report["versions"]
+    library_list = ", ".join(f"{name} {number}" for name, number in libraries.items())
     rough = " `--quick`: smaller, shorter, rough." if report["quick"] else ""
-    card = f"{its['card']}; " if its["card"] else ""
+    card = f"{hardware['card']}; " if hardware["card"] else ""
     return (
-        f"{card}{its['cpu']}, {its['cores']} cores, {its['memory_gib']} GiB; {with_what}; "
+        f"{card}{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB; "
+        f"{library_list}; "
         f"commit {report['commit'] or 'unknown'}, {report['date']}. Medians of n; "
         f"spread = (max - min) / median of ours.{rough}"
     )
 
 
-def _asked(claim: Mapping[str, Any], figure: str) -> str:
-    """The ratio or the share, with what was asked for where something was."""
-    judged = "share" if claim["ratio"] is None else "ratio"
-    asked = claim["required"] if figure == judged else None
-    return _cell(claim[figure]) + (f" (>= {_cell(asked)})" if asked else "")
+def _figure_cell(claim: Mapping[str, Any], figure: str) -> str:
+    """Return ratio or share, with the required value if there is one."""
+    required_figure = "share" if claim["ratio"] is None else "ratio"
+    required = claim["required"] if figure == required_figure else None
+    return _cell(claim[figure]) + (f" (>= {_cell(required)})" if required else "")
 
 
 def _cell(value: float | None) -> str:
-    """Four digits, without an exponent where that is readable."""
+    """Format with four significant digits, without exponent where that is readable."""
     if value is None:
         return ""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e13 else f"{value:.4g}"

@@ -137,7 +137,7 @@ def write_tokenizer(folder: Path, seed: int) -> models.Tokenizer:
 def lesson_batches(
     tokenizer: models.Tokenizer, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (token ids, targets) for ever, both [B, T]; targets are the answer and its end token."""
+    """Yield (token ids, targets), both [B, T]; targets are the answer and its end token."""
     end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     pairs = lessons(recipe.seed + 1)
     while True:

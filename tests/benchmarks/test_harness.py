@@ -111,7 +111,7 @@ def test_the_places_are_looked_for_before_anything_is_measured(
     file = tmp_path / "page.md"
     file.write_text("<!-- bench generation -->\n<!-- end -->\n", "utf-8")
     monkeypatch.setattr(sys, "argv", ["bench", "all", "--document", str(file)])
-    monkeypatch.setattr(harness, "_alone", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr(harness, "_run_in_process", lambda *_: pytest.fail("it has begun"))
     with pytest.raises(SystemExit, match="none has the lines <!-- bench training -->"):
         harness.main()
 
@@ -127,7 +127,7 @@ def test_a_full_run_that_leaves_a_quote_open_has_failed(
     )
     file.write_text(f"<!-- bench wire -->\n<!-- end -->\n{quotes}", "utf-8")
     monkeypatch.setattr(report, "REPO", tmp_path)
-    monkeypatch.setattr(harness, "_alone", lambda *_: {**REPORT, "quick": False})
+    monkeypatch.setattr(harness, "_run_in_process", lambda *_: {**REPORT, "quick": False})
     arguments = argparse.Namespace(json=True, quick=False, document=[file])
     assert harness.run_all(["wire"], arguments) == 1
     said = capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_a_failed_bench_is_named_and_the_others_are_on_their_pages_already(
         assert "| fast | 2 |" in file.read_text("utf-8")
         return None
 
-    monkeypatch.setattr(harness, "_alone", alone)
+    monkeypatch.setattr(harness, "_run_in_process", alone)
     arguments = argparse.Namespace(json=True, quick=True, document=[file])
     assert harness.run_all(["wire", "weights"], arguments) == 1
     said = capsys.readouterr()
