@@ -35,7 +35,7 @@ from peralta_zmq.learning.losses import MASK_BOUNDS, TokenLoss, Tokens, with_ent
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, TeacherModel
 from peralta_zmq.models import lora
-from peralta_zmq.models.scoring import Scorer, training_dtype
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import Problem, RolloutGroup, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
@@ -108,11 +108,11 @@ def load_policy(config: Config, folder: Path) -> models.Model:
 def make_scorer(config: Config, model: models.Model) -> Scorer:
     """The computation of logprobs on the trainer; logs the dtype and the reason for it."""
     train = config.train
-    dtype, reason = training_dtype(model, train.dtype)
+    dtype, reason = models.training_dtype(model, train.dtype)
     score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
     logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
-    if score.note:
-        logger.warning("%s", score.note)
+    if score.padding_reason:
+        logger.warning("%s", score.padding_reason)
     return score
 
 
@@ -334,14 +334,14 @@ def _load_teacher(config: Config, model: models.Model) -> TeacherModel | None:
             f"tokens, but model.name {config.model.name} for {model.config.vocab_size}; "
             "choose a teacher with logits for all tokens"
         )
-    dtype, _ = training_dtype(teacher, config.train.dtype)
+    dtype, _ = models.training_dtype(teacher, config.train.dtype)
     return TeacherModel(Scorer(teacher.requires_grad_(False), dtype=dtype))
 
 
 def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
     """Raise ConfigError unless teacher and policy give every token the same id."""
-    teacher = models.vocabulary_of(teacher_folder)
-    policy = models.vocabulary_of(models.model_folder(config.model.name))
+    teacher = models.load_vocabulary(teacher_folder)
+    policy = models.load_vocabulary(models.model_folder(config.model.name))
     if differing := sorted(policy.items() ^ teacher.items()):
         token = differing[0][0]
         raise ConfigError(

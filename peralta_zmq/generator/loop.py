@@ -45,7 +45,7 @@ def run(config: Config) -> None:
     models.keep_memory()
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)
-    hello = models.facts_of(device, models.choose_dtype(device, config.model.dtype)[0])
+    hello = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None

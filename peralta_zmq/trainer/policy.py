@@ -11,7 +11,6 @@ from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
-from peralta_zmq.models.scoring import training_dtype
 from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer import adapter_files
 from peralta_zmq.trainer.adapter_files import CompanionFiles
@@ -47,7 +46,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: TrainerRanks
     model = build.load_policy(config, folder)
     companions = adapter_files.companion_files(config, folder, model)
     check_tokens(problems, len(tokenizer))
-    dtype, _ = training_dtype(model, config.train.dtype)
+    dtype, _ = models.training_dtype(model, config.train.dtype)
     return Policy(
         base_folder=folder,
         model=model,
@@ -58,7 +57,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: TrainerRanks
             model, tokenizer, live=True,
             slots=config.engine.slots, max_model_len=config.engine.max_model_len,
         ),
-        worker_info=models.facts_of(model.device, dtype),
+        worker_info=models.worker_info(model.device, dtype),
     )  # fmt: skip
 
 

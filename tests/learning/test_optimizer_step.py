@@ -121,7 +121,7 @@ def test_split_does_not_change_the_reported_numbers(model: Any, loss: TokenLoss)
 def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: TokenLoss) -> None:
     packed, told = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
-    scorer.note = "padded rows: asked for"
+    scorer.padding_reason = "padded rows: asked for"
     alone = cut_to(share_prompts=False).samples
     padded = make_batches(alone, max_tokens=1000, padded=True)
     found, metrics = gradient(model, padded, loss, score=scorer)

@@ -270,7 +270,7 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path, model: Any) -> N
     weights = models.weights_of(model)
     del weights[NORM]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert refused(tmp_path).endswith(f"it lacks {NORM}")
+    assert refused(tmp_path).endswith(f"tensor {NORM} is missing")
 
 
 def test_weights_of_another_width_are_refused(tmp_path: Path, model: Any) -> None:
@@ -334,15 +334,15 @@ def test_cpu_is_always_there() -> None:
 
 
 def test_named_dtype_is_taken_as_it_is() -> None:
-    assert models.choose_dtype(CPU, "float32") == (torch.float32, "as model.dtype says")
+    assert models.choose_dtype(CPU, "float32") == (torch.float32, "set by model.dtype")
 
 
 @pytest.mark.parametrize(
     ("kind", "has_bf16", "dtype", "reason"),
     [
-        ("cpu", True, torch.bfloat16, "this CPU multiplies it"),
-        ("cpu", False, torch.float32, "this CPU tells of no bfloat16"),
-        ("cuda", True, torch.bfloat16, "this GPU multiplies it"),
+        ("cpu", True, torch.bfloat16, "this CPU multiplies bfloat16"),
+        ("cpu", False, torch.float32, "this CPU reports no bfloat16"),
+        ("cuda", True, torch.bfloat16, "this GPU multiplies bfloat16"),
         ("cuda", False, torch.float16, "this GPU has no bfloat16"),
         ("mps", False, torch.float16, "half the memory of float32 on mps"),
     ],

@@ -8,7 +8,7 @@ from fakes import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.models.scoring import Scorer, training_dtype
+from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PackedSequence, PrefixSpan
 
 # two prompts with completions, one of which branches from another, and one token before two
@@ -53,7 +53,7 @@ def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]
 def test_logprobs_are_those_of_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
-    scorer.note = "" if way == "packed" else "asked for"
+    scorer.padding_reason = "" if way == "packed" else "asked for"
     ours = scorer(tokens, SEGMENTS, scored, temperature=temperature)
     assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
 
@@ -103,14 +103,14 @@ def test_a_model_that_cannot_pack_is_padded_and_says_why(kind: str) -> None:
     model, (tokens, scored) = tiny_model(model_type=kind, **OTHERS[kind]), row()
     scorer = Scorer(model)
     assert not scorer.packs
-    assert scorer.note.startswith("padded rows: ") and "\n" not in scorer.note
+    assert scorer.padding_reason.startswith("padded rows: ") and "\n" not in scorer.padding_reason
     ours = scorer(tokens, SEGMENTS, scored)
     assert ours.tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
 def test_models_of_other_families_are_packed(kind: str) -> None:
-    assert Scorer(tiny_model(model_type=kind)).note == ""
+    assert Scorer(tiny_model(model_type=kind)).padding_reason == ""
 
 
 def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_an_embedding_that_is_the_heads_too_gets_both_gradients(
     ]
     expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
     scorer = Scorer(model)
-    scorer.note = "" if way == "packed" else "asked for"
+    scorer.padding_reason = "" if way == "packed" else "asked for"
     for _ in range(2):  # micro-batches add up
         scorer(tokens, SEGMENTS, scored).sum().backward()
     for parameter, each in zip(parameters, expected, strict=True):
@@ -172,13 +172,13 @@ def test_checkpointed_layers_are_computed_twice() -> None:
 
 
 def test_small_matrices_are_multiplied_in_float32_on_a_cpu() -> None:
-    dtype, reason = training_dtype(tiny_model())
+    dtype, reason = models.training_dtype(tiny_model())
     assert dtype == torch.float32 and reason.startswith("auto: ")
 
 
 def test_a_chosen_number_format_is_taken() -> None:
-    chosen = training_dtype(tiny_model(), "bfloat16")
-    assert chosen == (torch.bfloat16, "as train.dtype says")
+    chosen = models.training_dtype(tiny_model(), "bfloat16")
+    assert chosen == (torch.bfloat16, "set by train.dtype")
 
 
 def test_entropy_of_equal_and_of_unequal_choices() -> None:
@@ -196,7 +196,7 @@ def test_entropy_of_equal_and_of_unequal_choices() -> None:
 def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
-    scorer.note = "" if way == "packed" else "asked for"
+    scorer.padding_reason = "" if way == "packed" else "asked for"
     heat = torch.linspace(0.5, 1.5, len(scored))
     logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=heat)
     assert torch.allclose(logprobs, scorer(tokens, SEGMENTS, scored, temperature=heat), atol=1e-6)

@@ -62,5 +62,5 @@ def facts(config: Config) -> dict[str, str]:
 
     with suppress(ConfigError):
         device = models.choose_device(config.model.device)
-        return models.facts_of(device, models.choose_dtype(device, config.model.dtype)[0])
+        return models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     return {}

@@ -1,0 +1,146 @@
+"""Device, dtype, threads and memory of the process that runs a model."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch allocates large tensors in huge pages
+
+import torch
+
+from peralta_zmq.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo: two of x86, FEAT_BF16 of ARM
+MIN_BF16_WIDTH = 128  # hidden size from which bfloat16 is faster on a CPU: 2x at 192
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
+MAX_INFO = 100  # characters of a value of worker_info; the wire rejects longer ones
+
+
+def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Versions, device, dtype and threads of this process, for its status messages."""
+    info = {
+        "package": _version("peralta_zmq"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": str(torch.get_num_threads()),
+    }
+    return {name: value[:MAX_INFO] for name, value in info.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def use_threads(num_workers: int = 1) -> int:
+    """Limit torch to this process's share of the available cores; returns the number of threads.
+
+    Two torch processes of two threads on two cores slow each other down tenfold: at each barrier
+    they wait for a thread without a core. Call before the first torch operation.
+    """
+    threads = max(1, available_cores() // max(1, num_workers))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def available_cores() -> int:
+    """Cores that CPU affinity and the cgroup quota allow this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores or 1, max(1, int(quota) // int(period)))
+    return cores or 1
+
+
+def keep_memory() -> None:
+    """Make glibc's malloc keep freed memory for later steps instead of returning it to the system.
+
+    Otherwise each step page-faults gigabytes of new memory, up to a third of its computing time.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def choose_device(device: str = "auto") -> torch.device:
+    """The named device; `auto` is CUDA or MPS if present, else the CPU.
+
+    Raises ConfigError for a device that torch cannot use on this machine.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and torch.backends.mps.is_available():
+            device = "mps"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device '{device}' cannot be used here ({reason}); try 'auto'") from None
+
+
+def device_name(device: torch.device) -> str:
+    """The device with its hardware name: cuda:0 (NVIDIA H200)."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
+    """Compute dtype for sampling, and the reason; `auto` is the narrowest native one."""
+    if name != "auto":
+        return DTYPES[name], "set by model.dtype"
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        text = cpuinfo.read_text("ascii", errors="replace") if cpuinfo.exists() else ""
+        has_bf16 = multiplies_bf16(text)
+    return native_dtype(device.type, has_bf16=has_bf16)
+
+
+def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
+    """Narrowest dtype that a device of this kind multiplies in hardware, and the reason."""
+    if kind == "mps":
+        return torch.float16, "auto: half the memory of float32 on mps"
+    name = "GPU" if kind == "cuda" else "CPU"
+    if has_bf16:
+        return torch.bfloat16, f"auto: this {name} multiplies bfloat16"
+    if kind == "cuda":
+        return torch.float16, "auto: this GPU has no bfloat16"
+    return torch.float32, "auto: this CPU reports no bfloat16"
+
+
+def multiplies_bf16(cpuinfo: str) -> bool:
+    """Whether the flags (x86) or features (ARM) in /proc/cpuinfo have a bfloat16 product."""
+    return not BF16_FLAGS.isdisjoint(cpuinfo.split())
+
+
+def training_dtype(model: Any, name: str = "auto") -> tuple[torch.dtype, str]:
+    """Dtype of the trainer's matrix products for a transformers model, and the reason.
+
+    `auto` depends on the machine and the model only, so a replay chooses the same. On a CPU,
+    narrow models lose more by the casts to bfloat16 than they gain.
+    """
+    if name != "auto":
+        return DTYPES[name], "set by train.dtype"
+    native, reason = choose_dtype(model.device)
+    if native != torch.bfloat16:
+        return torch.float32, reason
+    width = int(getattr(model.config, "hidden_size", MIN_BF16_WIDTH))
+    if model.device.type == "cpu" and width < MIN_BF16_WIDTH:
+        return torch.float32, f"auto: faster on a CPU below hidden size {MIN_BF16_WIDTH}"
+    return native, reason

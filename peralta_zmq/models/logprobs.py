@@ -1,0 +1,99 @@
+"""Log-probabilities and entropies of tokens from logits, at a temperature.
+
+Logits and tokens are shifted against each other here, in `token_logprobs`, and in
+`scoring.Scorer`; nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from peralta_zmq.models.loading import Model
+
+# Logits converted to fp32 at a time: 8 MiB on a CPU, where it avoids new memory pages.
+CHUNK_LOGITS = {"cpu": 1 << 21}
+DEFAULT_CHUNK_LOGITS = 1 << 26
+
+
+def token_logprobs(
+    model: Model,
+    token_ids: Tensor,  # [B, T]
+    attention_mask: Tensor,  # [B, T]
+    *,
+    temperature: Tensor | float = 1.0,  # a scalar, or one per token [B, T]
+) -> Tensor:
+    """Log-probability of token t given the tokens before it, [B, T], 0 for t = 0.
+
+    Over the full vocabulary at `temperature`, as Rollout.logprobs defines it.
+    """
+    logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, 1:]
+    logprobs = selected_logprobs(logits[:, :-1], token_ids[:, 1:], temperature=temperature)
+    return torch.nn.functional.pad(logprobs, (1, 0))
+
+
+def selected_logprobs(
+    logits: Tensor,  # [..., V]
+    token_ids: Tensor,  # [...]
+    *,
+    temperature: Tensor | float = 1.0,  # a scalar, or [...]
+) -> Tensor:
+    """log softmax(logits / temperature) at `token_ids`, [...]; fp32, or float64 from float64."""
+    return cast(Tensor, _SelectedLogprobs.apply(logits, token_ids, temperature))
+
+
+def entropies(
+    logits: Tensor,  # [..., V]
+    *,
+    temperature: Tensor | float = 1.0,  # a scalar, or [...]
+) -> Tensor:
+    """-sum p log p of softmax(logits / temperature), in nats, [...]."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(-1)
+    logprobs = (logits.to(_compute_dtype(logits)) / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """Processes a few rows at a time in both passes, so only those exist in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float) -> Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])
+        temperatures = torch.as_tensor(
+            temperature, dtype=_compute_dtype(logits), device=logits.device
+        )
+        temperatures = temperatures.expand(token_ids.shape).reshape(-1, 1)
+        ids = token_ids.reshape(-1, 1)
+        logprobs = torch.empty_like(temperatures)
+        for chunk in _chunks(rows):
+            scaled = rows[chunk].to(temperatures.dtype) / temperatures[chunk]
+            logprobs[chunk] = scaled.gather(1, ids[chunk]) - scaled.logsumexp(1, keepdim=True)
+        ctx.save_for_backward(rows, ids, temperatures)
+        ctx.shape = logits.shape
+        return logprobs.view(token_ids.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rows, ids, temperatures = ctx.saved_tensors
+        upstream = grads[0].reshape(-1, 1) / temperatures
+        gradient = torch.empty_like(rows)
+        for chunk in _chunks(rows):
+            softmax = (rows[chunk].to(temperatures.dtype) / temperatures[chunk]).softmax(1)
+            softmax.mul_(-upstream[chunk]).scatter_add_(1, ids[chunk], upstream[chunk])
+            gradient[chunk] = softmax
+        return gradient.view(ctx.shape), None, None
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _chunks(rows: Tensor) -> list[slice]:
+    limit = CHUNK_LOGITS.get(rows.device.type, DEFAULT_CHUNK_LOGITS)
+    size = max(1, limit // rows.shape[1])
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
