@@ -121,21 +121,6 @@ def ordered(bits: Bits) -> Bits:
     return bits ^ ((bits >> 15) & np.int16(0x7FFF))
 
 
-def entropy_bits(old: Bits, new: Bits) -> float:
-    """Lower bound of the size of a delta, if elements change independently.
-
-    The entropy of which elements change, plus the entropy of their steps.
-    """
-    changed = np.flatnonzero(old != new)
-    if len(changed) == 0:
-        return 0.0
-    share = len(changed) / len(new)
-    positions = len(new) * float(-share * np.log2(share) - (1 - share) * np.log2(1 - share or 1.0))
-    steps = ordered(new[changed]) - ordered(old[changed])
-    frequencies = np.unique(steps, return_counts=True)[1] / len(steps)
-    return positions + len(steps) * float(-(frequencies * np.log2(frequencies)).sum())
-
-
 def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     changed = np.flatnonzero(old != new)
     if len(changed) == 0:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version, folder_name
 
 LEASE_RENEWAL_SECONDS = 10.0
-FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a failed publication is tried again
+FIRST_DELAY, LONGEST_DELAY = 1.0, 10.0  # seconds before a failed publication is tried again
 MAX_SPARE_VERSIONS = 64  # kept only because slow readers may need them
 LOADS_TO_WAIT = 3.0  # a spare version is kept for this many times the slowest load
 Tensors = dict[str, torch.Tensor]
@@ -55,7 +55,6 @@ class _Snapshot:
     step: int
     tensors: Tensors
     wait_for_copies: Callable[[], None]  # returns when GPU copies have arrived in `tensors`
-    keyframe: bool
     stall_seconds: float
 
 
@@ -83,6 +82,7 @@ class WeightPublisher:
         self._base: tuple[Version, Tensors] | None = None  # of the next delta
         self._spare: Tensors = {}
         self._waiting: _Snapshot | None = None
+        self._keyframe_requested = False
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
@@ -102,15 +102,14 @@ class WeightPublisher:
         started = time.monotonic()
         with self._changed:
             replaced, self._waiting = self._waiting, None
-            keyframe = keyframe or (replaced is not None and replaced.keyframe)
             buffers = replaced.tensors if replaced else self._spare
             if not replaced:
                 self._spare = {}
         copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
         stall = time.monotonic() - started
         with self._changed:
-            keyframe = keyframe or (self._waiting is not None and self._waiting.keyframe)
-            self._waiting = _Snapshot(step, copies, wait_for_copies, keyframe, stall)
+            self._keyframe_requested |= keyframe
+            self._waiting = _Snapshot(step, copies, wait_for_copies, stall)
             self._backing_off = False
             self._changed.notify_all()
         return stall
@@ -146,20 +145,24 @@ class WeightPublisher:
     def _run(self) -> None:
         try:
             delay = FIRST_DELAY
-            while (snapshot := self._next()) is not None:
-                if self._publish(snapshot):
+            while (request := self._next()) is not None:
+                snapshot, keyframe = request
+                if self._publish(snapshot, keyframe=keyframe):
                     delay = FIRST_DELAY
                     self._prepare_spare()
                 else:
-                    self._back_off(snapshot, delay)
+                    self._back_off(snapshot, delay, keyframe=keyframe)
                     delay = min(LONGEST_DELAY, 2 * delay)
         except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
                 self._failure, self._publishing = error, False
                 self._changed.notify_all()
 
-    def _next(self) -> _Snapshot | None:
-        """The next snapshot; renews the lease while waiting. None when closing."""
+    def _next(self) -> tuple[_Snapshot, bool] | None:
+        """The next snapshot and whether it must be a keyframe; None when closing.
+
+        Renews the lease while waiting.
+        """
         while True:
             with self._changed:
                 self._publishing = False
@@ -170,12 +173,13 @@ class WeightPublisher:
                 if self._closing:
                     return None
                 if snapshot := self._waiting:
+                    keyframe, self._keyframe_requested = self._keyframe_requested, False
                     self._waiting, self._publishing = None, True
-                    return snapshot
+                    return snapshot, keyframe
             with contextlib.suppress(OSError):  # the store may be unreachable for a while
                 self._store.backend.renew_lease()
 
-    def _publish(self, snapshot: _Snapshot) -> bool:
+    def _publish(self, snapshot: _Snapshot, *, keyframe: bool) -> bool:
         snapshot.wait_for_copies()
         started, encoding = time.monotonic(), _Stopwatch()
         version, reason = None, ""
@@ -185,7 +189,7 @@ class WeightPublisher:
                 snapshot.tensors,
                 companions=self._companions,
                 about=self._about,
-                base=self._base_for(snapshot),
+                base=None if keyframe else self._base_for(snapshot),
                 stream=lambda pieces: self._rate_limit.apply(encoding.measure(pieces)),
             )
             self._on_published(version)
@@ -205,8 +209,8 @@ class WeightPublisher:
         return version is not None
 
     def _base_for(self, snapshot: _Snapshot) -> tuple[Version, Tensors] | None:
-        """The version to encode a delta to; None for a keyframe."""
-        if self._base is None or snapshot.keyframe:
+        """The base of a delta; None for a keyframe."""
+        if self._base is None:
             return None
         if reason := delta.unsuitable(snapshot.tensors):
             if reason != self._logged:
@@ -225,19 +229,18 @@ class WeightPublisher:
             with self._changed:
                 self._spare = self._spare or spare
 
-    def _back_off(self, snapshot: _Snapshot, delay: float) -> None:
+    def _back_off(self, snapshot: _Snapshot, delay: float, *, keyframe: bool) -> None:
         """Wait; then the same snapshot is next, unless there is a newer one."""
         with self._changed:
             self._backing_off = True
+            self._keyframe_requested |= keyframe
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._closing, delay)
             self._backing_off = False
             if self._waiting is None:
                 self._waiting = snapshot
-                return
-            keyframe = snapshot.keyframe or self._waiting.keyframe
-            self._waiting = replace(self._waiting, keyframe=keyframe)
-            self._spare = self._spare or snapshot.tensors
+            else:
+                self._spare = self._spare or snapshot.tensors
 
 
 class _Stopwatch:

@@ -1,19 +1,19 @@
 """A complete local copy of one version, updated in place by deltas.
 
-The folder holds what `from_pretrained` needs, and `replica.json` while the copy is valid.
+The folder holds what `from_pretrained` needs, and while the copy is valid the manifest of
+its version as `replica.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
@@ -41,10 +41,10 @@ class LocalReplica:
     def recover(self) -> Version | None:
         """The version that an earlier process left, if its weights verify."""
         with contextlib.suppress(OSError, *atomic_files.MALFORMED):
-            state = json.loads((self.folder / STATE).read_bytes())
-            files = {name: (int(size), str(digest)) for name, (size, digest) in state["files"]}
-            manifest = atomic_files.Manifest(state["digest"], state["about"], files)
-            version = Version.from_manifest(Path(folder_name(state["about"]["number"])), manifest)
+            text = (self.folder / STATE).read_bytes()
+            stable = hashlib.sha256(text).hexdigest().encode()
+            manifest = atomic_files.parse_manifest(text, stable=stable, where=STATE)
+            version = Version.from_manifest(Path(folder_name(manifest.about["number"])), manifest)
             if sets.digest_of(self.tensors()) == version.field("result"):
                 self.version = version
         return self.version
@@ -127,12 +127,8 @@ class LocalReplica:
             raise ValueError("the weights do not have the digest in the manifest")
 
     def _write_state(self, version: Version) -> None:
-        manifest = version.manifest
-        state: dict[str, Any] = {
-            "digest": manifest.digest, "about": manifest.about,
-            "files": list(manifest.files.items()),
-        }  # fmt: skip
-        atomic_files.replace_file(self.folder / STATE, json.dumps(state).encode())
+        _, text = atomic_files.describe(version.manifest.files, version.manifest.about)
+        atomic_files.replace_file(self.folder / STATE, text)
         self.version = version
 
 
