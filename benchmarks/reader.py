@@ -1,7 +1,7 @@
-"""How much memory a reader of published weights needs, in a process of its own.
+"""Peak memory of a process that reads published weights.
 
-`python -m benchmarks.reader WEIGHTS` follows the versions there, the newest last, as a generator
-does, and prints the most bytes of memory of its own (no mapped files) that this took.
+`python -m benchmarks.reader WEIGHTS` advances a local copy to the last two versions and prints the
+peak of the process's anonymous memory during that, in bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from peralta_zmq.weights.store import WeightStore
 STATUS = Path("/proc/self/status")
 
 
-def own_bytes() -> int:
-    """Anonymous memory of this process."""
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process, without mapped files."""
     lines = STATUS.read_text("utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def main() -> None:
-    """The chain's last version but one, then the newest as a delta."""
-    store = WeightStore.open(Path(sys.argv[1]))
-    before, peak, ended = own_bytes(), [0], threading.Event()
+    """Load the version before the newest, then the newest as a delta."""
+    store = WeightStore.open(sys.argv[1])
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.005):
-            peak[0] = max(peak[0], own_bytes())
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, anonymous_bytes())
 
     sampling = threading.Thread(target=sample)
     sampling.start()
     with tempfile.TemporaryDirectory(prefix="bench-reader-") as folder:
-        copy = LocalReplica(Path(folder))
+        replica = LocalReplica(Path(folder))
         for version in store.versions()[-2:]:
-            copy.advance(store, version)
-    ended.set()
+            replica.advance(store, version)
+    done.set()
     sampling.join()
-    sys.stdout.write(f"{peak[0] - before}\n")
+    sys.stdout.write(f"{peak - before}\n")
 
 
 if __name__ == "__main__":

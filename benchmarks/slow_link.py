@@ -1,4 +1,4 @@
-"""Seconds until a reader beyond 20 Mbit/s and 60 ms holds a verified version, whole or as a delta.
+"""Seconds until a reader behind 20 Mbit/s and 60 ms has a verified keyframe or delta.
 
 The embedded model after AdamW steps at 2e-6, served over HTTP through a proxy on this machine.
 Part of the bench `weights`.
@@ -16,70 +16,77 @@ import torch
 from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
 from peralta_zmq import models
-from peralta_zmq.weights.http_backend import HttpBackend, WeightServer
+from peralta_zmq.weights.http_backend import WeightServer
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 
-MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds there and back
-RATE, PATIENCE = 2e-6, 600.0  # of the optimizer; seconds, for the publisher
+MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds per round trip
+LEARNING_RATE = 2e-6
+PUBLISH_TIMEOUT = 600.0  # seconds
 
 
 def claims(
     root: Path, stepper: Callable[[models.Model], Callable[[float], None]], *, repeats: int
 ) -> Iterator[Claim]:
-    """Fetch the first version into so many new copies, then so many deltas into the last one."""
+    """Fetch the keyframe into `repeats` new copies, then `repeats` deltas into the last copy."""
     cpu = torch.device("cpu")
     model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).train()
-    step, whole, deltas, sizes = stepper(model), list[float](), list[float](), list[int]()
+    step = stepper(model)
+    keyframe_seconds, delta_seconds = list[float](), list[float]()
+    delta_sizes: list[int] = []
     with ExitStack() as stack:
         store = WeightStore.open(root / "served")
         store.claim("bench")
         server = WeightServer(store.folder, host="127.0.0.1", port=0, token=None)
         stack.enter_context(closing(server))
         link = Link(server.port, mbit_per_s=MBIT_PER_S, delay=DELAY)
-        far = WeightStore(HttpBackend(stack.enter_context(closing(link)).address))
+        remote = WeightStore.open(stack.enter_context(closing(link)).address)
         publisher = WeightPublisher(store, companions={}, keyframe_interval=1000)
         stack.enter_context(closing(publisher))
-        full = _published(publisher, 0, model)
-        copies = [LocalReplica(root / f"far_{number}") for number in range(repeats)]
-        for copy in copies:
-            copy.folder.mkdir()
-            whole.append(_fetched(far, copy))
+        keyframe_size = _publish(publisher, 0, model)
+        replicas = [LocalReplica(root / f"remote_{number}") for number in range(repeats)]
+        for replica in replicas:
+            replica.folder.mkdir()
+            keyframe_seconds.append(_fetch(remote, replica))
         for number in range(1, repeats + 1):
-            step(RATE)
-            sizes.append(_published(publisher, number, model))
-            deltas.append(_fetched(far, copies[-1]))
-            progress(f"20 Mbit/s: {sizes[-1]} bytes in {deltas[-1]:.2f} s, whole {whole[0]:.2f} s")
-    yield _claim("whole_over_slow_link", whole, full)
-    yield _claim("delta_over_slow_link", deltas, int(median(sizes)), peer=median(whole))
+            step(LEARNING_RATE)
+            delta_sizes.append(_publish(publisher, number, model))
+            delta_seconds.append(_fetch(remote, replicas[-1]))
+            progress(
+                f"20 Mbit/s: {delta_sizes[-1]} bytes in {delta_seconds[-1]:.2f} s, "
+                f"keyframe {keyframe_seconds[0]:.2f} s"
+            )
+    yield _claim("whole_over_slow_link", keyframe_seconds, keyframe_size)
+    yield _claim("delta_over_slow_link", delta_seconds, int(median(delta_sizes)),
+                 peer=median(keyframe_seconds))  # fmt: skip
 
 
-def _published(publisher: WeightPublisher, number: int, model: models.Model) -> int:
-    """Bytes of the version."""
+def _publish(publisher: WeightPublisher, number: int, model: models.Model) -> int:
+    """Publish the model; returns the size of the version in bytes."""
     publisher.publish(number, models.weights_of(model))
-    assert publisher.wait(PATIENCE)
+    assert publisher.wait(PUBLISH_TIMEOUT)
     (report,) = publisher.take_reports()
     assert report.version, report.reason
     return report.version.size
 
 
-def _fetched(far: WeightStore, copy: LocalReplica) -> float:
-    """Seconds from the look for the newest version to a verified copy of it."""
+def _fetch(remote: WeightStore, replica: LocalReplica) -> float:
+    """Seconds to find the newest version and to have a verified copy of it."""
 
     def fetch() -> None:
-        newest = far.newest()
+        newest = remote.newest()
         assert newest
-        copy.advance(far, newest)
+        replica.advance(remote, newest)
 
     return seconds(fetch)
 
 
-def _claim(name: str, taken: list[float], size: int, *, peer: float | None = None) -> Claim:
-    """Against the seconds that the link needs for so many bytes."""
-    ours, bound = median(taken), 8 * size / (MBIT_PER_S * 1e6)
+def _claim(name: str, measured: list[float], size: int, *, peer: float | None = None) -> Claim:
+    """Bounded by the time that the link needs for `size` bytes."""
+    ours, bound = median(measured), 8 * size / (MBIT_PER_S * 1e6)
     return Claim(
         name, ours, "s, 20 Mbit/s, 60 ms, embedded model", peer=peer,
-        ratio=peer / ours if peer else None, bound=bound, share=bound / ours, n=len(taken),
-        spread=spread(taken),
+        ratio=peer / ours if peer else None, bound=bound, share=bound / ours, n=len(measured),
+        spread=spread(measured),
     )  # fmt: skip

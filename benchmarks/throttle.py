@@ -1,4 +1,4 @@
-"""A slow link between a server of weights and one who reads them, in threads."""
+"""A slow TCP link in threads, between a weight server and its clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import cast
 
 
 class Link(socketserver.ThreadingTCPServer):
-    """A TCP proxy with a rate, a delay, and connections that break after so many bytes."""
+    """A TCP proxy with a rate, a delay in seconds, and connections that break after some bytes."""
 
     daemon_threads = True
 
@@ -31,14 +31,14 @@ class Link(socketserver.ThreadingTCPServer):
 
 class _Forward(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # nobody listens yet, or any more
+        with contextlib.suppress(ConnectionError):  # no server at the target port
             self._forward(cast(Link, self.server))
 
     def _forward(self, link: Link) -> None:
         sent = 0
         with socket.create_connection(("127.0.0.1", link.target)) as upstream:
             upstream.sendall(self.request.recv(1 << 16))
-            time.sleep(link.delay)  # the way there and back
+            time.sleep(link.delay)  # one round trip
             started = time.monotonic()
             while chunk := upstream.recv(1 << 14):
                 try:

@@ -26,12 +26,11 @@ LIMITS = {"mean": 1.0, "dropped": 0.02}  # max_async_level, share of all groups
 TITLE = """\
 # Pacing
 
-How many optimizer steps old a group is when it is admitted to a step, queue time included, with
-`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One of the generators is slowed on
-purpose: it samples one completion at a time (`engine.slots` 1), the others eight. Bounds: a mean of
-at most 1, less than 2% of the groups dropped. In the last row the generator that has the newest
-weights is killed in the middle of the run; the trainer's longest wait for a step's groups in the
-whole run is what its death costs at most.
+Age of a group in optimizer steps when it is admitted to a batch, including the time in queues, with
+`train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator is slow: it samples one
+completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less than
+2% of the groups dropped. In the last row the generator with the newest weights is killed in the
+middle of the run; its cost is at most the longest time that the trainer waited for a step's groups.
 
 Made by `PYTHONPATH=.:tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 16
 groups each, trainer and generators on one machine with 2 cores, the embedded model. {when}
@@ -105,7 +104,7 @@ def _measured(field: Field, name: str, seconds: float) -> Paced:
 def table(runs: list[Paced]) -> str:
     """The histograms, one row for each run."""
     ages = range(max(age for run in runs for age in run.ages) + 1)
-    head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "of each generator",
+    head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "groups by generator",
             "longest wait"]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for run in runs:

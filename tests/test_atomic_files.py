@@ -1,3 +1,5 @@
+"""Files and folders are absent or complete whatever fails; damage is found when they are read."""
+
 from __future__ import annotations
 
 import errno
@@ -14,33 +16,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peralta_zmq import atomic_files
+from peralta_zmq.errors import ConfigError
 
 FILES = {"weights.bin": b"w" * 5000, "config.json": b"{}"}
-SYSCALLS = ["fsync", "open", "rename", "mkdir"]
+TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
+    """A complete folder."""
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
     return tmp_path / "step_000001"
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> list[int]:
-    """Make the nth call of os.NAME fail once; returns the list of calls seen."""
-    real: Callable[..., Any] = getattr(os, name)
+    """Make the nth call of os.NAME fail; returns a list that grows with each call."""
+    function: Callable[..., Any] = getattr(os, name)
     calls: list[int] = []
 
-    def sometimes(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == nth:
             raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    monkeypatch.setattr(os, name, sometimes)
+    monkeypatch.setattr(os, name, call)
     return calls
 
 
-def read_whole(folder: Path) -> dict[str, bytes]:
+def read_all(folder: Path) -> dict[str, bytes]:
     manifest = atomic_files.read_manifest(folder)
     return {
         name: b"".join(atomic_files.read_verified(folder, name, manifest))
@@ -48,11 +52,11 @@ def read_whole(folder: Path) -> dict[str, bytes]:
     }
 
 
-def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest and make STABLE agree with it."""
-    said = json.loads((folder / "manifest.json").read_text("utf-8"))
-    changed = change(said)
-    write_manifest(folder, json.dumps(said if changed is None else changed))
+def change_entry(folder: Path, field: str, value: Any) -> None:
+    """Change a field of the first file in the manifest, with a STABLE that matches."""
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    manifest["files"][0][field] = value
+    write_manifest(folder, json.dumps(manifest))
 
 
 def write_manifest(folder: Path, text: str) -> None:
@@ -60,56 +64,26 @@ def write_manifest(folder: Path, text: str) -> None:
     (folder / "STABLE").write_text(hashlib.sha256(text.encode()).hexdigest(), "ascii")
 
 
-def test_a_folder_that_is_out_needs_no_further_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename, soft_and_hard = os.rename, resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-
-    def rename_with_the_last_one(source: Path, target: Path) -> None:
-        rename(source, target)
-        few = max(map(int, os.listdir("/proc/self/fd"))) + 8
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, soft_and_hard[1]))
-        with pytest.raises(OSError, match="Too many open files"):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-
-    monkeypatch.setattr(os, "rename", rename_with_the_last_one)
-    try:
-        atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, soft_and_hard)
-        for each in taken:
-            os.close(each)
-    assert read_whole(tmp_path / "step_000001") == FILES
+# Writing.
 
 
-def test_what_is_written_is_read_back(finished: Path) -> None:
-    assert read_whole(finished) == FILES
-
-
-def test_manifest_keeps_the_writers_own_fields(finished: Path) -> None:
-    assert atomic_files.read_manifest(finished).about == {"step": 1}
-
-
-def test_writer_and_reader_agree_on_the_manifest(tmp_path: Path) -> None:
+def test_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
+    assert read_all(tmp_path / "step_000001") == FILES
     assert atomic_files.read_manifest(tmp_path / "step_000001") == written
+    assert written.about == {"step": 1}
+    assert os.listdir(tmp_path) == ["step_000001"]
 
 
-def test_finished_folder_is_the_only_thing_left(finished: Path) -> None:
-    assert os.listdir(finished.parent) == ["step_000001"]
-
-
-def test_others_may_read_the_files(finished: Path) -> None:
+def test_files_are_readable_by_other_users(folder: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
-    assert (finished / "weights.bin").stat().st_mode & 0o777 == 0o644 & ~umask
+    assert (folder / "weights.bin").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("name", SYSCALLS)
-def test_folder_is_absent_or_complete_at_every_failing_syscall(
+@pytest.mark.parametrize("name", ["fsync", "open", "rename", "mkdir"])
+def test_folder_is_absent_or_complete_after_a_failing_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     for nth in range(1, 50):
@@ -120,16 +94,15 @@ def test_folder_is_absent_or_complete_at_every_failing_syscall(
                 atomic_files.write_folder(final, FILES, {"step": nth})
             except OSError as error:
                 assert error.errno == code
-        names = os.listdir(tmp_path)
-        assert not [each for each in names if each.startswith(".tmp")]
-        assert final.name not in names or read_whole(final) == FILES
-        if len(calls) < nth:  # every call has had its turn
+        assert not list(tmp_path.glob(".tmp*"))
+        assert not final.exists() or read_all(final) == FILES
+        if len(calls) < nth:
             return
-    raise AssertionError("the writer never came to an end")
+    raise AssertionError("write_folder does not terminate")
 
 
 @pytest.mark.parametrize("name", ["fsync", "open", "replace"])
-def test_replaced_file_is_old_or_new_at_every_failing_syscall(
+def test_replaced_file_is_old_or_new_after_a_failing_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = tmp_path / "RUN.json"
@@ -146,106 +119,131 @@ def test_replaced_file_is_old_or_new_at_every_failing_syscall(
         assert os.listdir(tmp_path) == ["RUN.json"]
         if len(calls) < nth:
             return
-    raise AssertionError("the writer never came to an end")
+    raise AssertionError("replace_file does not terminate")
 
 
-def test_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fsync_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fail_at(monkeypatch, "fsync", 1, errno.EIO)
     with pytest.raises(OSError):
         atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
     assert len(calls) == 1
 
 
-def test_everything_is_on_disk_before_the_folder_appears(
+def test_everything_is_synced_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []  # inodes
-    seen: dict[str, bool] = {}
-    real_fsync, real_rename = os.fsync, os.rename
+    synced_before_rename: dict[str, bool] = {}
+    fsync, rename = os.fsync, os.rename
 
-    def fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         synced.append(os.fstat(descriptor).st_ino)
-        real_fsync(descriptor)
+        fsync(descriptor)
 
-    def rename(source: Path, target: Path) -> None:
-        for each in (source, *Path(source).iterdir()):
-            seen[each.name] = each.stat().st_ino in synced
-        real_rename(source, target)
+    def record_rename(source: Path, target: Path) -> None:
+        for path in (source, *Path(source).iterdir()):
+            synced_before_rename[path.name] = path.stat().st_ino in synced
+        rename(source, target)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
-    assert len(seen) == 5 and all(seen.values())
-    assert synced[-1] == tmp_path.stat().st_ino  # and then its name
+    assert len(synced_before_rename) == 5 and all(synced_before_rename.values())
+    assert synced[-1] == tmp_path.stat().st_ino  # the new name
 
 
-def test_unfinished_attempt_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.PROCESS_TAG}").mkdir()
-    (
-        tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.PROCESS_TAG}" / "weights.bin"
-    ).write_bytes(b"half")
+def test_renamed_folder_needs_no_further_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, limits = os.rename, resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors: list[int] = []
+
+    def rename_and_exhaust_descriptors(source: Path, target: Path) -> None:
+        rename(source, target)
+        few = max(map(int, os.listdir("/proc/self/fd"))) + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+
+    monkeypatch.setattr(os, "rename", rename_and_exhaust_descriptors)
+    try:
+        atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert read_all(tmp_path / "step_000001") == FILES
+
+
+def test_partial_folder_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    partial = tmp_path / f".tmp-step_000001-{os.getpid()}-{atomic_files.PROCESS_TAG}"
+    partial.mkdir()
+    (partial / "weights.bin").write_bytes(b"partial")
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
-    assert read_whole(tmp_path / "step_000001") == FILES
+    assert read_all(tmp_path / "step_000001") == FILES
 
 
-def damage_truncated(file: Path) -> None:
+# Damage.
+
+
+def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-def damage_zero_tail(file: Path) -> None:
+def zero_tail(file: Path) -> None:
     size = file.stat().st_size
     os.truncate(file, size - 1)
     os.truncate(file, size)
 
 
-def damage_bit_flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
 
 
-def damage_longer(file: Path) -> None:
+def append(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
 
 
-DAMAGES = [damage_truncated, damage_zero_tail, damage_bit_flip, damage_longer]
-
-
 @pytest.mark.parametrize("name", ["weights.bin", "manifest.json", "STABLE"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_file_is_refused(finished: Path, damage: Callable[[Path], None], name: str) -> None:
-    damage(finished / name)
+@pytest.mark.parametrize("damage", [truncate, zero_tail, flip_bit, append])
+def test_damaged_file_is_refused(folder: Path, damage: Callable[[Path], None], name: str) -> None:
+    damage(folder / name)
     with pytest.raises(atomic_files.CorruptError):
-        read_whole(finished)
+        read_all(folder)
 
 
-@pytest.mark.parametrize("field, lie", [("bytes", 4999), ("sha256", "0" * 64), ("bytes", -1)])
-def test_manifest_that_lies_about_a_file_is_refused(finished: Path, field: str, lie: Any) -> None:
-    rewrite_manifest(finished, lambda said: said["files"][0].__setitem__(field, lie))
+@pytest.mark.parametrize("field, value", [("bytes", 4999), ("sha256", "0" * 64), ("bytes", -1)])
+def test_wrong_size_or_hash_in_the_manifest_is_refused(
+    folder: Path, field: str, value: Any
+) -> None:
+    change_entry(folder, field, value)
     with pytest.raises(atomic_files.CorruptError, match=r"weights\.bin"):
-        read_whole(finished)
+        read_all(folder)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", ".hidden", "a\0b"])
-def test_name_that_leaves_the_folder_is_refused(finished: Path, name: str) -> None:
-    rewrite_manifest(finished, lambda said: said["files"][0].__setitem__("name", name))
+def test_file_name_outside_the_folder_is_refused(folder: Path, name: str) -> None:
+    change_entry(folder, "name", name)
     with pytest.raises(atomic_files.CorruptError, match="plain file name"):
-        atomic_files.read_manifest(finished)
+        atomic_files.read_manifest(folder)
 
 
 @pytest.mark.parametrize("size", ["1e999", "NaN", "null", '"x"', "[]", "{}"])
-def test_size_that_is_no_number_is_refused(finished: Path, size: str) -> None:
+def test_malformed_size_is_refused(folder: Path, size: str) -> None:
     text = '{"files": [{"name": "weights.bin", "bytes": %s, "sha256": "0"}]}'
-    write_manifest(finished, text % size)
+    write_manifest(folder, text % size)
     with pytest.raises(atomic_files.CorruptError):
-        atomic_files.read_manifest(finished)
+        atomic_files.read_manifest(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"files": 3}', '{"files": [1]}', "[" * 99999])
-def test_manifest_of_another_shape_is_refused(finished: Path, text: str) -> None:
-    write_manifest(finished, text)
+def test_malformed_manifest_is_refused(folder: Path, text: str) -> None:
+    write_manifest(folder, text)
     with pytest.raises(atomic_files.CorruptError):
-        atomic_files.read_manifest(finished)
+        atomic_files.read_manifest(folder)
 
 
 JSON = st.recursive(
@@ -258,55 +256,72 @@ JSON = st.recursive(
 )
 
 
-@given(said=JSON)
+@given(content=JSON)
 @settings(max_examples=200, deadline=None, database=None)
-def test_nothing_but_corrupt_error_comes_out_of_a_strange_manifest(
-    tmp_path_factory: pytest.TempPathFactory, said: Any
+def test_random_manifest_raises_only_corrupt_error(
+    tmp_path_factory: pytest.TempPathFactory, content: Any
 ) -> None:
-    folder = tmp_path_factory.mktemp("strange")
-    write_manifest(folder, json.dumps(said))
+    folder = tmp_path_factory.mktemp("random")
+    write_manifest(folder, json.dumps(content))
     try:
         atomic_files.read_manifest(folder)
     except atomic_files.CorruptError:
         return
-    assert "files" in said
+    assert "files" in content
 
 
-def test_stable_without_manifest_is_not_a_finished_folder(finished: Path) -> None:
-    (finished / "manifest.json").unlink()
+def test_stable_without_manifest_is_no_complete_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
     with pytest.raises(OSError):
-        atomic_files.read_manifest(finished)
+        atomic_files.read_manifest(folder)
 
 
-def test_steps_are_ordered_by_number_and_not_by_text(tmp_path: Path) -> None:
-    for name in ("step_001000", "step_000999", "step_00001001"):
+# Listing and removing.
+
+
+def test_steps_are_ordered_by_number_and_other_names_ignored(tmp_path: Path) -> None:
+    for name in ("step_001000", "step_000999", "step_00001001", "step_1", "step_000001x",
+                 ".tmp-step_000001-9", "xstep_000001", "step_-00001"):  # fmt: skip
         (tmp_path / name).mkdir()
     assert list(atomic_files.steps_in(tmp_path)) == [999, 1000, 1001]
+    assert atomic_files.steps_in(tmp_path / "missing") == {}
 
 
-def test_stray_names_are_ignored(tmp_path: Path) -> None:
-    for name in ("step_1", "step_000001x", ".tmp-step_000001-9", "xstep_000001", "step_-00001"):
-        (tmp_path / name).mkdir()
-    assert atomic_files.steps_in(tmp_path) == {}
+def test_removed_folder_is_gone_with_all_its_files(folder: Path) -> None:
+    for _ in range(2):  # the second call finds nothing
+        atomic_files.remove_folder(folder)
+        assert os.listdir(folder.parent) == []
 
 
-def test_folder_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
-    assert atomic_files.steps_in(tmp_path / "nowhere") == {}
-
-
-def test_removed_folder_is_gone_with_all_its_files(finished: Path) -> None:
-    atomic_files.remove_folder(finished)
-    assert os.listdir(finished.parent) == []
-
-
-def test_removing_a_folder_that_is_not_there_does_nothing(tmp_path: Path) -> None:
-    atomic_files.remove_folder(tmp_path / "step_000001")
-    assert os.listdir(tmp_path) == []
-
-
-def test_folder_that_cannot_be_renamed_away_stays_whole(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
+def test_folder_that_cannot_be_renamed_stays_complete(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(monkeypatch, "rename", 1, errno.EACCES)
-    atomic_files.remove_folder(finished)
-    assert read_whole(finished) == FILES
+    atomic_files.remove_folder(folder)
+    assert read_all(folder) == FILES
+
+
+# Token files.
+
+
+@pytest.mark.parametrize(
+    "mode, text, reason",
+    [(0o644, TOKEN, "chmod 600"), (0o600, "short", "weak password"), (None, "", "cannot be read")],
+)
+def test_unsafe_token_file_is_refused(
+    tmp_path: Path, mode: int | None, text: str, reason: str
+) -> None:
+    file = tmp_path / "token"
+    if mode is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"^weights\.token_file .*{reason}"):
+        atomic_files.read_private_token(str(file))
+
+
+def test_private_token_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(TOKEN + "\n")
+    assert atomic_files.read_private_token(str(file)) == TOKEN
+    assert atomic_files.read_private_token(None) is None

@@ -1,5 +1,3 @@
-"""A named place kills the process at the given pass, and at no other."""
-
 from __future__ import annotations
 
 import os
@@ -19,8 +17,8 @@ for number in range(4):
 """
 
 
-def passes(plan: str) -> tuple[int, int]:
-    """Exit code and completed passes."""
+def run_with(plan: str) -> tuple[int, int]:
+    """Exit code and the number of completed iterations."""
     environment = {**os.environ, failpoints.VARIABLE: plan}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
@@ -28,20 +26,20 @@ def passes(plan: str) -> tuple[int, int]:
     return done.returncode, len(done.stdout.split())
 
 
-def test_place_kills_at_its_third_pass() -> None:
-    assert passes("test.place:3") == (-signal.SIGKILL, 2)
+def test_failpoint_kills_at_the_third_pass() -> None:
+    assert run_with("test.place:3") == (-signal.SIGKILL, 2)
 
 
 @pytest.mark.parametrize("plan", ["", "test.other:1"])
-def test_other_places_are_passed(plan: str) -> None:
-    assert passes(plan) == (0, 4)
+def test_other_failpoints_have_no_effect(plan: str) -> None:
+    assert run_with(plan) == (0, 4)
 
 
-def test_several_places_are_read() -> None:
+def test_several_failpoints_are_parsed() -> None:
     assert failpoints.parse("journal.synced:2,send") == {"journal.synced": 2, "send": 1}
 
 
 @pytest.mark.parametrize("plan", ["send:0", "send:x"])
-def test_a_count_below_one_is_refused(plan: str) -> None:
+def test_invalid_count_is_refused(plan: str) -> None:
     with pytest.raises(ValueError):
         failpoints.parse(plan)

@@ -13,6 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.weights import entropy_bits
 from peralta_zmq.weights import delta, tensors
 from peralta_zmq.weights.tensors import checksums_of
 
@@ -114,7 +115,7 @@ def test_delta_of_small_steps_is_close_to_its_entropy() -> None:
     old, new = {"w": weights.bfloat16()}, {"w": moved.bfloat16()}
     size = round_trip(old, new)
     assert 2 * 400_000 / size > 30
-    bound = delta.entropy_bits(delta.bits_of(old["w"]), delta.bits_of(new["w"])) / 8
+    bound = entropy_bits(delta.bits_of(old["w"]), delta.bits_of(new["w"])) / 8
     assert 0.75 < bound / size < 1.0
 
 
@@ -122,7 +123,7 @@ def test_entropy_of_every_other_element_is_one_bit_each() -> None:
     old = torch.zeros(8, dtype=torch.int16).numpy()
     new = old.copy()
     new[::2] = 1
-    assert delta.entropy_bits(old, new) == pytest.approx(8.0)
+    assert entropy_bits(old, new) == pytest.approx(8.0)
 
 
 def test_delta_of_another_base_is_refused() -> None:
