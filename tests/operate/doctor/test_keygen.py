@@ -1,4 +1,4 @@
-"""bin/doctor keygen: what it writes and what it says."""
+"""bin/doctor keygen: the files it writes and the lines it prints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate.keygen import main
+from peralta_zmq.operate.doctor import command
 from peralta_zmq.wire import generator_keys
 
 
 def keygen(*arguments: str) -> None:
-    main(load_config("doctor", arguments))
+    command.keygen(load_config("doctor", arguments))
 
 
 def test_pair_for_the_trainer_and_one_for_the_generator(

@@ -1,0 +1,111 @@
+"""The command line of bin/doctor, and `bin/doctor keygen`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from peralta_zmq.config import Config, load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
+
+PROGRAM = "bin/doctor"
+USAGE = """\
+usage: bin/doctor [--json] [--role trainer|generator] [--wait SECONDS] [@ FILE.toml ...] [OPTIONS]
+       bin/doctor keygen --security.keys DIR [--generator.name NAME]
+
+Checks this machine with the settings of a run; exit code 1 if a check fails.
+  --json          the last line is {"checks": [{"name", "ok", "detail", "remedy"}]}
+  --role ROLE     role of this machine; default: trainer if wire.host is this machine, else
+                  generator
+  --wait SECONDS  trainer: answer the doctors of generators for this long, or until a pipe at
+                  standard input ends; generator: retry this long to reach the trainer's machine
+
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`bin/doctor ARGUMENTS`; the exit code. Raises ConfigError for wrong options."""
+    from peralta_zmq.operate.doctor import role_checks
+
+    if arguments[:1] == ["keygen"]:
+        keygen(load_config(f"{PROGRAM} keygen", arguments[1:]))
+        return 0
+    options, settings = _parse(arguments)
+    report = Report()
+    try:
+        config = load_config(PROGRAM, settings)
+    except ConfigError as error:
+        report.add(failed_check("config", error, "see bin/doctor --help"))
+        return report.close(as_json=options.json)
+    role = options.role or role_checks.default_role(config)
+    report.add(Check("config", True, f"run {config.run.name}, checked as its {role}"))
+    with ExitStack() as stack:
+        if role == "generator":
+            role_checks.check_generator(config, report, stack, wait_seconds=options.wait)
+        elif role_checks.check_trainer(config, report, stack, serve=options.wait > 0):
+            _serve(options.wait)
+    return report.close(as_json=options.json)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The doctor's options, and the remaining arguments for the config."""
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--role", nargs="?", const="")
+    parser.add_argument("--wait", nargs="?", default="0")
+    options, settings = parser.parse_known_args(arguments)
+    if options.role not in (None, "trainer", "generator"):
+        raise ConfigError(f"--role is {options.role or 'empty'}; choose trainer or generator")
+    try:
+        options.wait = float(options.wait or "")
+    except ValueError:
+        raise ConfigError("--wait has no number of seconds; write --wait 60") from None
+    return options, settings
+
+
+def _serve(seconds: float) -> None:
+    """Wait, or until standard input ends if it is a pipe, while other doctors are answered."""
+    sys.stdout.write(f"answering the doctors of generators for {seconds:g} s\n")
+    sys.stdout.flush()
+    deadline = time.monotonic() + seconds
+    descriptor = sys.stdin.fileno()
+    mode = os.fstat(descriptor).st_mode
+    pipes = [descriptor] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
+    while (remaining := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select(pipes, [], [], remaining)
+        if ready and not os.read(descriptor, 4096):
+            return
+
+
+def keygen(config: Config) -> None:
+    """Make the missing keys of the trainer and of one generator; print which files to copy.
+
+    Raises ConfigError, or WireError for a key file.
+    """
+    from peralta_zmq.wire import auth
+
+    folder, name = config.keys_folder, config.generator.name
+    if folder is None:
+        raise ConfigError("keygen needs a folder for the keys; add --security.keys DIR")
+    if name == auth.TRAINER:
+        raise ConfigError(f"generator.name {name!r} is reserved for the trainer; choose another")
+    for owner in filter(None, (auth.TRAINER, name)):
+        is_new = auth.make_keys(folder, owner)
+        sys.stdout.write(f"{owner}: {'made' if is_new else 'kept'} in {folder}\n")
+    if name is None:
+        sys.stdout.write("for a generator: the same with --generator.name NAME\n")
+        return
+    sys.stdout.write(
+        f"copy {auth.TRAINER}{auth.PUBLIC} and {name}{auth.SECRET} to {folder} on its machine "
+        f"(chmod 600 {name}{auth.SECRET}), start it there with --generator.name {name},\n"
+        f"and leave {name}{auth.PUBLIC} and {auth.TRAINER}{auth.SECRET} here, with the trainer\n"
+    )

@@ -1,0 +1,160 @@
+"""Checks of this machine: versions, device, sleep, and the local network permission of macOS.
+
+The functions take the values of the system as arguments, so that tests can pass others.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from peralta_zmq.config import Config
+from peralta_zmq.operate.doctor.checks import Check
+
+PACKAGE = "peralta_zmq"
+OLDEST_PYTHON = (3, 10)
+LEAKY_PYTHON = (
+    (3, 12, 0),
+    (3, 12, 6),
+)  # first, and first fixed: github.com/python/cpython gh-113993
+REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)(?:\[\w+\])?[^;]*?>=([\d.]+)[^;]*(;.*)?")
+SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
+LOCAL_NETWORK = (
+    "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
+    "and start it again"
+)
+INHIBIT = "start it with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
+RunCommand: TypeAlias = Callable[[Sequence[str]], str]  # see `output_of`
+
+
+def installed_version(library: str) -> str | None:
+    """The version of an installed library, or None."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def this_python() -> tuple[tuple[int, ...], list[str]]:
+    """The version of Python and the requirements of the package, empty if it is not installed."""
+    try:
+        requirements = importlib.metadata.requires(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    return tuple(sys.version_info[:3]), requirements
+
+
+def check_versions(
+    python: tuple[int, ...],
+    requirements: Iterable[str],
+    version_of: Callable[[str], str | None] = installed_version,
+) -> Check:
+    """Check Python and every required library."""
+    shown_python = ".".join(map(str, python[:3]))
+    if python[:2] < OLDEST_PYTHON:
+        detail = f"Python {shown_python} is too old"
+        return Check("versions", False, detail, "use Python 3.10 or newer")
+    matches = [
+        match for text in requirements if (match := REQUIREMENT.match(text)) and not match[3]
+    ]
+    if not matches:
+        return Check("versions", False, f"{PACKAGE} is not installed in {sys.executable}",
+                     "run make setup, then use .venv/bin/python")  # fmt: skip
+    versions = {match[1]: version_of(match[1]) for match in matches}
+    wrong = [
+        f"{name} {versions[name] or 'is missing'} (needs {minimum})"
+        for name, minimum in (match.group(1, 2) for match in matches)
+        if _numbers(versions[name] or "") < _numbers(minimum)
+    ]
+    if wrong:
+        return Check("versions", False, ", ".join(wrong),
+                     "run make setup, or pip install --editable . in this Python")  # fmt: skip
+    libraries = ", ".join(f"{name} {versions.get(name) or version_of(name)}" for name in SHOWN)
+    if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
+        return Check("versions", True,
+                     f"Python {shown_python} never frees names that it has read, {libraries}",
+                     "use Python 3.12.6 or newer, or 3.11, for a trainer")  # fmt: skip
+    return Check("versions", True, f"Python {shown_python}, {libraries}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
+    """Report the device and dtype and the reason. Raises ConfigError for a missing device."""
+    from peralta_zmq import models
+
+    device = models.choose_device(config.model.device)
+    dtype, reason = models.choose_dtype(device, config.model.dtype)
+    name = str(dtype).removeprefix("torch.")
+    detail = f"{models.device_name(device)}, {name} ({reason}), {models.available_cores()} cores"
+    has_gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
+    if device.type == "cpu" and has_gpu and config.model.device == "auto":
+        return Check("device", True, f"{detail}; nvidia-smi is installed, but torch finds no GPU",
+                     "install a CUDA build of torch; for a Jetson see README")  # fmt: skip
+    return Check("device", True, detail)
+
+
+def check_sleep(system: str, run_command: RunCommand, *, on_battery: bool) -> Check:
+    """Check whether the machine may fall asleep during a run."""
+    if system == "Darwin":
+        settings = run_command(["pmset", "-g"])
+        minutes = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
+        if minutes is None or minutes[1] == "0" or "prevented" in minutes[2]:
+            return Check("sleep", True, "this Mac does not fall asleep by itself")
+        detail = f"this Mac falls asleep after {minutes[1]} minutes without use"
+        return Check("sleep", True, detail, "start it with caffeinate -is COMMAND")
+    targets = run_command(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
+    inhibitors = run_command(["systemd-inhibit", "--list", "--no-legend"])
+    is_inhibited = re.search(r"\bsleep\b.*\bblock\b", inhibitors) is not None
+    is_desktop = run_command(["systemctl", "is-active", "graphical.target"]).strip() == "active"
+    if "masked" in targets or is_inhibited or not (on_battery or is_desktop):
+        return Check("sleep", True, "this machine does not fall asleep by itself")
+    kind = "laptop" if on_battery else "desktop"
+    return Check("sleep", True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
+
+
+def check_local_network(system: str, send: Callable[[], int]) -> Check | None:
+    """Check the Local Network permission of a Mac; None on other systems.
+
+    `send` sends a packet into the network and returns the error number, 0 for none. macOS refuses
+    with EHOSTUNREACH, and shows no dialog to programs without a window.
+    """
+    if system != "Darwin":
+        return None
+    if send() == errno.EHOSTUNREACH:
+        detail = "macOS keeps this program from the local network"
+        return Check("localnet", False, detail, LOCAL_NETWORK)
+    return Check("localnet", True, "macOS lets this program into the local network")
+
+
+def packet_sender(host: str) -> Callable[[], int]:
+    """A function that sends an empty packet to the discard port of a machine."""
+
+    def send() -> int:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+                opened.sendto(b"", (host, 9))
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
+    return send
+
+
+def output_of(command: Sequence[str]) -> str:
+    """The output of a command; empty if it does not exist or hangs."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=False
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

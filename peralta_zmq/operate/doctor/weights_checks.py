@@ -1,0 +1,280 @@
+"""Checks of the weights folder: the same on both machines, safe to write, fast enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from peralta_zmq import atomic_files
+from peralta_zmq.operate.doctor.checks import Check
+
+if TYPE_CHECKING:
+    from peralta_zmq.weights.backends import StorageBackend
+
+NUM_VERSIONS, NUM_REPLICAS = 3, 2  # models that fit into the weights folder, and into a replica
+SAMPLE_BYTES = 32 << 20  # written and read for a measurement
+MAX_READ_BYTES = 256 << 20  # of a published version
+VISIBLE_SECONDS = 30.0  # for a file of the other machine to appear
+EVENT_SECONDS = 2.0  # for its event to arrive after that
+LIST_SECONDS = 0.02
+CreateFile = Callable[[], tuple[str, str]]  # on the trainer's machine: name of a new file, or error
+
+
+def check_folder(folder: Path, *, role: str) -> Check:
+    """Check that the folder can be listed; the trainer creates a missing one later."""
+    from peralta_zmq.weights.backends import filesystem_of
+
+    filesystem = filesystem_of(folder) or "unknown"
+    try:
+        os.listdir(folder)
+    except FileNotFoundError:
+        if role == "trainer":
+            parent = nearest_folder(folder)
+            remedy = "if it is on a NAS, mount that first" if folder.is_absolute() else ""
+            detail = f"{folder} will be made in {parent} (file system {filesystem})"
+            return Check("weights", True, detail, remedy)
+        return Check("weights", False, f"{folder} does not exist",
+                     "mount it here, or set weights.dir to its path on this machine")  # fmt: skip
+    except OSError as error:
+        return Check("weights", False, f"{folder} cannot be listed ({error.strerror})",
+                     "mount it again, or give this user the right to read it")  # fmt: skip
+    return Check("weights", True, f"{folder} exists (file system {filesystem})")
+
+
+def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
+    """Check that files and folders can be written, fsynced and renamed."""
+    parent = nearest_folder(folder)
+    content, started = os.urandom(num_bytes), time.monotonic()
+    created, renamed = (
+        parent / f"doctor-{kind}-{atomic_files.PROCESS_TAG}" for kind in ("created", "renamed")
+    )
+    try:
+        atomic_files.write_folder(created, {"sample": content}, {})
+        seconds = time.monotonic() - started
+        os.rename(created, renamed)
+    except OSError as error:
+        return Check("writing", False, f"{parent} cannot be written ({error.strerror or error})",
+                     "give this user the right to write there, free some space, or choose "
+                     "another weights.dir")  # fmt: skip
+    finally:
+        for path in (created, renamed):
+            atomic_files.remove_folder(path)
+    speed = num_bytes / seconds / 1e6
+    return Check("writing", True, f"write, fsync and rename work, {speed:.0f} MB/s")
+
+
+def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
+    """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
+
+    With `trainer_runs` the lease is held by the trainer of this run. Raises OSError.
+    """
+    from peralta_zmq.weights.backends import LocalBackend
+
+    backend = LocalBackend(folder)
+    owner, run_id = _owner(backend), _owner(LocalBackend(run))
+    if owner and owner != run_id:
+        return Check("owner", False, f"{folder} belongs to run {owner}, not to {run_id or run}",
+                     "choose another with weights.dir, or delete it")  # fmt: skip
+    holder = None if trainer_runs else backend.lease_holder(_folder_time(folder))
+    if holder:
+        return Check("owner", False, f"another trainer ({holder}) publishes to {folder}",
+                     "stop it, wait 30 s if it is gone, or choose another weights.dir")  # fmt: skip
+    return Check("owner", True, f"of run {owner}" if owner else "no run's yet")
+
+
+def check_space(folder: Path, model_bytes: int | None, *, num_models: int = NUM_VERSIONS) -> Check:
+    """Check the free space for a few versions of the model."""
+    parent = nearest_folder(folder)
+    free = shutil.disk_usage(parent).free
+    detail = f"{free >> 20} MiB free in {parent}"
+    if model_bytes is None:
+        return Check("space", True, f"{detail}, size of the model not known yet")
+    needed = num_models * model_bytes
+    detail += f", {num_models} models need {max(1, needed >> 20)} MiB"
+    remedy = "free some, or choose another folder" if free < needed else ""
+    return Check("space", free >= needed, detail, remedy)
+
+
+def check_visible(
+    folder: Path,
+    create_file: CreateFile,
+    *,
+    poll_seconds: float,
+    timeout: float = VISIBLE_SECONDS,
+    event_timeout: float = EVENT_SECONDS,
+) -> Check:
+    """Check that a file created by the trainer's machine appears here, by polling and by event."""
+    from peralta_zmq.weights.backends import FolderWatcher
+
+    event_times: list[float] = []
+    has_event = threading.Event()
+
+    def on_change() -> None:
+        event_times.append(time.monotonic())
+        has_event.set()
+
+    with closing(FolderWatcher(folder, on_change, poll_seconds=poll_seconds)):
+        name, problem = create_file()
+        started = time.monotonic()
+        if not name:
+            detail = f"the trainer's machine: {problem}"
+            return Check("visible", False, detail, "run bin/doctor there")
+        while name not in os.listdir(folder):
+            if time.monotonic() - started > timeout:
+                return Check(
+                    "visible", False,
+                    f"{name}, which the trainer's machine created in its weights folder, does "
+                    f"not appear in {folder} within {timeout:.0f} s",
+                    "it is another folder: mount the same one, and set weights.dir to it",
+                )  # fmt: skip
+            time.sleep(LIST_SECONDS)
+        seconds = time.monotonic() - started
+        has_event.wait(event_timeout)
+    event = f"by event {max(0.0, event_times[0] - started):.2f} s" if event_times else "no event"
+    return Check("visible", True, "the same folder as the trainer's; a new file appears after "
+                 f"{seconds:.2f} s by polling, {event}")  # fmt: skip
+
+
+def check_address(address: str, token_file: str | None, *, run_id: str) -> Check:
+    """Check that weights behind a URL can be listed and belong to the trainer's run, if known.
+
+    Raises ConfigError for a token file or an address.
+    """
+    backend = _open_backend(address, token_file)
+    try:
+        names = backend.names()
+        owner = _owner(backend)
+    except OSError as error:
+        return Check("weights", False, f"{address} does not answer ({error.strerror or error})",
+                     "start the trainer with weights.serve_port, or set weights.dir")  # fmt: skip
+    if run_id and owner and owner != run_id:
+        return Check("weights", False, f"{address} has the weights of run {owner}, not {run_id}",
+                     "set weights.dir to where this trainer publishes")  # fmt: skip
+    return Check("weights", True, f"{address} answers, {len(names)} names")
+
+
+def check_future_address(address: str, token_file: str | None, *, port: int) -> Check:
+    """Check the URL of weights that the trainer will serve once it runs.
+
+    Raises ConfigError for a token file or an address.
+    """
+    _open_backend(address, token_file)
+    return Check("weights", True, f"{address} cannot be checked before the trainer runs",
+                 f"it will serve them on its port {port} (weights.serve_port): is that open "
+                 "in its firewall?")  # fmt: skip
+
+
+def check_speed(
+    location: Path | str, model_bytes: int | None, *, token_file: str | None = None
+) -> Check:
+    """Measure how fast the newest version is read, and so how long a generator loads it.
+
+    In a folder without a version a sample file is written and read, if that is permitted.
+    """
+    backend = _open_backend(str(location), token_file)
+    folder = location if isinstance(location, Path) else None
+    newest = max(_versions(backend), default=None)
+    if newest is not None:
+        try:
+            files = _files_of(backend, newest)
+        except (OSError, *atomic_files.MALFORMED):
+            return Check("speed", False, f"{newest} cannot be read in {backend.address}",
+                         "start the trainer: it publishes it again")  # fmt: skip
+        largest = max(files, key=lambda name: files[name])
+        num_bytes, seconds = _read(backend, f"{newest}/{largest}", folder)
+        source = "of the newest version"
+    elif folder is not None and folder.is_dir() and os.access(folder, os.W_OK):
+        sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
+        try:
+            atomic_files.replace_file(sample, os.urandom(SAMPLE_BYTES))
+            num_bytes, seconds = _read(backend, sample.name, folder)
+        finally:
+            sample.unlink(missing_ok=True)
+        source = "of a sample file"
+    else:
+        return Check("speed", True, f"nothing to read yet in {backend.address}")
+    speed = num_bytes / max(seconds, 1e-6)
+    load = f"; a whole model takes {model_bytes / speed:.1f} s" if model_bytes else ""
+    return Check("speed", True, f"{speed / 1e6:.0f} MB/s, reading {num_bytes / 1e6:.1f} MB "
+                 f"{source}{load}")  # fmt: skip
+
+
+def model_bytes_of(folder: Path, *, dtype: str) -> int:
+    """Bytes of a published model: the numbers in the safetensors files of a folder, in `dtype`."""
+    num_numbers = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        num_numbers += sum(math.prod(tensor["shape"]) for tensor in header.values())
+    return num_numbers * {"float32": 4}.get(dtype, 2)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _open_backend(address: str, token_file: str | None) -> StorageBackend:
+    from peralta_zmq.atomic_files import read_private_token
+    from peralta_zmq.weights.backends import open_backend
+
+    return open_backend(address, token=read_private_token(token_file))
+
+
+def _versions(backend: StorageBackend) -> list[str]:
+    from peralta_zmq.weights.version import VERSION_NAME
+
+    with suppress(FileNotFoundError):
+        return [name for name in backend.names() if VERSION_NAME.fullmatch(name)]
+    return []
+
+
+def _owner(backend: StorageBackend) -> str:
+    """Id of the run that owns the weights; '' before there is one. Raises OSError."""
+    from peralta_zmq.weights.version import RUN_FILE
+
+    try:
+        return str(json.loads(b"".join(backend.read(RUN_FILE)))["run_id"])
+    except (FileNotFoundError, *atomic_files.MALFORMED):
+        return ""
+
+
+def _folder_time(folder: Path) -> float:
+    """Unix seconds by the clock of the folder's file system."""
+    file = folder / f".doctor-clock-{atomic_files.PROCESS_TAG}"
+    try:
+        atomic_files.replace_file(file, b"")
+        return file.stat().st_mtime
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _files_of(backend: StorageBackend, version: str) -> dict[str, int]:
+    """Name and bytes of each file of a version. Raises OSError or a MALFORMED error."""
+    content = b"".join(backend.read(f"{version}/{atomic_files.MANIFEST}"))
+    manifest = cast("dict[str, Any]", json.loads(content))
+    return {str(file["name"]): int(file["bytes"]) for file in manifest["files"]}
+
+
+def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
+    """Bytes read and seconds taken, without the page cache where it can be dropped."""
+    with ExitStack() as stack:
+        if folder is not None and hasattr(os, "posix_fadvise"):
+            file = stack.enter_context((folder / path).open("rb"))
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started, num_bytes = time.monotonic(), 0
+        for chunk in backend.read(path):
+            num_bytes += len(chunk)
+            if num_bytes >= MAX_READ_BYTES:
+                break
+        return num_bytes, time.monotonic() - started

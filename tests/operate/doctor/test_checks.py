@@ -1,0 +1,61 @@
+"""Results of checks, and how errors, crashes and hangs are reported."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.operate.doctor.checks import CRASHED, HANGS, Check, Report, run_check
+
+
+def crashes() -> Check:
+    raise ZeroDivisionError("division by zero")
+
+
+def refuses() -> Check:
+    raise ConfigError("the value is wrong; use 3")
+
+
+def test_error_is_split_into_detail_and_remedy() -> None:
+    assert run_check("one", refuses) == Check("one", False, "the value is wrong", "use 3")
+
+
+def test_crash_is_a_failed_check_with_its_location() -> None:
+    check = run_check("one", crashes)
+    assert check and not check.ok and check.remedy == CRASHED
+    assert "ZeroDivisionError: division by zero" in check.detail
+    assert "test_checks.py" in check.detail
+
+
+def test_report_continues_after_failed_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    assert not report.run("one", crashes)
+    assert not report.run("two", refuses)
+    assert report.run("three", lambda: None)
+    assert report.run("four", lambda: Check("four", True, "fine", "could be finer"))
+    assert report.close(as_json=True) == 1
+    *lines, summary, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["FAIL", "one"], ["FAIL", "two"], ["note", "four"]]  # fmt: skip
+    assert lines[1].endswith("the value is wrong. Use 3")
+    assert summary == "2 of 3 checks failed"
+    assert json.loads(last)["checks"][1] == {
+        "name": "two", "ok": False, "detail": "the value is wrong", "remedy": "use 3"}  # fmt: skip
+
+
+def test_report_of_passed_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    report.add(Check("one", True, "fine"))
+    assert report.close(as_json=False) == 0
+    assert capsys.readouterr().out == "ok    one       fine\nall checks passed\n"
+
+
+def test_check_that_hangs_is_abandoned() -> None:
+    never = threading.Event()
+    report = Report()
+    assert not report.run("weights", lambda: Check(str(never.wait()), True, ""), timeout=0.05)
+    assert report.checks == [Check("weights", False, "no answer within 0.05 s", HANGS)]
+    never.set()

@@ -1,0 +1,135 @@
+"""Checks of this machine, each with values that pass and values that fail."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from peralta_zmq.config import load_config
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.operate.doctor import machine_checks
+from peralta_zmq.operate.doctor.checks import Check
+
+REQUIREMENTS = ["msgpack>=1.1", "prime-pydantic-config[toml]<0.5,>=0.4.3", "torch>=2.6",
+         "transformers<6,>=5", "pyzmq>=26", 'matplotlib>=3.9; extra == "plot"']  # fmt: skip
+INSTALLED = {"msgpack": "1.1.2", "prime-pydantic-config": "0.4.3", "torch": "2.13.0+cpu",
+        "transformers": "5.1.0", "pyzmq": "27.3.0"}  # fmt: skip
+PMSET = """System-wide power settings:
+Currently in use:
+ standby              1
+ sleep                {}
+ displaysleep         10
+"""
+
+
+def versions(python: tuple[int, ...] = (3, 12, 6), **changes: str | None) -> Check:
+    return machine_checks.check_versions(python, REQUIREMENTS, {**INSTALLED, **changes}.get)
+
+
+def test_installed_versions_pass() -> None:
+    assert versions() == Check(
+        "versions", True, "Python 3.12.6, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("python", "leaks"),
+    [((3, 11, 9), False), ((3, 12, 0), True), ((3, 12, 5), True), ((3, 12, 6), False)],
+)
+def test_leaky_python_is_noted(python: tuple[int, ...], leaks: bool) -> None:
+    check = versions(python)
+    assert check.ok and bool(check.remedy) == leaks
+    assert ("never frees" in check.detail) == leaks
+
+
+def test_versions_of_this_python_pass() -> None:
+    assert machine_checks.check_versions(*machine_checks.this_python()).ok
+
+
+@pytest.mark.parametrize(
+    ("check", "detail", "remedy"),
+    [
+        (versions((3, 9, 19)), "Python 3.9.19 is too old", "use Python 3.10 or newer"),
+        (versions(torch="2.5.1"), "torch 2.5.1 (needs 2.6)", "run make setup"),
+        (versions(msgpack=None), "msgpack is missing (needs 1.1)", "run make setup"),
+        (machine_checks.check_versions((3, 12), []), "peralta_zmq is not installed", "run make"),
+    ],
+)  # fmt: skip
+def test_wrong_versions_fail(check: Check, detail: str, remedy: str) -> None:
+    assert not check.ok
+    assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
+
+
+def test_minor_version_10_is_newer_than_6() -> None:
+    assert versions(torch="2.10.0").ok
+
+
+def test_device_check_reports_dtype_and_reason() -> None:
+    check = machine_checks.check_device(
+        load_config("doctor", ["--model.device", "cpu"]), has_gpu=False
+    )
+    assert check.ok and not check.remedy
+    assert check.detail.startswith("cpu, ") and "(auto: this CPU " in check.detail
+
+
+def test_gpu_without_cuda_torch_is_noted() -> None:
+    import torch
+
+    check = machine_checks.check_device(load_config("doctor", []), has_gpu=True)
+    assert check.remedy.startswith("install a CUDA build") or torch.cuda.is_available()
+
+
+def test_missing_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device 'abacus' cannot be used here.*try 'auto'"):
+        machine_checks.check_device(load_config("doctor", ["--model.device", "abacus"]))
+
+
+def prints(**outputs: str) -> Callable[[Sequence[str]], str]:
+    """A system whose commands print these outputs."""
+    return lambda command: outputs.get(f"{command[0]}_{command[1]}".replace("-", ""), "")
+
+
+@pytest.mark.parametrize(
+    ("system", "outputs", "on_battery", "remedy"),
+    [
+        ("Linux", {}, False, ""),
+        ("Linux", {}, True, "systemd-inhibit"),
+        ("Linux", {"systemctl_isactive": "active\n"}, False, "systemd-inhibit"),
+        ("Linux", {"systemctl_isenabled": "masked\nmasked\n"}, True, ""),
+        ("Linux", {"systemdinhibit_list": "run 0 root 1 x sleep:idle generator block\n"}, True, ""),
+        ("Linux", {"systemdinhibit_list": "NM 0 root 1 x sleep turns-off delay\n"}, True,
+         "systemd-inhibit"),
+        ("Darwin", {"pmset_g": PMSET.format(0)}, True, ""),
+        ("Darwin", {"pmset_g": PMSET.format("1 (sleep prevented by caffeinate)")}, True, ""),
+        ("Darwin", {"pmset_g": PMSET.format(15)}, True, "caffeinate -is"),
+    ],
+)  # fmt: skip
+def test_machine_that_may_sleep_gets_a_remedy(
+    system: str, outputs: dict[str, str], on_battery: bool, remedy: str
+) -> None:
+    check = machine_checks.check_sleep(system, prints(**outputs), on_battery=on_battery)
+    assert check.ok
+    assert remedy in check.remedy and bool(remedy) == bool(check.remedy)
+
+
+def test_mac_without_network_permission_names_the_setting() -> None:
+    check = machine_checks.check_local_network("Darwin", lambda: errno.EHOSTUNREACH)
+    assert check and not check.ok
+    assert check.detail == "macOS keeps this program from the local network"
+    assert "System Settings > Privacy & Security > Local Network" in check.remedy
+
+
+def test_mac_with_network_permission_passes() -> None:
+    check = machine_checks.check_local_network("Darwin", machine_checks.packet_sender("127.0.0.1"))
+    assert check and check.ok
+
+
+def test_network_permission_is_checked_on_macs_only() -> None:
+    assert machine_checks.check_local_network("Linux", lambda: errno.EHOSTUNREACH) is None
+
+
+def test_output_of_a_missing_command_is_empty() -> None:
+    assert machine_checks.output_of(["no-such-command-here"]) == ""
+    assert machine_checks.output_of(["echo", "word"]) == "word\n"

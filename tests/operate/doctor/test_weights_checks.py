@@ -1,0 +1,210 @@
+"""Checks of the weights folder, each with one that passes and one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from weight_sets import weights_at
+
+from peralta_zmq.config import load_config
+from peralta_zmq.operate.doctor import role_checks, weights_checks
+from peralta_zmq.weights.backends import LocalBackend, ProbeFile
+from peralta_zmq.weights.store import WeightStore
+
+MIB = 1 << 20
+ROOT = os.geteuid() == 0
+
+
+def test_existing_folder_names_its_file_system(tmp_path: Path) -> None:
+    check = weights_checks.check_folder(tmp_path, role="generator")
+    assert check.ok and check.detail.startswith(f"{tmp_path} exists (file system ")
+
+
+def test_missing_folder_fails_for_a_generator(tmp_path: Path) -> None:
+    check = weights_checks.check_folder(tmp_path / "nas", role="generator")
+    assert not check.ok and check.detail == f"{tmp_path / 'nas'} does not exist"
+    assert check.remedy.startswith("mount it here, or set weights.dir")
+
+
+def test_missing_folder_is_a_note_for_a_trainer(tmp_path: Path) -> None:
+    check = weights_checks.check_folder(tmp_path / "nas" / "weights", role="trainer")
+    assert check.ok and f"will be made in {tmp_path}" in check.detail
+    assert check.remedy == "if it is on a NAS, mount that first"
+    assert not (tmp_path / "nas").exists()
+
+
+def test_file_instead_of_the_folder_fails(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    check = weights_checks.check_folder(tmp_path / "weights", role="trainer")
+    assert not check.ok and "cannot be listed" in check.detail
+    assert check.remedy.startswith("mount it again")
+
+
+def test_writing_check_removes_its_files(tmp_path: Path) -> None:
+    check = weights_checks.check_writing(tmp_path / "not" / "yet", num_bytes=2 * MIB)
+    assert check.ok and check.detail.startswith("write, fsync and rename work, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that refuses all")
+def test_read_only_folder_fails() -> None:
+    check = weights_checks.check_writing(Path("/proc/self/fdinfo"), num_bytes=MIB)
+    assert not check.ok and check.detail.startswith("/proc/self/fdinfo cannot be written (")
+    assert check.remedy.startswith("give this user the right to write there")
+
+
+def test_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "write", full)
+    check = weights_checks.check_writing(tmp_path, num_bytes=MIB)
+    monkeypatch.undo()
+    assert not check.ok and "No space left on device" in check.detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_for_three_models(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert weights_checks.check_space(tmp_path, free // 4).ok
+    check = weights_checks.check_space(tmp_path, free // 2)
+    assert not check.ok and "3 models need" in check.detail
+    assert check.remedy == "free some, or choose another folder"
+    assert "not known yet" in weights_checks.check_space(tmp_path, None).detail
+
+
+def test_new_file_is_visible_by_event_and_by_polling(tmp_path: Path) -> None:
+    with closing(ProbeFile(tmp_path)) as probe:
+        check = weights_checks.check_visible(
+            tmp_path, lambda: (probe.create(), ""), poll_seconds=0.1
+        )
+    assert check.ok and "the same folder as the trainer's" in check.detail
+    assert re.search(r"by event \d+\.\d\d s$", check.detail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_visible_check_waits_for_a_late_file(tmp_path: Path) -> None:
+    def late() -> tuple[str, str]:
+        threading.Timer(0.5, (tmp_path / "doctor-1").touch).start()
+        return "doctor-1", ""
+
+    check = weights_checks.check_visible(tmp_path, late, poll_seconds=0.1)
+    seconds = re.search(r"after (\S+) s by polling", check.detail)
+    assert check.ok and seconds and 0.25 < float(seconds[1]) < weights_checks.VISIBLE_SECONDS
+
+
+def test_file_in_another_folder_is_not_visible(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    with closing(ProbeFile(tmp_path / "there")) as probe:
+        check = weights_checks.check_visible(
+            tmp_path / "here", lambda: (probe.create(), ""), poll_seconds=0.1, timeout=0.2
+        )
+    assert not check.ok and f"does not appear in {tmp_path / 'here'} within" in check.detail
+    assert check.remedy == "it is another folder: mount the same one, and set weights.dir to it"
+
+
+def test_error_of_the_trainers_machine_is_reported(tmp_path: Path) -> None:
+    check = weights_checks.check_visible(tmp_path, lambda: ("", "it is full"), poll_seconds=0.1)
+    assert not check.ok and check.detail == "the trainer's machine: it is full"
+    assert check.remedy == "run bin/doctor there"
+
+
+def test_speed_of_the_newest_version(tmp_path: Path) -> None:
+    store = WeightStore(LocalBackend(tmp_path))
+    store.claim("demo-1")
+    store.publish(3, weights_at(3), companions={})
+    store.backend.release_lease()
+    check = weights_checks.check_speed(tmp_path, 1_000_000_000)
+    assert check.ok and "of the newest version; a whole model takes " in check.detail
+    assert "MB/s" in check.detail
+
+
+def test_speed_of_a_sample_file_without_a_version(tmp_path: Path) -> None:
+    check = weights_checks.check_speed(tmp_path, None)
+    assert check.ok and "33.6 MB of a sample file" in check.detail
+    assert list(tmp_path.iterdir()) == []
+    assert "nothing to read yet" in weights_checks.check_speed(tmp_path / "nas", None).detail
+
+
+def test_torn_version_fails(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    check = weights_checks.check_speed(tmp_path, None)
+    assert not check.ok and "step_00000001 cannot be read" in check.detail
+
+
+def lease_in(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
+    """Write the lease of a trainer on another host."""
+    lease = folder / ".lease-other"
+    lease.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
+    now = time.time() - age
+    os.utime(lease, (now, now))
+
+
+def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lease_in(tmp_path, age=5)
+    check = weights_checks.check_owner(tmp_path, run, trainer_runs=False)
+    assert not check.ok
+    assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
+    assert check.remedy.startswith("stop it, wait 30 s if it is gone")
+    assert weights_checks.check_owner(tmp_path, run, trainer_runs=True).ok  # its own lease
+    lease_in(tmp_path, age=60)
+    assert weights_checks.check_owner(tmp_path, run, trainer_runs=False).ok  # expired
+    assert os.listdir(tmp_path) == [".lease-other"]
+
+
+def test_weights_of_another_run_fail(tmp_path: Path) -> None:
+    folder, run = tmp_path / "weights", tmp_path / "run"
+    run.mkdir()
+    store = WeightStore(LocalBackend(folder))
+    store.claim("demo-1")
+    store.backend.release_lease()
+    check = weights_checks.check_owner(folder, run, trainer_runs=False)
+    assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
+    assert check.remedy == "choose another with weights.dir, or delete it"
+    (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null}')
+    assert weights_checks.check_owner(folder, run, trainer_runs=False).detail.endswith(
+        "not to demo-2"
+    )
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
+    check = weights_checks.check_owner(folder, run, trainer_runs=False)
+    assert check.ok and check.detail == "of run demo-1"
+    assert os.listdir(folder) == ["RUN.json"]
+
+
+def test_weights_behind_a_url(tmp_path: Path) -> None:
+    from peralta_zmq.weights.http_backend import WeightServer
+
+    store = WeightStore(LocalBackend(tmp_path))
+    store.claim("demo-1")
+    store.backend.release_lease()
+    with closing(WeightServer(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
+        address = f"http://127.0.0.1:{server.port}"
+        assert weights_checks.check_address(address, None, run_id="demo-1").ok
+        check = weights_checks.check_address(address, None, run_id="demo-2")
+    assert not check.ok and check.detail.endswith("has the weights of run demo-1, not demo-2")
+    check = weights_checks.check_address(address, None, run_id="demo-1")
+    assert not check.ok and "does not answer" in check.detail
+    assert check.remedy.startswith("start the trainer with weights.serve_port")
+
+
+def test_model_bytes_are_read_from_its_files() -> None:
+    from peralta_zmq import models
+
+    size = role_checks.model_bytes_of(load_config("doctor", ["--weights.dtype", "float32"]))
+    model = models.load_model(
+        models.EMBEDDED, device=models.choose_device("cpu"), dtype=models.DTYPES["float32"]
+    )
+    assert size == 4 * sum(tensor.numel() for tensor in models.weights_of(model).values())
+    assert role_checks.model_bytes_of(load_config("doctor", [])) == size // 2
+    assert (
+        role_checks.model_bytes_of(load_config("doctor", ["--model.name", "no/such-model"])) is None
+    )
