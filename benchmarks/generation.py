@@ -30,7 +30,7 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops, reader
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, forward, linears
+from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Int32Array, Request, Sampling
@@ -138,7 +138,7 @@ class Setting:
         """The medians of decode steps with 4 rows for each prompt."""
         at: list[tuple[float, ...]] = []
         linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
-        between = (decode_layer.OneToken, "attend"), (forward.ByTorch, "attend")
+        between = (decode_layer.CompiledLayerOps, "attend"), (decoder.TorchLayerOps, "attend")
         with timed(*linear) as products, timed(*between) as attention:
             self._decode(
                 num_prompts,
@@ -151,11 +151,11 @@ class Setting:
         """The same without decode_layer.c."""
         decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
         assert decoder is not None
-        attend, decoder._compiled = decoder._compiled, None  # pyright: ignore[reportPrivateUsage]
+        attend, decoder._library = decoder._library, None  # pyright: ignore[reportPrivateUsage]
         try:
             return self.step(num_prompts)
         finally:
-            decoder._compiled = attend  # pyright: ignore[reportPrivateUsage]
+            decoder._library = attend  # pyright: ignore[reportPrivateUsage]
 
     def stall(self, staged: Mapping[str, torch.Tensor], *, looks: bool = False) -> float:
         """How many seconds longer a decode step takes before which newer weights come, and are
@@ -167,7 +167,7 @@ class Setting:
             if len(at) == NUM_STEPS // 2:
                 if looks:
                     check_finite(staged)
-                self.native.apply(staged, self.native.step + 1)
+                self.native.apply(staged, step=self.native.step + 1)
 
         self._decode(1, between_steps)
         steps = [after - before for before, after in pairwise(at)]
@@ -360,7 +360,7 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
     linear = [each for each in setting.hf.modules() if isinstance(each, torch.nn.Linear)]
     with torch.inference_mode():
         packed = [gemm.pack(each.weight) for each in linear]
-        ordered = [gemm.PrepackedWeight(each.weight) for each in linear]
+        ordered = [gemm.OnednnWeight(each.weight) for each in linear]
 
     @torch.inference_mode()
     def rate(weights: Sequence[gemm.PackedWeight], rows: int) -> float:

@@ -23,9 +23,8 @@ from benchmarks.harness import progress_of
 from benchmarks.report import when, write_between
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.engines import ask
-from peralta_zmq.engines.evaluation import evaluate
-from peralta_zmq.engines.native import open_engine
+from peralta_zmq.engines import evaluate, generate_groups
+from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem, RolloutGroup, rollout_of
 
@@ -124,7 +123,7 @@ class Run:
         serving = models.load_model(
             models.EMBEDDED, device=device, dtype=models.choose_dtype(device)[0]
         )
-        self._engine = open_engine(serving, self._tokenizer, slots=64, max_model_len=256)
+        self._engine = NativeEngine.open_live(serving, self._tokenizer, slots=64, max_model_len=256)
         problems = list(calculator.problems("train", config.run.seed))
         random.Random(config.run.seed).shuffle(problems)
         self._problems: Iterator[Problem] = cycle(problems)
@@ -133,7 +132,7 @@ class Run:
         """The groups of one step, from the weights that the engine has."""
         config, step = self._config, self._engine.step
         sampling = build.make_sampling(config, seed=1000 * config.run.seed + step)
-        answers = ask(
+        answers = generate_groups(
             self._engine, self._tokenizer, islice(self._problems, config.groups_per_step),
             num_generations=config.sampling.num_generations, sampling=sampling,
         )  # fmt: skip
@@ -168,7 +167,7 @@ class Run:
         weights = models.weights_of(self._model)
         dtype = models.choose_dtype(torch.device("cpu"))[0]
         self._engine.apply(
-            {name: each.to(dtype) for name, each in weights.items()}, self._learner.step
+            {name: each.to(dtype) for name, each in weights.items()}, step=self._learner.step
         )
 
 

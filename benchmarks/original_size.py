@@ -135,7 +135,7 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
             copy.advance(store, version)
             newer = copy.tensors()
             check_finite(newer)
-            engine.apply(newer, 1)
+            engine.apply(newer, step=1)
 
         return {"train": step, "publish": publishing, "reload": seconds(reload)}
 

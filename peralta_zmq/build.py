@@ -22,7 +22,7 @@ from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.engines.lora import AdaptedEngine
+from peralta_zmq.engines.lora import LoraEngine
 from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
@@ -366,19 +366,14 @@ def make_engine(
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     version, adapts = weights.version, weights.version.field("adapts") is not None
     folder = base_folder(config, version) if adapts else weights.folder
-    model = models.load_model(folder, device=device, dtype=dtype)
-    tokenizer = models.load_tokenizer(folder)
-    make = functools.partial(
-        registry.resolve("engine", config.engine.name),
-        model,
-        tokenizer,
-        step=version.step,
-        slots=config.engine.slots,
-        max_model_len=config.engine.max_model_len,
-    )
+    engine = registry.resolve("engine", config.engine.name).open(
+        folder, device=device, dtype=dtype, step=version.step,
+        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
+    )  # fmt: skip
     if adapts:
-        return AdaptedEngine(make, model, weights.tensors, version.step), tokenizer
-    return make(), tokenizer
+        engine = LoraEngine(engine, folder, device=device, dtype=dtype)
+        engine.apply(weights.tensors, step=version.step, folder=weights.folder)
+    return engine, models.load_tokenizer(folder)
 
 
 def base_folder(config: Config, version: Version) -> Path:

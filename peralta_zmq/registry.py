@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, overload
 
@@ -34,7 +35,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "reverse_text": "peralta_zmq.environments.reverse_text",
     },
     "engine": {
-        "native": "peralta_zmq.engines.native:open_engine",
+        "native": "peralta_zmq.engines.native:NativeEngine",
         "hf": "peralta_zmq.engines.hf:HfEngine",
     },
     "loss": {
@@ -99,11 +100,12 @@ class Engine(Protocol):
         """
         ...
 
-    def apply(self, weights: Mapping[str, Any], step: int) -> None:
-        """Copy `weights` (tensors by name) in place; ValueError, with nothing changed, if they do
-        not fit.
+    def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
+        """Replace the weights in place by a newer version; not called while sampling.
 
-        Not called while sampling. The caller has checked that all values are finite.
+        `weights` maps names to all tensors of the version, checked to be finite and valid during
+        the call only. `folder` has the version's files; None if they exist in memory only. Raises
+        ValueError, with nothing changed, if they do not fit the model.
         """
         ...
 
@@ -112,22 +114,30 @@ class Engine(Protocol):
         ...
 
 
-class EngineMaker(Protocol):
-    """Creates an engine from a loaded model: `slots` sequences of up to `max_model_len` tokens.
+class EngineFactory(Protocol):
+    """Opens engines for `slots` concurrent sequences of up to `max_model_len` tokens."""
 
-    With `live` a trainer owns the weights and changes them between two calls of `generate`.
-    """
-
-    def __call__(
+    def open(
         self,
-        model: Any,
-        tokenizer: Any,
+        folder: Path,
         *,
-        step: int = 0,
-        slots: int = 32,
-        max_model_len: int = 512,
-        live: bool = False,
-    ) -> Engine: ...
+        device: Any,
+        dtype: Any,
+        step: int,
+        slots: int = ...,
+        max_model_len: int = ...,
+    ) -> Engine:
+        """An engine on the weight version in `folder`, whose files `from_pretrained` can load."""
+        ...
+
+    def open_live(
+        self, model: Any, tokenizer: Any, *, slots: int = ..., max_model_len: int = ...
+    ) -> Engine:
+        """An engine on a model in training, for its evaluation.
+
+        It holds no copy of the weights: the trainer changes them between two `generate`.
+        """
+        ...
 
 
 class Loss(Protocol):
@@ -162,7 +172,7 @@ class Filter(Protocol):
 @overload
 def resolve(kind: Literal["task"], name: str) -> Task: ...
 @overload
-def resolve(kind: Literal["engine"], name: str) -> EngineMaker: ...
+def resolve(kind: Literal["engine"], name: str) -> EngineFactory: ...
 @overload
 def resolve(kind: Literal["loss"], name: str) -> Loss: ...
 @overload
@@ -194,6 +204,8 @@ def resolve(kind: Kind, name: str) -> Any:
                     f"task '{name}' has no {function}(); "
                     "a task is a module with problems() and reward()"
                 )
+    elif kind == "engine" and not (hasattr(plugin, "open") and hasattr(plugin, "open_live")):
+        raise ConfigError(f"engine '{name}' has no open() and open_live(); name an engine class")
     elif not callable(plugin):
         raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
     return plugin

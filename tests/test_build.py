@@ -76,7 +76,7 @@ def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_f
     def next_step() -> None:
         calls.append(1)
         if len(calls) in (2, 5):
-            engine.apply(models.weights_of(model), engine.step + 2)
+            engine.apply(models.weights_of(model), step=engine.step + 2)
 
     prompt = np.array([5, 9, 33], np.int32)
     sampling = dataclasses.replace(build.make_sampling(config, seed=1), min_tokens=9)

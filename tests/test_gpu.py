@@ -54,7 +54,7 @@ def generated(device: str) -> Sampled:
         steps.append(1)
         if len(steps) % 30 == 0:
             newer = models.weights_of(sharp_model(len(steps), "cpu"))
-            engine.apply(newer, engine.step + 1)
+            engine.apply(newer, step=engine.step + 1)
 
     asked = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)

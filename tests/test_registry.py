@@ -38,7 +38,7 @@ def test_every_shipped_name_resolves(kind: Kind) -> None:
 
 
 def test_the_native_engine_resolves_to_what_opens_it() -> None:
-    assert getattr(resolve("engine", "native"), "__name__", "") == "open_engine"
+    assert getattr(resolve("engine", "native"), "__name__", "") == "NativeEngine"
 
 
 def test_the_hf_engine_resolves_to_its_class() -> None:

@@ -1,13 +1,11 @@
-"""Sampling through transformers' own `generate`: correct for every model, fast for none.
-
-Knows a model and token ids; knows nothing of rewards, sockets or the run.
-"""
+"""Engine on transformers' `generate`: correct for every model, slower than the native engine."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,16 +23,16 @@ from peralta_zmq.engines.requests import (
     check_request,
     check_sampling,
     completion_of,
-    end_ids,
-    said,
-    where_stopped,
+    decode,
+    end_token_ids,
+    find_stop,
 )
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 
 class HfEngine:
-    """Samples up to `slots` requests together; `step` names the weights it samples from."""
+    """Samples batches of up to `slots` requests; `step` identifies the weights in use."""
 
     def __init__(
         self,
@@ -44,27 +42,45 @@ class HfEngine:
         step: int = 0,
         slots: int = 32,
         max_model_len: int = 512,
-        live: bool = False,
     ) -> None:
-        del live  # it keeps nothing of the weights
         self.step = step
         self._model, self._tokenizer = model, tokenizer
         self._slots = slots
         self._capacity = min(max_model_len, model.config.max_position_embeddings)
-        self._end_ids = end_ids(model, tokenizer)
+        self._end_ids = end_token_ids(model, tokenizer)
         self._cancelled = False
-        fillers = (tokenizer.pad_token_id, *self._end_ids, 0)
-        self._pad_id = cast(int, next(each for each in fillers if each is not None))
+        pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
+        self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
         model.generation_config = GenerationConfig()  # its defaults would change our sampling
 
-    def apply(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
-        """Sample from `weights` from now on. Raises ValueError, with nothing changed, if they
-        are of another model."""
+    @classmethod
+    def open(
+        cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
+    ) -> HfEngine:
+        """An engine on the model and tokenizer in `folder`; options as for the constructor."""
+        model = models.load_model(folder, device=device, dtype=dtype)
+        return cls(model, models.load_tokenizer(folder), **options)
+
+    @classmethod
+    def open_live(
+        cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
+    ) -> HfEngine:
+        """An engine on a model in training: uses its weights as they are at each `generate`."""
+        return cls(model, tokenizer, **options)
+
+    def apply(
+        self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None = None
+    ) -> None:
+        """Sample from `weights` from the next batch on.
+
+        Raises ValueError, with nothing changed, if they belong to another model.
+        """
+        del folder
         models.apply_weights(self._model, weights)
         self.step = step
 
     def cancel(self) -> None:
-        """Give up what is under way: `generate` ends after the batch that it computes."""
+        """End `generate` after the current batch."""
         self._cancelled = True
 
     def generate(
@@ -73,10 +89,9 @@ class HfEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """One completion per request, in their order; a step is a whole batch here.
+        """One completion per request, in their order; `between_steps` is called after each batch.
 
-        Raises ConfigError for a request that cannot be met, EngineError for logits that are not
-        finite.
+        Raises ConfigError for a request that does not fit, EngineError for non-finite logits.
         """
         check_sampling(sampling)
         self._cancelled = False
@@ -127,73 +142,74 @@ class HfEngine:
 
     def _padded_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(map(len, prompts))
-        ids = [[self._pad_id] * (longest - len(each)) + each for each in prompts]
-        mask = [[0] * (longest - len(each)) + [1] * len(each) for each in prompts]
+        ids = [[self._pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self._model.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
-        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k,
-                 "top_p": sampling.top_p, "min_p": sampling.min_p or None,
-                 } if sampling.temperature else {}  # fmt: skip
+        truncation = {"temperature": sampling.temperature, "top_k": sampling.top_k,
+                      "top_p": sampling.top_p, "min_p": sampling.min_p or None,
+                      } if sampling.temperature else {}  # fmt: skip
         return GenerationConfig(
-            do_sample=bool(drawn),
+            do_sample=bool(truncation),
             max_new_tokens=sampling.max_completion_length,
             eos_token_id=self._end_ids,
             pad_token_id=self._pad_id,
             stop_strings=list(sampling.stop) or None,
-            **drawn,
+            **truncation,
         )
 
     def _processors(
         self, recorder: LogprobRecorder, sampling: Sampling, num_prompt: int
     ) -> LogitsProcessorList:
-        """The recorder first: what penalizes comes after it."""
-        chosen: list[LogitsProcessor] = [recorder]
+        """The recorder comes first: it must see the logits before any penalty."""
+        processors: list[LogitsProcessor] = [recorder]
         if sampling.repetition_penalty != 1:
-            chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+            processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.min_tokens and self._end_ids:
-            chosen.append(
+            processors.append(
                 MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
             )
-        return LogitsProcessorList(chosen)
+        return LogitsProcessorList(processors)
 
     def _length(self, ids: list[int], sampling: Sampling) -> int:
-        """Up to the end token, or to the token that completes a stop string."""
+        """Number of tokens up to an end token or the token that completes a stop string."""
         for position, token in enumerate(ids):
             if token in self._end_ids:
                 return position + 1
             if sampling.stop:
-                text = said(self._tokenizer, np.array(ids[: position + 1]))
-                if where_stopped(text, sampling.stop) is not None:
+                text = decode(self._tokenizer, np.array(ids[: position + 1]))
+                if find_stop(text, sampling.stop) is not None:
                     return position + 1
         return len(ids)
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Takes each sampled token's logprob while sampling, before any truncation of the logits.
+    """Records the logprob of each sampled token from the logits before any truncation.
 
-    transformers calls it with the logits of a step and the tokens chosen so far, so the token of
-    a step is known one call later.
+    transformers calls it with the logits of a step and the tokens sampled so far, so the token of
+    a step is available one call later.
     """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._logits: torch.Tensor | None = None  # of the step whose token is not yet known
-        self._taken: list[torch.Tensor] = []  # one [B] per finished step
+        self._logprobs: list[torch.Tensor] = []  # one [B] per finished step
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> Any:
         if self._logits is not None:
-            self._take(input_ids[:, -1])
+            self._record(input_ids[:, -1])
         self._logits = scores
         return scores
 
     def logprobs(self, generated: torch.Tensor) -> torch.Tensor:
-        """[B, T] for the generated tokens [B, T]; the last step's are taken here."""
-        self._take(generated[:, -1])
-        return torch.stack(self._taken, dim=1)
+        """[B, T] for the generated tokens [B, T]; adds those of the last step."""
+        self._record(generated[:, -1])
+        return torch.stack(self._logprobs, dim=1)
 
-    def _take(self, tokens: torch.Tensor) -> None:
+    def _record(self, tokens: torch.Tensor) -> None:
         assert self._logits is not None
-        taken = models.selected_logprobs(self._logits, tokens, temperature=self._temperature)
-        self._taken.append(taken)
+        self._logprobs.append(
+            models.selected_logprobs(self._logits, tokens, temperature=self._temperature)
+        )

@@ -1,59 +1,51 @@
-"""Any engine over a base model that is served with adapters. Knows weights; samples nothing."""
+"""Engine wrapper that serves LoRA adapters: merges each into the base weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from peralta_zmq import models
+from peralta_zmq.engines.requests import CanGenerate
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 
-class Engine(Protocol):
-    """What is over the base (registry.Engine)."""
+class Engine(CanGenerate, Protocol):
+    """The wrapped engine (registry.Engine)."""
 
     step: int
 
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]: ...
-
-    def apply(self, weights: Mapping[str, Tensor], step: int) -> None: ...
+    def apply(self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None) -> None: ...
 
     def cancel(self) -> None: ...
 
 
-class AdaptedEngine:
-    """Takes adapters and gives the engine whole weights: those of the base with them merged in.
+class LoraEngine:
+    """Applies adapters to an engine that was opened on the base model in `folder`.
 
-    The base's own are kept, so that no version leaves a trace in the next.
+    Keeps its own copy of the base weights, so that no adapter leaves a trace in the next version.
     """
 
     def __init__(
-        self,
-        make: Callable[[], Engine],
-        model: models.Model,
-        adapter: Mapping[str, Tensor],
-        step: int,
+        self, engine: Engine, folder: Path, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`make` gives an engine over `model`, which may take its weights apart.
+        self._engine, self.step = engine, engine.step
+        self._base = models.weights_of(models.load_model(folder, device=device, dtype=dtype))
 
-        Raises ValueError for an adapter of another model.
+    def apply(
+        self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
+    ) -> None:
+        """Sample from the base with this adapter from the next token on.
+
+        Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
-        self._base = lora.kept_apart(model, adapter)
-        self._engine = make()
-        self.apply(adapter, step)
-
-    def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Sample from the base with this adapter from now on. Raises ValueError, with nothing
-        changed, if it is of another model."""
-        self._engine.apply(lora.merged(self._base, weights), step)
+        del folder  # it holds the adapter, not the merged weights
+        self._engine.apply(lora.merged(self._base, weights), step=step, folder=None)
         self.step = step
 
     def generate(
@@ -62,9 +54,9 @@ class AdaptedEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """As the engine does."""
+        """Forward to the wrapped engine."""
         return self._engine.generate(requests, sampling, between_steps)
 
     def cancel(self) -> None:
-        """Give up what is under way."""
+        """Forward to the wrapped engine."""
         self._engine.cancel()

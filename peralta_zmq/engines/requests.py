@@ -1,20 +1,119 @@
-"""What every engine here does with a request and its tokens. Knows tokenizers, no sampling."""
+"""Common to all engines: problems to requests, sampled tokens to completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peralta_zmq import models
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Completion, Request, Sampling
+from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, rollout_of
+
+logger = logging.getLogger(__name__)
+
+
+class CanGenerate(Protocol):
+    """The part of registry.Engine that sampling needs."""
+
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        """One completion per request, in any order."""
+        ...
+
+
+def generate_groups(
+    engine: CanGenerate,
+    tokenizer: models.Tokenizer,
+    problems: Iterable[Problem | None],
+    *,
+    num_generations: int,
+    sampling: Sampling,
+    between_steps: Callable[[], None] | None = None,
+) -> Iterator[tuple[Problem, list[Completion]]]:
+    """Yield each problem with its `num_generations` completions as soon as all are complete.
+
+    Problems are read one at a time when the engine has a free slot; None means that no problem is
+    available now.
+    """
+    in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by number of the problem
+
+    def requests() -> Iterator[Request | None]:
+        numbers = count()
+        for problem in problems:
+            if problem is None:
+                yield None
+                continue
+            number = next(numbers)
+            in_flight[number] = problem, []
+            tokens = problem.input_token_ids or models.chat_prompt(tokenizer, problem.messages)
+            prompt_ids = np.array(tokens, np.int32)
+            for sibling in range(num_generations):
+                yield Request(number * num_generations + sibling, prompt_ids)
+
+    for completion in engine.generate(requests(), sampling, between_steps):
+        number = completion.index // num_generations
+        problem, siblings = in_flight[number]
+        siblings.append(completion)
+        if len(siblings) == num_generations:
+            del in_flight[number]
+            yield problem, sorted(siblings, key=lambda sibling: sibling.index)
+
+
+def evaluate(
+    engine: CanGenerate,
+    tokenizer: models.Tokenizer,
+    problems: Sequence[Problem],
+    reward: Callable[[Problem, str], float | dict[str, float]],
+    *,
+    sampling: Sampling,
+    num_generations: int = 1,
+    reach: Callable[[int], None] = lambda num_done: None,
+    between_steps: Callable[[], None] | None = None,
+) -> list[tuple[Problem, list[Answer]]]:
+    """`num_generations` scored answers to each problem, in the order of the problems.
+
+    `reach` receives the number of completed problems. `between_steps` may cancel the engine: then
+    only the problems completed so far are returned. A problem whose reward fails is skipped and
+    logged; raises TaskError if the reward fails for all of them.
+    """
+    positions = {id(problem): position for position, problem in enumerate(problems)}
+    answers: dict[int, list[Answer]] = {}
+    failure: TaskError | None = None
+    groups = generate_groups(
+        engine, tokenizer, problems, num_generations=num_generations, sampling=sampling,
+        between_steps=between_steps,
+    )  # fmt: skip
+    for num_done, (problem, completions) in enumerate(groups, start=1):
+        try:
+            scored = [
+                rollout_of(completion, reward(problem, completion.text))
+                for completion in completions
+            ]
+        except TaskError as error:
+            failure = error
+            logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
+        else:
+            answers[positions[id(problem)]] = [
+                Answer(problem.question, completion.text, rollout.reward)
+                for completion, rollout in zip(completions, scored, strict=True)
+            ]
+        reach(num_done)
+    if failure is not None and not answers:
+        raise failure
+    return [(problems[position], answers[position]) for position in sorted(answers)]
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ConfigError for a sampling that can give no completion."""
+    """Raise ConfigError for a sampling that allows no token."""
     if sampling.max_completion_length < 1:
         raise ConfigError(
             f"sampling.max_completion_length {sampling.max_completion_length} leaves no room for "
@@ -44,36 +143,39 @@ def completion_of(
     token_ids: NDArray[np.integer],
     logprobs: NDArray[np.floating],
     policy_steps: NDArray[np.integer],
-    ended: bool,  # by an end token, which is the last of token_ids
+    ended: bool,
 ) -> Completion:
-    """The generated tokens of one request; its text ends before a stop string."""
-    text = said(tokenizer, token_ids)
-    stopped = where_stopped(text, sampling.stop)
+    """The completion of one request; its text ends before a stop string.
+
+    `ended`: the last of `token_ids` is an end token.
+    """
+    text = decode(tokenizer, token_ids)
+    stop_at = find_stop(text, sampling.stop)
     return Completion(
         index=request.index,
         prompt_ids=request.prompt_ids,
         token_ids=token_ids.astype(np.int32),
         logprobs=logprobs.astype(np.float32),
         policy_steps=policy_steps.astype(np.int32),
-        finish_reason="stop" if ended or stopped is not None else "length",
-        text=text[:stopped],
+        finish_reason="stop" if ended or stop_at is not None else "length",
+        text=text[:stop_at],
     )
 
 
-def said(tokenizer: models.Tokenizer, token_ids: NDArray[np.integer]) -> str:
-    """The text of generated tokens, as rewards and stop strings see it: no special tokens."""
+def decode(tokenizer: models.Tokenizer, token_ids: NDArray[np.integer]) -> str:
+    """Generated text for rewards and stop strings: without special tokens."""
     return cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
-def where_stopped(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of the stop strings begins in `text`; None when there is none."""
-    return min((text.find(each) for each in stop if each in text), default=None)
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Position of the first stop string in `text`, or None."""
+    return min((text.find(string) for string in stop if string in text), default=None)
 
 
-def end_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]:
+def end_token_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]:
     """The tokens that end a completion."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = tokenizer.eos_token_id
-    several = configured if isinstance(configured, (list, tuple)) else [configured]
-    return [cast(int, each) for each in several if each is not None]
+    token_ids = configured if isinstance(configured, (list, tuple)) else [configured]
+    return [cast(int, token_id) for token_id in token_ids if token_id is not None]

@@ -1,7 +1,7 @@
-"""The generator's loop: newest weights, problems, completions, rewards, groups to the trainer.
+"""The generator loop: sample completions, score them and send the groups to the trainer.
 
-Knows the config and every leaf; knows nothing of the trainer's loop. It keeps no state that a
-restart needs: the weights tell it how far the run is.
+A generator keeps no state that a restart needs: the weights and the trainer's announcements define
+the progress of the run.
 """
 
 from __future__ import annotations
@@ -14,411 +14,276 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
-from peralta_zmq.engines import ask
+from peralta_zmq.engines import generate_groups
 from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_excluded
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
-from peralta_zmq.errors import EngineError, RewardError, TaskError, WireError
-from peralta_zmq.failpoints import failpoint
-from peralta_zmq.generator.pacing import SILENT_SECONDS, SamplingPacer
-from peralta_zmq.generator.weight_sync import open_engine, open_follower, refresh
-from peralta_zmq.rollout import Completion, Problem, RolloutGroup, Sampling, rollout_of, sender_of
-from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import Version
+from peralta_zmq.errors import EngineError, RewardError, TaskError
+from peralta_zmq.generator.pacing import SamplingPacer
+from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.weight_sync import (
+    ServedWeights,
+    StaleRunError,
+    open_engine,
+    open_subscriber,
+)
+from peralta_zmq.rollout import Completion, Problem, RolloutGroup, rollout_of
 
-WAITING_SECONDS = 5.0  # between two lines that say what we wait for
-IDLE_SECONDS = 0.002  # without work, between two looks for weights and announcements
-MAX_FAILURES = 16  # groups in a row that could not be scored, before we stop
+IDLE_SECONDS = 0.002  # between two checks for weights and announcements while the engine is empty
+MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
 logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Sample, score and send until the trainer says that the run is complete.
+    """Sample, score and send groups until the trainer announces that the run is complete.
 
-    Raises ConfigError, TaskError; waits, saying so, for weights and for the trainer.
+    Waits for weights and for the trainer. Raises ConfigError and TaskError.
     """
     models.keep_memory()
     threads = models.use_threads(config.generator.num_workers)
     device = models.choose_device(config.model.device)
-    hello = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
+    worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
-    address, folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
-    keys = wire.generator_keys(folder, name) if folder else None
-    with closing(open_environments(config, "train")) as environments, ExitStack() as stack:
-        listener = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
-        stack.enter_context(closing(listener))
-        follower = stack.enter_context(closing(open_follower(config, name)))
-        counters = wire.GeneratorStatusSender(wire.next_port(address, 2), keys=keys)
-        stack.enter_context(closing(counters))
-        incarnation = os.urandom(8)
+    address, keys_folder = f"tcp://{config.wire.host}:{config.wire.port}", config.keys_folder
+    keys = wire.generator_keys(keys_folder, name) if keys_folder else None
+    incarnation = os.urandom(8)
+    with ExitStack() as stack:
+        environments = stack.enter_context(closing(open_environments(config, "train")))
+        announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
+        stack.enter_context(closing(announcements))
+        subscriber = stack.enter_context(closing(open_subscriber(config, name)))
+        statuses = wire.GeneratorStatusSender(wire.next_port(address, 2), keys=keys)
+        stack.enter_context(closing(statuses))
 
-        def ask_for_keyframe(run_id: str) -> None:
-            if counters.due:
-                report = wire.GeneratorStatus(
-                    run_id, name, incarnation, wants_keyframe=True, worker_info=hello
+        def request_keyframe(run_id: str) -> None:
+            if statuses.due:
+                status = wire.GeneratorStatus(
+                    run_id, name, incarnation, wants_keyframe=True, worker_info=worker_info
                 )
-                counters.send(report)
+                statuses.send(status)
 
         version, engine, tokenizer = open_engine(
-            config, follower, listener, address, ask_for_keyframe
+            config, subscriber, announcements, address, request_keyframe
         )
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
-        sender = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
-        stack.enter_context(closing(sender))
-        line = TrainerConnection(listener, sender, counters)
-        worker = Generator(config, name, incarnation, follower, line, version, hello)
         check_tokens(environments.problems, len(tokenizer))
-        worker.work(engine, tokenizer, environments)
+        rollouts = wire.RolloutSender(address, hwm=config.wire.hwm, keys=keys)
+        stack.enter_context(closing(rollouts))
+        weights = ServedWeights(
+            subscriber, version, between_groups=config.weights.update == "between_groups"
+        )
+        connection = TrainerConnection(
+            Sockets(announcements, rollouts, statuses), weights,
+            name=name, incarnation=incarnation, worker_info=worker_info,
+            outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
+        )  # fmt: skip
+        Generator(config, engine, tokenizer, environments, weights, connection).run()
 
 
-class StaleRunError(Exception):
-    """The weights are of another run, or of another line of its steps: the groups under way are of
-    no use.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerConnection:
-    """The three sockets to the trainer."""
-
-    listener: wire.AnnouncementSubscriber
-    sender: wire.RolloutSender
-    counters: wire.GeneratorStatusSender
+def outbox_limit(config: Config) -> int:
+    """Groups kept for a trainer that does not acknowledge: all that it could still consume."""
+    steps = config.train.max_async_level + 2
+    groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
+    return max(64, math.ceil(groups))
 
 
 class Generator:
-    """What stays open while sampling, and the loop itself."""
+    """Feeds problems to the engine; scores and sends the completed groups."""
 
     def __init__(
         self,
         config: Config,
-        name: str,
-        incarnation: bytes,
-        follower: WeightSubscriber,
-        line: TrainerConnection,
-        version: Version,
-        hello: dict[str, str],
-    ) -> None:
-        self._config, self._follower, self._line = config, follower, line
-        self._name, self._hello = name, hello
-        self._begin(version, incarnation)
-        self._draining = False  # waiting for the groups under way to apply a newer version
-        self._done = False  # the run is complete
-        self._unjudged = 0  # groups without a reward
-        self._tokens, self._blocked, self._queued = 0, 0.0, 0.0  # since a report
-        self._reported = time.monotonic()
-        self._silence_said = time.monotonic()
-        self._is_left = False  # by a trainer that has nothing more to do
-        self._reload_seconds = 0.0  # of the latest change of weights
-        self._factor = config.curriculum.oversampling_factor
-        per_step = math.ceil(config.groups_per_step * self._factor)
-        self._pace = SamplingPacer(per_step, config.train.max_async_level)
-        self._failures = 0  # groups in a row that could not be scored
-
-    def _begin(self, version: Version, incarnation: bytes) -> None:
-        """Nothing made so far belongs to this run."""
-        config, self._boot = self._config, incarnation
-        self._version, self._ids = version, dict[int, tuple[str, str]]()  # policy step -> run, wid
-        self._serve(version)
-        self._sequence = 0  # of the next group
-        self._under_way = 0  # groups in the engine
-        self._known_taken = 0  # of our groups, as the trainer said last
-        self._todo: Iterator[tuple[int, int]] | None = None  # draws and positions, once begun
-        self._evaluated = -1  # the newest evaluation that we have done our part of
-        factor = config.curriculum.oversampling_factor
-        in_time = math.ceil((config.train.max_async_level + 2) * config.groups_per_step * factor)
-        self._outbox = wire.Outbox(sender_of(self._name, incarnation), limit=max(64, in_time))
-
-    def work(
-        self,
         engine: registry.Engine,
         tokenizer: models.Tokenizer,
         environments: Environments,
+        weights: ServedWeights,
+        connection: TrainerConnection,
     ) -> None:
-        """The story: one stream of problems through the engine; score and send what comes out."""
-        self._train_set = environments.digest
-        draws = ProblemSampler(
-            list(environments.sizes.values()),
-            seed=self._config.run.seed, ratios=self._config.curriculum.env_ratios,
-        )  # fmt: skip
-        while not self._done:
-            answers = ask(
-                engine, tokenizer, self._turns(engine, draws, environments.problems),
-                num_generations=self._config.sampling.num_generations,
-                sampling=self._sampling(engine.step),
-                between_steps=lambda: self._between_steps(engine),
-            )  # fmt: skip
+        self._config, self._environments = config, environments
+        self._engine, self._tokenizer = engine, tokenizer
+        self._weights, self._connection = weights, connection
+        self._pacer = SamplingPacer(
+            config.groups_per_step,
+            config.train.max_async_level,
+            oversampling_factor=config.curriculum.oversampling_factor,
+            follow_step_size=config.train.token_batch_size is not None,
+        )
+        self._samples = TrainingSamples(config, environments, connection)
+        self._num_in_flight = 0  # groups in the engine
+        self._evaluated_step = -1  # newest evaluation that this generator took part in
+        self._num_failures = 0  # consecutive groups that could not be scored
+
+    def run(self) -> None:
+        """One stream of problems through the engine, interrupted by evaluations only."""
+        while not self._connection.is_run_complete:
             try:
-                for problem, completions in answers:
-                    self._under_way -= 1
-                    self._score_and_send(problem, completions, environments)
-                    if self._done:
-                        break
-                self._under_way = 0  # an evaluation may have cancelled some
-                if not self._done:
-                    self._evaluate(engine, tokenizer)
+                self._sample_training_groups()
+                self._evaluate()
             except StaleRunError as error:
-                self._under_way = 0
-                logger.info("%s are given up", error)
+                logger.info("%s dropped", error)
             except EngineError as error:
-                self._give_up(engine, error)
-        self._report(last=True)
-        logger.info("run complete: groups=%d", self._sequence)
+                self._reject_weights(error)
+            self._num_in_flight = 0  # also after a cancelled generation
+        self._connection.report(last=True)
+        logger.info("run complete: groups=%d", self._connection.num_made)
 
-    def _give_up(self, engine: registry.Engine, error: EngineError) -> None:
-        """Go back from weights that do not compute to the newest others."""
-        number = self._version.number
-        logger.warning("gave up the groups under way: version=%d reason=%s", number, error)
-        self._under_way = 0
-        self._follower.reject()
-        while not self._done and self._version.number == number:
-            self._done = self._is_over(self._hear(timeout=0.2))
+    def _sample_training_groups(self) -> None:
+        """Until the run is complete or an evaluation is announced."""
+        groups = generate_groups(
+            self._engine, self._tokenizer, self._training_problems(),
+            num_generations=self._config.sampling.num_generations,
+            sampling=build.make_sampling(
+                self._config,
+                seed=self._seed(f"{self._engine.step}/{self._connection.num_made}"),
+            ),
+            between_steps=self._between_steps,
+        )  # fmt: skip
+        for problem, completions in groups:
+            self._num_in_flight -= 1
+            self._score_and_send(problem, completions, self._environments)
+            if self._connection.is_run_complete:
+                return
+
+    def _training_problems(self) -> Iterator[Problem | None]:
+        """The next problem whenever a group may be started, else None."""
+        while not self._connection.is_run_complete:
+            if self._may_start_group():
+                self._num_in_flight += 1
+                self._pacer.record_start()
+                yield self._samples.next_problem(self._engine.step)
+            elif self._must_evaluate():
+                if self._config.eval.cancel_inflight_rollouts_on_eval:
+                    self._engine.cancel()
+                return
+            else:
+                self._wait()
+                yield None
+
+    def _may_start_group(self) -> bool:
+        self._refresh_weights()
+        announcement = self._connection.receive()
+        self._connection.resend_lost()
+        if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():
+            return False
+        outbox = self._connection.outbox
+        return outbox.has_room(self._num_in_flight) and self._pacer.may_start(
+            announcement,
+            step=self._engine.step,
+            pending=self._connection.num_pending + self._num_in_flight,
+            undelivered=outbox.in_flight + self._num_in_flight,
+        )
+
+    def _refresh_weights(self) -> None:
+        """Apply newer weights if possible. Raises StaleRunError: groups in flight are useless."""
+        previous = self._weights.version
+        try:
+            self._weights.refresh(self._engine, num_in_flight=self._num_in_flight)
+        except StaleRunError:
+            version = self._weights.version
+            if version.run_id != previous.run_id:
+                self._connection.start_run()
+                self._samples = TrainingSamples(self._config, self._environments, self._connection)
+            if version.run_id != previous.run_id or version.number > previous.number:
+                self._evaluated_step = -1  # a roll-back repeats evaluations; a rejection does not
+            self._num_in_flight = 0
+            raise
+
+    def _reject_weights(self, error: EngineError) -> None:
+        """Replace weights that give non-finite logits by the newest other version."""
+        number = self._weights.version.number
+        logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
+        self._num_in_flight = 0
+        self._weights.reject()
+        while not self._connection.is_run_complete and self._weights.version.number == number:
+            self._connection.receive(timeout=0.2)
             with suppress(StaleRunError):
-                self._refresh(engine)
+                self._refresh_weights()
 
-    def _evaluate(self, engine: registry.Engine, tokenizer: models.Tokenizer) -> None:
-        """Answer our share of the held-out examples with the weights that we have."""
-        heard, config = self._line.listener.latest, self._config
-        if heard is None or not self._has_to_evaluate(engine):
+    def _between_steps(self) -> None:
+        """Called by the engine: a group may take long, weights and reports must not wait for it."""
+        self._refresh_weights()
+        self._connection.report_when_due()
+
+    def _wait(self) -> None:
+        """Wait a moment for news, unless the engine has work."""
+        if not self._num_in_flight:
+            started = time.monotonic()
+            self._connection.receive(timeout=IDLE_SECONDS)
+            self._connection.throughput.idle_seconds += time.monotonic() - started
+
+    def _must_evaluate(self) -> bool:
+        announcement = self._connection.announcement
+        return (
+            announcement is not None
+            and self._evaluated_step < announcement.evaluation_step <= self._engine.step
+        )
+
+    def _evaluate(self) -> None:
+        """Sample this generator's share of the held-out examples with the current weights."""
+        announcement, config = self._connection.announcement, self._config
+        if announcement is None or self._connection.is_run_complete or not self._must_evaluate():
             return
-        self._evaluated = step = heard.evaluation_step
+        self._evaluated_step = step = announcement.evaluation_step
+        self._num_in_flight = 0
         try:
             held_out = open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
-            logger.warning("no part in the evaluation of step %d: %s", step, error)
+            logger.warning("evaluation of step %d skipped: %s", step, error)
             return
-        answers = ask(
-            engine, tokenizer, self._examples(step, held_out.problems),
-            num_generations=config.eval.rollouts_per_example,
-            sampling=build.make_eval_sampling(config, seed=self._seed(f"evaluation {step}")),
-            between_steps=self._report_when_due,
-        )  # fmt: skip
         with closing(held_out):
-            for problem, completions in answers:
-                self._under_way -= 1
+            groups = generate_groups(
+                self._engine, self._tokenizer, self._held_out_problems(step, held_out.problems),
+                num_generations=config.eval.rollouts_per_example,
+                sampling=build.make_eval_sampling(config, seed=self._seed(f"evaluation {step}")),
+                between_steps=self._connection.report_when_due,
+            )  # fmt: skip
+            for problem, completions in groups:
+                self._num_in_flight -= 1
                 self._score_and_send(problem, completions, held_out, evaluation_step=step)
-                if self._done:
-                    break
+                if self._connection.is_run_complete:
+                    return
 
-    def _examples(self, step: int, problems: Sequence[Problem]) -> Iterator[Problem | None]:
-        """Examples without an answer, as far as we hear, as long as the evaluation goes on; None
-        while what is made cannot be kept.
+    def _held_out_problems(
+        self, step: int, problems: Sequence[Problem]
+    ) -> Iterator[Problem | None]:
+        """Examples that nobody has answered, until the trainer ends the evaluation; None while
+        the outbox is full.
         """
-        generator = self._config.generator
+        generator, connection = self._config.generator, self._connection
 
-        def answered(place: int) -> bool:
-            heard = self._hear()
-            return heard is not None and is_excluded(heard.answered, place)
-
-        todo = examples_for(
-            len(problems), index=generator.index, count=generator.count, answered=answered
-        )
+        def is_answered(position: int) -> bool:
+            announcement = connection.receive()
+            return announcement is not None and is_excluded(announcement.answered, position)
 
         def is_over() -> bool:
-            latest, asked = self._line.listener.latest, (self._version.run_id, step)
-            return self._done or (
-                latest is not None and (latest.run_id, latest.evaluation_step) != asked
-            )
+            announcement = connection.announcement
+            ended = announcement is None or announcement.evaluation_step != step
+            return connection.is_run_complete or ended
 
-        for place in todo:
-            while not self._catch_up(self._hear()) and not is_over():
-                self._rest()
+        for position in examples_for(
+            len(problems), index=generator.index, count=generator.count, answered=is_answered
+        ):
+            while not is_over():
+                connection.receive()
+                connection.resend_lost()
+                if connection.outbox.has_room(self._num_in_flight):
+                    break
+                self._wait()
                 yield None
             if is_over():
                 return
-            self._under_way += 1
-            yield problems[place]
+            self._num_in_flight += 1
+            yield problems[position]
 
-    def _next_problem(
-        self, step: int, draws: ProblemSampler, problems: Sequence[Problem]
-    ) -> Problem:
-        """The problem of our next draw; after a start the first that nobody has made, as far as
-        the trainer says, else about as many as were trained.
-        """
-        if self._todo is None:
-            generator, heard = self._config.generator, self._line.listener.latest
-            known = heard is not None and heard.run_id == self._version.run_id
-            start = (
-                heard.next_sample_index if heard and known else step * self._config.groups_per_step
-            )
-            self._todo = assigned_samples(
-                draws, index=generator.index, count=generator.count, start=start,
-                excluded=self._rests,
-            )  # fmt: skip
-        draw, position = next(self._todo)
-        return replace(problems[position], sample_index=draw)
-
-    def _rests(self, position: int) -> bool:
-        heard = self._line.listener.latest
-        return (
-            heard is not None
-            and heard.train_set_digest == self._train_set
-            and is_excluded(heard.excluded, position)
-        )
-
-    def _sampling(self, step: int) -> Sampling:
-        return build.make_sampling(self._config, seed=self._seed(f"{step}/{self._sequence}"))
-
-    def _seed(self, what: str) -> int:
-        who = f"{self._config.run.seed}/{self._outbox.sender}/{what}"  # never the same draws again
-        return zlib.crc32(who.encode())
-
-    def _turns(
-        self, engine: registry.Engine, draws: ProblemSampler, problems: Sequence[Problem]
-    ) -> Iterator[Problem | None]:
-        """The next problem whenever it is our turn, None when not; ends when the run is done, or
-        when there is something to evaluate.
-        """
-        while not self._done:
-            if self._is_our_turn(engine):
-                self._under_way += 1
-                self._pace.count()
-                yield self._next_problem(engine.step, draws, problems)
-                continue
-            if self._has_to_evaluate(engine):
-                if self._config.eval.cancel_inflight_rollouts_on_eval:
-                    engine.cancel()
-                return
-            self._rest()
-            yield None
-
-    def _is_our_turn(self, engine: registry.Engine) -> bool:
-        """Whether a further group may be started; notes when the run is complete."""
-        self._refresh(engine)
-        heard = self._hear()
-        has_room = self._catch_up(heard)
-        if heard and heard.groups_in_step and self._config.train.token_batch_size:
-            self._pace.groups_per_step = math.ceil(heard.groups_in_step * self._factor)
-        busy = self._done or self._draining or self._has_to_evaluate(engine)
-        ready = has_room and not busy
-        return ready and self._pace.allows(
-            step=engine.step,
-            begun=heard.started_step if heard else engine.step,
-            under_way=self._sequence + self._under_way - self._taken(heard),
-            generators=len(heard.received) if heard else 1,
-            hungry=heard is not None
-            and heard.waiting
-            and not self._outbox.in_flight + self._under_way,
-        )
-
-    def _catch_up(self, heard: wire.Announcement | None) -> bool:
-        """Send again what was lost, and note when the run is complete; whether one more group can
-        be kept, without an older one being given up.
-        """
-        self._done = self._done or self._is_over(heard)
-        for frame in self._outbox.frames_to_resend(heard):
-            self._done = self._done or not self._send(frame)
-        return self._done or self._outbox.has_room(self._under_way)
-
-    def _rest(self) -> None:
-        """Without a turn to sample: wait for news a moment, unless the engine has work."""
-        if not self._under_way:
-            started = time.monotonic()
-            self._hear(timeout=IDLE_SECONDS)
-            self._blocked += time.monotonic() - started
-
-    def _has_to_evaluate(self, engine: registry.Engine) -> bool:
-        heard = self._line.listener.latest
-        return (
-            heard is not None
-            and heard.run_id == self._version.run_id
-            and self._evaluated < heard.evaluation_step <= engine.step
-        )
-
-    def _taken(self, heard: wire.Announcement | None) -> int:
-        """How many of our groups are in steps that have begun, or dropped; as we heard it last,
-        where a trainer that has not heard of us for long does not say.
-        """
-        if heard and self._outbox.sender in heard.consumed:
-            self._known_taken = heard.consumed[self._outbox.sender] + 1
-        return self._known_taken
-
-    def _hear(self, *, timeout: float = 0.0) -> wire.Announcement | None:
-        """The newest announcement of the run whose weights we serve; reports in return."""
-        self._report_when_due()
-        heard = self._line.listener.receive(timeout=timeout)
-        self._say_silence()
-        if heard is not None:
-            self._follower.notify(heard.version, heard.weights_id)
-        return heard if heard is not None and heard.run_id == self._version.run_id else None
-
-    def _say_silence(self) -> None:
-        now, heard_at = time.monotonic(), self._line.listener.received_at
-        if now - max(heard_at, self._silence_said) > SILENT_SECONDS:
-            self._silence_said = now
-            self._is_left = self._version.step >= self._config.train.max_steps
-            logger.info("the trainer is not heard; what is made waits for it")
-
-    def _is_over(self, heard: wire.Announcement | None) -> bool:
-        """The trainer says so; or it is silent and we serve the last weights: its last words are
-        easily missed."""
-        return self._is_left or (heard is not None and heard.done)
-
-    def _refresh(self, engine: registry.Engine) -> None:
-        """Apply a newer version, at once or when the groups under way have ended."""
-        wait = self._under_way > 0 and self._config.weights.update == "between_groups"
-        self._draining = wait and self._follower.poll() is not None
-        if wait:
-            return
-        before, started = self._version, time.monotonic()
-        version = refresh(engine, self._follower, before)
-        if version is not before:
-            self._reload_seconds = time.monotonic() - started
-            if version.run_id != before.run_id:
-                self._begin(version, os.urandom(8))
-                raise StaleRunError(f"another run: {version.run_id}; groups for the last one")
-            self._serve(version)
-            if version.step == before.step and version.field("result") == before.field("result"):
-                return  # published again
-            if version.lineage != before.lineage or version.step <= before.step:
-                # Rolled back: a token's step would no longer tell whose it is.
-                if version.number > before.number:  # else it was given back
-                    self._evaluated = -1
-                raise StaleRunError(f"at step {version.step} of another line; groups under way")
-
-    def _between_steps(self, engine: registry.Engine) -> None:
-        """New weights at once, and a word to the trainer however long a group takes."""
-        self._refresh(engine)
-        self._report_when_due()
-
-    def _report_when_due(self) -> None:
-        if self._line.counters.due:
-            self._report()
-
-    def _report(self, *, last: bool = False) -> None:
-        """Tell the trainer how we fare."""
-        now, self._tokens, tokens = time.monotonic(), 0, self._tokens
-        elapsed, self._reported = max(now - self._reported, 1e-3), now
-        queued, self._queued = self._queued, 0.0
-        blocked, self._blocked = self._blocked + queued, 0.0
-        self._line.counters.send(
-            wire.GeneratorStatus(
-                run_id=self._version.run_id,
-                generator_id=self._name,
-                incarnation=self._boot,
-                made=self._sequence,
-                lost=self._outbox.lost,
-                resent=self._outbox.resent,
-                unjudged=self._unjudged,
-                step=self._version.step,
-                tokens_per_s=tokens / elapsed,
-                blocked_frac=min(1.0, blocked / elapsed),
-                queue_frac=min(1.0, queued / elapsed),
-                reload_s=self._reload_seconds,
-                wants_keyframe=self._follower.wants_keyframe,
-                last=last,
-                worker_info=self._hello,
-            )
-        )
-
-    def _serve(self, version: Version) -> None:
-        self._version = version
-        self._ids[version.step] = version.run_id, version.weights_id
+    def _seed(self, purpose: str) -> int:
+        """A sampling seed that no other generator, run or restart has."""
+        text = f"{self._config.run.seed}/{self._connection.outbox.sender}/{purpose}"
+        return zlib.crc32(text.encode())
 
     def _score_and_send(
         self,
@@ -428,82 +293,78 @@ class Generator:
         *,
         evaluation_step: int = -1,
     ) -> None:
-        """One group on its way; one that cannot be scored is given up, counted and never worth 0.
+        """Score and send one group; a group that cannot be scored is dropped and counted.
 
-        Raises TaskError when many in a row cannot be scored.
+        Raises RewardError when many consecutive groups cannot be scored.
         """
         try:
-            group = self._group_of(problem, completions, environments, evaluation_step)
+            rollouts = tuple(
+                rollout_of(completion, environments.reward(problem, completion.text))
+                for completion in completions
+            )
         except RewardError as error:
-            self._failures += 1
-            if self._failures == MAX_FAILURES:
+            self._num_failures += 1
+            if self._num_failures == MAX_REWARD_FAILURES:
                 raise
-            self._unjudged += 1
-            logger.warning("gave up a group: %s", error)
+            self._connection.num_unscored += 1
+            logger.warning("dropped an unscored group: %s", error)
             return
-        self._failures = 0
-        self._done = not self._send_new(group) or self._done
-
-    def _group_of(
-        self,
-        problem: Problem,
-        completions: Sequence[Completion],
-        environments: Environments,
-        evaluation_step: int,
-    ) -> RolloutGroup:
-        rollouts = tuple(
-            rollout_of(each, environments.reward(problem, each.text)) for each in completions
-        )
-        oldest = min(int(each.policy_steps.min()) for each in completions)
-        run_id, weights_id = self._ids[oldest]
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        return RolloutGroup(
-            run_id=run_id,
-            generator_id=self._name,
-            incarnation=self._boot,
-            sequence=sequence,
-            problem_id=problem.id,
-            task=problem.task,
-            policy_step=oldest,
-            weights_id=weights_id,
-            rollouts=rollouts,
-            min_sequence=self._outbox.min_sequence,
-            sample_index=problem.sample_index,
-            evaluation_step=evaluation_step,
+        self._num_failures = 0
+        policy_step = min(int(completion.policy_steps.min()) for completion in completions)
+        run_id, weights_id = self._weights.ids_of(policy_step)
+        self._connection.send(
+            RolloutGroup(
+                run_id=run_id,
+                generator_id=self._connection.name,
+                incarnation=self._connection.incarnation,
+                sequence=self._connection.num_made,
+                problem_id=problem.id,
+                task=problem.task,
+                policy_step=policy_step,
+                weights_id=weights_id,
+                rollouts=rollouts,
+                min_sequence=self._connection.outbox.min_sequence,
+                sample_index=problem.sample_index,
+                evaluation_step=evaluation_step,
+            )
         )
 
-    def _send_new(self, group: RolloutGroup) -> bool:
-        logger.debug(
-            "made group=%s/%d step=%d weights_id=%s%s%s",
-            group.sender, group.sequence, group.policy_step, group.weights_id,
-            f" newest={group.newest_step}" if group.newest_step > group.policy_step else "",
-            f" evaluation_step={group.evaluation_step}" if group.evaluation_step >= 0 else "",
+
+class TrainingSamples:
+    """This generator's sequence of training problems in one run.
+
+    Starts with the first sample that no generator has made, as announced by the trainer, or with
+    an estimate from the number of optimizer steps.
+    """
+
+    def __init__(
+        self, config: Config, environments: Environments, connection: TrainerConnection
+    ) -> None:
+        self._config, self._connection = config, connection
+        self._problems, self._digest = environments.problems, environments.digest
+        self._sampler = ProblemSampler(
+            list(environments.sizes.values()),
+            seed=config.run.seed, ratios=config.curriculum.env_ratios,
         )  # fmt: skip
-        failpoint("generator.made")
-        try:
-            frame = wire.encode_group(group)
-        except WireError as error:  # the next group's min_sequence tells the trainer
-            logger.warning("lost group=%s/%d reason=%s", group.sender, group.sequence, error)
-            self._outbox.skip(group.sequence)
-            return True
-        lost = self._outbox.add(group.sequence, frame)
-        if lost is not None:
-            logger.warning("lost group=%s/%d reason=outbox", group.sender, lost)
-        self._tokens += sum(each.num_generated for each in group.rollouts)
-        sent = self._send(frame)
-        failpoint("generator.sent")
-        return sent
+        self._positions: Iterator[tuple[int, int]] | None = None  # sample indices and positions
 
-    def _send(self, frame: bytes) -> bool:
-        """Wait for room in the queue; False when the run is complete instead."""
-        started = time.monotonic()
-        said = started
-        while not self._line.sender.send(frame, timeout=0.2):
-            heard = self._hear()
-            if self._is_over(heard):
-                return False
-            if time.monotonic() - said > WAITING_SECONDS:
-                said = time.monotonic()
-                logger.info("waiting for the trainer to take a group (%.0f s)", said - started)
-        self._queued += time.monotonic() - started
-        return True
+    def next_problem(self, step: int) -> Problem:
+        """The problem of the next sample; `step` is that of the weights in use."""
+        if self._positions is None:
+            generator, announcement = self._config.generator, self._connection.announcement
+            estimate = step * self._config.groups_per_step
+            self._positions = assigned_samples(
+                self._sampler, index=generator.index, count=generator.count,
+                start=estimate if announcement is None else announcement.next_sample_index,
+                excluded=self._is_excluded,
+            )  # fmt: skip
+        sample_index, position = next(self._positions)
+        return replace(self._problems[position], sample_index=sample_index)
+
+    def _is_excluded(self, position: int) -> bool:
+        announcement = self._connection.announcement
+        return (
+            announcement is not None
+            and announcement.train_set_digest == self._digest
+            and is_excluded(announcement.excluded, position)
+        )

@@ -1,42 +1,80 @@
-"""When a generator may begin a further group. Knows numbers and the clock."""
+"""Sampling pace: limits how far a generator samples ahead of the trainer."""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
 
-HUNGRY_SECONDS = 0.25  # a generator that is ahead waits so long for a trainer that waits too
-SILENT_SECONDS = 30.0  # and so long for one that is not heard
+from peralta_zmq import wire
+
+STARVED_SECONDS = 0.25  # then a generator at its limit starts a group for a trainer that waits
+SILENCE_SECONDS = 30.0  # the same, for a trainer that sends no announcements
 
 
-@dataclass(slots=True)
 class SamplingPacer:
-    """Keeps all generators within `max_async_level` steps of the newest weights.
+    """Keeps a generator within `max_async_level` optimizer steps of the newest weights.
 
-    A group is begun when the step that will take it changes weights at most so many steps newer
-    than ours; it lands behind the groups under way: made, but in no step yet. Nobody waits long
-    for a dead sibling or a lost announcement: a trainer that waits for groups and has all of ours
-    gets one more, and so does one that is not heard.
+    A group may be started if the step that will consume it changes weights at most that many steps
+    newer than the generator's. It queues behind this generator's pending groups: those that no step
+    has consumed yet. No generator waits long because of a crashed sibling or a lost announcement:
+    a trainer that waits for groups and has received all of ours gets one more, and so does a
+    trainer that sends nothing.
+
+    `oversampling_factor` scales `groups_per_step`. With `follow_step_size` the size of the newest
+    step, as announced by the trainer, replaces `groups_per_step` (token-based batches).
     """
 
-    groups_per_step: int
-    max_async_level: int
-    last_made: float = field(default_factory=time.monotonic)
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_async_level: int,
+        *,
+        oversampling_factor: float = 1.0,
+        follow_step_size: bool = False,
+    ) -> None:
+        self._oversampling_factor = oversampling_factor
+        self._follow_step_size = follow_step_size
+        self._max_async_level = max_async_level
+        self._groups_per_step = math.ceil(groups_per_step * oversampling_factor)
+        self._last_start = time.monotonic()
+
+    def may_start(
+        self, announcement: wire.Announcement | None, *, step: int, pending: int, undelivered: int
+    ) -> bool:
+        """Whether a group sampled from the weights of `step` would be consumed in time.
+
+        `pending`: this generator's groups that no step has consumed. `undelivered`: those of them
+        that the trainer has not received. `announcement`: the newest one, None before the first.
+        """
+        if announcement is None:
+            return self.allows(step=step, begun=step, pending=pending, generators=1, starved=False)
+        if announcement.groups_in_step and self._follow_step_size:
+            self._groups_per_step = math.ceil(
+                announcement.groups_in_step * self._oversampling_factor
+            )
+        return self.allows(
+            step=step,
+            begun=announcement.started_step,
+            pending=pending,
+            generators=len(announcement.received),
+            starved=announcement.waiting and not undelivered,
+        )
 
     def allows(
-        self, *, step: int, begun: int, under_way: int, generators: int, hungry: bool
+        self, *, step: int, begun: int, pending: int, generators: int, starved: bool
     ) -> bool:
-        """Whether a further group from the weights of `step` would be used in time.
+        """The same decision from plain numbers.
 
-        `begun`: steps begun by the trainer. `under_way`: our groups that are in none of them.
-        `hungry`: the trainer waits, and has all that we made, so somebody else owes it groups.
+        `begun`: optimizer steps begun by the trainer. `starved`: the trainer waits for groups and
+        has received all of ours.
         """
-        if time.monotonic() - self.last_made > (HUNGRY_SECONDS if hungry else SILENT_SECONDS):
+        limit = STARVED_SECONDS if starved else SILENCE_SECONDS
+        if time.monotonic() - self._last_start > limit:
             return True
-        share = -(-self.groups_per_step // max(1, generators))
-        begun = max(begun, step)  # weights may come while announcements are cut off
-        return begun + under_way // share - step <= self.max_async_level
+        share = math.ceil(self._groups_per_step / max(1, generators))
+        begun = max(begun, step)  # weights may arrive while announcements are lost
+        return begun + pending // share - step <= self._max_async_level
 
-    def count(self) -> None:
-        """A group was begun."""
-        self.last_made = time.monotonic()
+    def record_start(self) -> None:
+        """Note that a group was started."""
+        self._last_start = time.monotonic()

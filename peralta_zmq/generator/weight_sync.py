@@ -1,7 +1,4 @@
-"""The generator's side of the weight store: the engine's first weights, and every newer version.
-
-Knows the store, the engines and the config; knows nothing of groups.
-"""
+"""Weight synchronization: opens the engine on the first version and applies every newer one."""
 
 from __future__ import annotations
 
@@ -18,47 +15,115 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
 
-WAITING_SECONDS = 5.0  # between two lines that say what we wait for
+LOG_SECONDS = 5.0  # between two log lines about the same wait
 logger = logging.getLogger(__name__)
 
 
-def refresh(engine: registry.Engine, follower: WeightSubscriber, current: Version) -> Version:
-    """Apply the newest version that is ready, in place; a bad one changes nothing.
+class StaleRunError(Exception):
+    """The weights now belong to another run or lineage: groups in flight are useless."""
 
-    Returns the version that the engine samples from.
+
+class ServedWeights:
+    """The weight version that the engine samples from, and its replacement by newer versions.
+
+    With `between_groups` a newer version waits until no group is in flight (`is_draining`).
     """
-    staged = follower.poll()
-    if staged is None:
+
+    def __init__(
+        self, subscriber: WeightSubscriber, version: Version, *, between_groups: bool = False
+    ) -> None:
+        self._subscriber, self._between_groups = subscriber, between_groups
+        self.is_draining = False
+        self.reload_seconds = 0.0  # of the latest replacement
+        self._ids = dict[int, tuple[str, str]]()  # policy step -> run_id, weights_id
+        self._serve(version)
+
+    def _serve(self, version: Version) -> None:
+        self.version = version
+        self._ids[version.step] = version.run_id, version.weights_id
+
+    @property
+    def needs_keyframe(self) -> bool:
+        """Whether the newest version cannot be reached by deltas from the local replica."""
+        return self._subscriber.wants_keyframe
+
+    def ids_of(self, step: int) -> tuple[str, str]:
+        """The run_id and weights_id of the version with which tokens of `step` were sampled."""
+        return self._ids[step]
+
+    def hint(self, announcement: wire.Announcement) -> None:
+        """Look for the announced version now."""
+        self._subscriber.notify(announcement.version, announcement.weights_id)
+
+    def reject(self) -> None:
+        """Quarantine the served version; `refresh` then applies the newest other one."""
+        self._subscriber.reject()
+
+    def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
+        """Apply the newest pending version in place, if there is one and it may be applied now.
+
+        Raises StaleRunError after a change to another run or lineage.
+        """
+        must_wait = num_in_flight > 0 and self._between_groups
+        self.is_draining = must_wait and self._subscriber.poll() is not None
+        if must_wait:
+            return
+        previous, started = self.version, time.monotonic()
+        version = apply_newest(engine, self._subscriber, previous)
+        if version is previous:
+            return
+        self.reload_seconds = time.monotonic() - started
+        if version.run_id != previous.run_id:
+            self._ids.clear()
+            self._serve(version)
+            raise StaleRunError(f"another run: {version.run_id}; groups for the last one")
+        self._serve(version)
+        if version.step == previous.step and version.field("result") == previous.field("result"):
+            return  # the same weights, published again
+        if version.lineage != previous.lineage or version.step <= previous.step:
+            # After a roll-back a token's step no longer identifies the weights that sampled it.
+            raise StaleRunError(f"at step {version.step} of another lineage; groups in flight")
+
+
+def apply_newest(
+    engine: registry.Engine, subscriber: WeightSubscriber, current: Version
+) -> Version:
+    """Apply the newest pending version in place and return the version now in use.
+
+    A version that the engine rejects changes nothing and is quarantined.
+    """
+    pending = subscriber.poll()
+    if pending is None:
         return current
     started = time.monotonic()
     try:
-        if staged.version.field("adapts") != current.field("adapts"):
-            raise ValueError("it is an adapter for another base than that of the one served")
-        engine.apply(staged.tensors, staged.version.step)
+        if pending.version.field("adapts") != current.field("adapts"):
+            raise ValueError("it is an adapter for another base model than the one in use")
+        engine.apply(pending.tensors, step=pending.version.step, folder=pending.folder)
     except ValueError as error:
-        follower.reject()
-        logger.warning("refused version=%d reason=%s", staged.version.number, error)
+        subscriber.reject()
+        logger.warning("refused version=%d reason=%s", pending.version.number, error)
         return current
-    follower.accept()
-    _log_loaded(staged, apply_seconds=time.monotonic() - started)
-    return staged.version
+    subscriber.accept()
+    _log_loaded(pending, apply_seconds=time.monotonic() - started)
+    return pending.version
 
 
-def _log_loaded(staged: PendingWeights, *, apply_seconds: float) -> None:
-    version = staged.version
+def _log_loaded(pending: PendingWeights, *, apply_seconds: float) -> None:
+    version = pending.version
     logger.info(
         "loaded version=%d step=%d weights_id=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
-        version.number, version.step, version.weights_id, staged.bytes_read, staged.visible_seconds,
-        apply_seconds,
+        version.number, version.step, version.weights_id, pending.bytes_read,
+        pending.visible_seconds, apply_seconds,
     )  # fmt: skip
 
 
-def open_follower(config: Config, name: str) -> WeightSubscriber:
-    """What follows the store of this run; its copy of the weights outlives the process."""
+def open_subscriber(config: Config, name: str) -> WeightSubscriber:
+    """Subscribe to the run's weight store; the local replica outlives the process."""
     address = config.weights_address
-    place = open_backend(address, token=read_private_token(config.weights.token_file))
+    backend = open_backend(address, token=read_private_token(config.weights.token_file))
     return WeightSubscriber(
-        WeightStore(place),
+        WeightStore(backend),
         config.run_folder / "copies" / name,
         poll_seconds=config.weights.poll_seconds,
         watch=None if "://" in address else config.weights_folder,
@@ -67,41 +132,42 @@ def open_follower(config: Config, name: str) -> WeightSubscriber:
 
 def open_engine(
     config: Config,
-    follower: WeightSubscriber,
-    listener: wire.AnnouncementSubscriber,
+    subscriber: WeightSubscriber,
+    announcements: wire.AnnouncementSubscriber,
     address: str,
-    ask_for_keyframe: Callable[[str], None],
+    request_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
-    """An engine over the newest version that can be read; waits for one, saying so every 5 s,
-    and asking the run that is announced for a keyframe when there are only deltas.
+    """Wait for the first readable version and open an engine on it, with its tokenizer.
 
-    The weights are loaded once; later versions go in place. Raises StoreError when
-    weights.wait_for_weights_timeout is over.
+    Logs every 5 s while waiting, and calls `request_keyframe(run_id)` when the store holds only
+    deltas. Raises StoreError when weights.wait_for_weights_timeout is over.
     """
-    started = said = time.monotonic()
-    patience = config.weights.wait_for_weights_timeout or float("inf")
-    while (staged := follower.poll(timeout=0.2)) is None:
-        if time.monotonic() - started > patience:
+    started = logged = time.monotonic()
+    timeout = config.weights.wait_for_weights_timeout or float("inf")
+    while (pending := subscriber.poll(timeout=0.2)) is None:
+        now = time.monotonic()
+        if now - started > timeout:
             raise StoreError(
-                f"no weights in {config.weights_address} after {patience:g} s "
+                f"no weights in {config.weights_address} after {timeout:g} s "
                 f"(weights.wait_for_weights_timeout). Start the trainer: bin/trainer{files_given()}"
             )
-        heard = listener.receive()
-        if heard is not None and follower.wants_keyframe:
-            ask_for_keyframe(heard.run_id)
-        if time.monotonic() - said > WAITING_SECONDS:
-            said = time.monotonic()
-            seconds, answers = said - started, wire.accepts_connection(address)
-            logger.info(waiting_text(address, seconds, config.weights_address, answers=answers))
+        announcement = announcements.receive()
+        if announcement is not None and subscriber.wants_keyframe:
+            request_keyframe(announcement.run_id)
+        if now - logged > LOG_SECONDS:
+            logged, answers = now, wire.accepts_connection(address)
+            logger.info(
+                waiting_text(address, now - started, config.weights_address, answers=answers)
+            )
     started = time.monotonic()
-    made = build.make_engine(config, staged)
-    follower.accept()
-    _log_loaded(staged, apply_seconds=time.monotonic() - started)
-    return staged.version, *made
+    engine, tokenizer = build.make_engine(config, pending)
+    subscriber.accept()
+    _log_loaded(pending, apply_seconds=time.monotonic() - started)
+    return pending.version, engine, tokenizer
 
 
 def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
-    """What is missing, and what to do about it."""
+    """The log message of a generator without weights: what is missing, and the remedy."""
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: bin/doctor{files}"
     if answers:

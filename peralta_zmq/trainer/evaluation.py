@@ -7,7 +7,7 @@ from statistics import fmean
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config
-from peralta_zmq.engines.evaluation import evaluate
+from peralta_zmq.engines import evaluate
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import Evaluation, eval_metrics

@@ -53,8 +53,8 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: TrainerRanks
         tokenizer=tokenizer,
         companions=companions,
         learner=leader(build.make_learner(config, model, ranks), ranks, model),
-        engine=registry.resolve("engine", config.engine.name)(
-            model, tokenizer, live=True,
+        engine=registry.resolve("engine", config.engine.name).open_live(
+            model, tokenizer,
             slots=config.engine.slots, max_model_len=config.engine.max_model_len,
         ),
         worker_info=models.worker_info(model.device, dtype),

@@ -71,5 +71,5 @@ def test_a_generator_that_lives_through_a_roll_back_makes_no_group_of_both_lines
     trainer = field.trainer(*long, "--checkpoint.resume-step", "4")
     assert trainer.ends(timeout=120) == 0, trainer.printed
     assert generator.ends(timeout=30) == 0, generator.printed
-    assert "at step 4 of another line; groups under way are given up" in generator.printed
+    assert "at step 4 of another lineage; groups in flight dropped" in generator.printed
     assert field.broken() == {}

@@ -195,7 +195,7 @@ def test_siblings_differ_and_so_do_seeds(engine: HfEngine) -> None:
 def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) -> None:
     before = sampled(engine, GREEDY)
     other = sharp_model(seed=8)
-    engine.apply(models.weights_of(other), 4)
+    engine.apply(models.weights_of(other), step=4)
     after = sampled(engine, GREEDY)
     assert tokens(after) != tokens(before)
     for completion in after:
@@ -206,7 +206,7 @@ def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) 
 
 def test_each_token_names_the_weights_that_sampled_it(engine: HfEngine) -> None:
     steps = set(sampled(engine, GREEDY)[0].policy_steps.tolist())
-    engine.apply(models.weights_of(sharp_model(seed=8)), 9)
+    engine.apply(models.weights_of(sharp_model(seed=8)), step=9)
     assert (steps, set(sampled(engine, GREEDY)[0].policy_steps.tolist())) == ({3}, {9})
 
 
@@ -215,7 +215,7 @@ def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> No
     weights = dict(models.weights_of(sharp_model(seed=8)))
     weights["model.norm.weight"] = torch.ones(TINY["hidden_size"] + 1)
     with pytest.raises(ValueError, match=r"model\.norm"):
-        engine.apply(weights, 9)
+        engine.apply(weights, step=9)
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
 
 

@@ -1,20 +1,119 @@
-"""Generators of unequal speed stay within a step of the newest weights, and none is waited for.
+"""Sampling pace: the decision for one generator, and whole runs with generators of unequal speed.
 
-.venv/bin/python -m pytest tests/test_pacing.py -m slow
+.venv/bin/python -m pytest tests/generator/test_pacing.py -m slow
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from pacing import LIMITS, RUNS, STEPS, paced
 
+from peralta_zmq.generator.pacing import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
+from peralta_zmq.wire import Announcement
+
+
+class Clock:
+    """A monotonic clock that tests advance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def num_allowed(
+    pacer: SamplingPacer,
+    *,
+    step: int = 0,
+    begun: int = 0,
+    generators: int = 1,
+    starved: bool = False,
+) -> int:
+    """Groups that may be started one after the other when none is pending."""
+    count = 0
+    while count < 100 and pacer.allows(
+        step=step, begun=begun, pending=count, generators=generators, starved=starved
+    ):
+        pacer.record_start()
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("level", "begun", "groups"),
+    [
+        (0, 7, 16),  # the groups of the next step
+        (0, 8, 0),  # on-policy: that step has begun, wait for its weights
+        (1, 7, 32),  # the next step and the one after it
+        (1, 8, 16),
+        (1, 9, 0),
+        (2, 7, 48),
+        (1, 0, 32),  # announcements are lost and weights still arrive: no more than with them
+    ],
+)
+def test_pacer_allows_groups_within_async_level(
+    clock: Clock, level: int, begun: int, groups: int
+) -> None:
+    assert num_allowed(SamplingPacer(16, max_async_level=level), step=7, begun=begun) == groups
+
+
+@pytest.mark.parametrize(("generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
+def test_pacer_divides_a_step_among_generators(clock: Clock, generators: int, groups: int) -> None:
+    assert num_allowed(SamplingPacer(16, max_async_level=0), generators=generators) == groups
+
+
+def test_pacer_gives_a_starved_trainer_one_more_group(clock: Clock) -> None:
+    pacer = SamplingPacer(16, max_async_level=1)
+    pacer.record_start()
+    clock.now += STARVED_SECONDS + 0.1
+    assert num_allowed(pacer, begun=2, starved=True) == 1
+    assert num_allowed(pacer, begun=2) == 0
+
+
+def test_pacer_gives_a_silent_trainer_one_more_group_after_30_s(clock: Clock) -> None:
+    pacer = SamplingPacer(16, max_async_level=1)
+    pacer.record_start()
+    clock.now += SILENCE_SECONDS - 0.1
+    assert num_allowed(pacer, begun=2) == 0
+    clock.now += 0.2
+    assert num_allowed(pacer, begun=2) == 1
+
+
+@pytest.mark.parametrize(
+    ("factor", "by_tokens", "in_step", "groups"),
+    [
+        (1.0, False, 0, 4),
+        (1.5, False, 0, 6),
+        (1.1, False, 0, 5),  # 4.4
+        (1.0, False, 10, 4),  # the settings count, whatever a step consumed
+        (1.0, True, 0, 4),  # before the first step
+        (1.0, True, 10, 10),
+        (1.5, True, 10, 15),
+    ],
+)
+def test_pacer_scales_the_groups_of_a_step(
+    clock: Clock, factor: float, by_tokens: bool, in_step: int, groups: int
+) -> None:
+    pacer = SamplingPacer(
+        4, max_async_level=0, oversampling_factor=factor, follow_step_size=by_tokens
+    )
+    announcement, count = Announcement("run", groups_in_step=in_step), 0
+    while count < 100 and pacer.may_start(announcement, step=0, pending=count, undelivered=count):
+        count += 1
+    assert count == groups
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("num_generators", "kill"), RUNS)
-def test_groups_are_young_and_few_are_dropped(
+def test_unequal_generators_stay_within_a_step_of_newest_weights(
     num_generators: int, kill: bool, tmp_path: Path
 ) -> None:
     run = paced(tmp_path, num_generators, kill=kill)

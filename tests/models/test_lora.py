@@ -25,7 +25,7 @@ from peralta_zmq import build, models, registry
 from peralta_zmq.build import make_engine
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.weight_sync import refresh
+from peralta_zmq.generator.weight_sync import apply_newest
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
@@ -95,7 +95,7 @@ def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: 
     """Refresh until the engine has it; the test's deadline ends a hang."""
     while engine.step != step:
         follower.poll(timeout=0.2)
-        version = refresh(engine, follower, version)
+        version = apply_newest(engine, follower, version)
     return version
 
 
@@ -167,7 +167,7 @@ def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
 def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: str) -> None:
     config, model = trained()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
-    live = registry.resolve("engine", engine)(model, tokenizer, live=True, slots=4)
+    live = registry.resolve("engine", engine).open_live(model, tokenizer, slots=4)
     before = sampled(live)
     build.make_learner(config, model).learn(some_groups(1))
     ratios = ratios_of(config, model, group := sampled(live))
@@ -188,7 +188,7 @@ def test_what_a_version_added_is_gone_when_the_next_comes(
     published(config, model, store, 1)
     version = until_step(sampler, follower, version, 1)
     assert not np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
-    sampler.apply(first, 2)
+    sampler.apply(first, step=2)
     again = sampled(sampler)
     for one, other in zip(before.rollouts, again.rollouts, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
@@ -234,7 +234,7 @@ def test_an_adapter_for_another_base_is_refused_in_flight(
     weights = lora.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
     assert follower.poll(timeout=20) is not None
-    assert refresh(sampler, follower, version) is version
+    assert apply_newest(sampler, follower, version) is version
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
@@ -254,7 +254,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
     else:
         weights[last] = torch.ones(3, 4)
     with pytest.raises(ValueError):
-        sampler.apply(weights, 1)
+        sampler.apply(weights, step=1)
     assert sampler.step == 0
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 

@@ -1,6 +1,8 @@
-"""A model's forward over our cache: our attention and linears, in transformers' code or in ours.
+"""Forward pass of a Hugging Face decoder over our KV cache.
 
-Knows the families whose cache and masks it has seen; `serves` says which.
+Llama, Qwen2 and Qwen3 run through `decoder_forward`, written with fewer and larger operations than
+transformers' code, which takes a third of a small model's decode step. Other supported families run
+transformers' code with our attention and cache.
 """
 
 from __future__ import annotations
@@ -9,112 +11,70 @@ import ctypes
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 from transformers import AttentionInterface
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import forward
-from peralta_zmq.engines.native.cache import KVCache, Part, Window
-from peralta_zmq.engines.native.graphs import Graphs, capture_for
-from peralta_zmq.engines.native.kernels.decode_layer import OneToken, library_for
-from peralta_zmq.engines.native.linears import Weights
+from peralta_zmq.engines.native.cache import KVCache, Part, RowWindow, cache_shape
+from peralta_zmq.engines.native.graphs import GraphCache, capture_for
+from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
+from peralta_zmq.engines.native.linears import ModelWeights
 
-ONE_MASK = ("gemma",)  # this takes one mask; the others one per kind of layer
-FAMILIES = (*forward.FAMILIES, *ONE_MASK, "gemma2", "gemma3_text")
-OURS = "peralta_zmq"  # the name of our attention among transformers'
+LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")  # differ in modules (head norms, biases) only
+ONE_MASK = ("gemma",)  # takes one mask; the others one per kind of layer
+FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK, "gemma2", "gemma3_text")
+ATTENTION_NAME = "peralta_zmq"  # of our attention in transformers' registry
 
 
 class Decoder:
-    """A model, room for the keys and values of its rows, and its weights in packed form.
+    """A model, the KV cache of its rows, and its weights in packed form.
 
-    With `live`, the weights belong to somebody who changes them (a trainer): nothing is packed.
+    With `live` the weights belong to a trainer, which changes them: nothing is packed.
     """
 
     def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
         config = cast(Any, model.config)
         self._model, self._config = cast(Any, model), config
-        self._one_mask = config.model_type in ONE_MASK
-        self._window = _window(config)
+        self._sliding_window = _sliding_window(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self.device, self.dtype = model.device, model.dtype
         self.cache = KVCache(
             **cache_shape(config), num_rows=num_rows, capacity=capacity,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        self._places = torch.arange(capacity, device=self.device)
-        self._like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._weights = Weights(model, pack=not live)
-        self._turns = _turns_for(model, self._places, self._like)
-        self._compiled = _compiled_for(model)
+        self._positions = torch.arange(capacity, device=self.device)
+        self._weights = ModelWeights(model, pack=not live)
+        self._rotary_table = _rotary_table(model, self._positions)
+        self._library = _library_for(model)
         self._graphs = _graphs_for(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with `weights` from now on; ValueError, with nothing changed, if they differ
-        in names or shapes."""
+        """Compute with `weights` from now on.
+
+        Raises ValueError, with nothing changed, if names or shapes differ.
+        """
         self._weights.apply(weights)
 
-    def hidden(self, tokens: np.ndarray, places: np.ndarray, *, first: int) -> Tensor:
-        """Last hidden states [n, S, H] of `tokens` [n, S] at `places` [n, S] of their sequences,
-        in the rows from `first` on."""
-        spans = self.cache.spans[first : first + len(tokens)]
-        begins = (spans[:, 1] - spans[:, 0])[:, None]  # of what stands in the row itself
-        self.cache.widen(int((places - begins).max()) + 1)
-        given = tokens, places, spans[:, :1], spans[:, 1:]
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
+        """Last hidden states [n, S, H] of `tokens` [n, S] at `positions` [n, S] of the sequences
+        in the rows from `first_row` on.
+        """
+        spans = self.cache.spans[first_row : first_row + len(tokens)]
+        own_starts = (spans[:, 1] - spans[:, 0])[:, None]  # position of a row's first own token
+        self.cache.widen(int((positions - own_starts).max()) + 1)
+        inputs = tokens, positions, spans[:, :1], spans[:, 1:]
         if self._graphs is not None and tokens.shape[1] == 1:
             return self._graphs.run(
-                partial(self._step, first), torch.from_numpy(np.stack(given)),
-                kind=(first, len(tokens)), layout=self.cache.layout,
+                partial(self._step, first_row), torch.from_numpy(np.stack(inputs)),
+                key=(first_row, len(tokens)), layout=self.cache.layout,
             )  # fmt: skip
-        return self._hidden(first, *(torch.tensor(each, device=self.device) for each in given))
-
-    def _step(self, first: int, given: Tensor) -> Tensor:
-        """One token a row: ids, places, start and end of the spans, [4, n, 1]."""
-        return self._hidden(first, *given)
-
-    def _hidden(
-        self,
-        first: int,
-        ids: Tensor,  # [n, S]
-        positions: Tensor,  # [n, S]
-        start: Tensor,  # [n, 1]
-        end: Tensor,  # [n, 1]
-    ) -> Tensor:
-        if self._config.model_type in forward.FAMILIES:
-            between = self._between(first, positions, start, end)
-            return forward.last_hidden(self._model.model, ids, between)
-        own = positions - (end - start)
-        masks: Any = self._masks(own, start, end)
-        with self._our_attention():
-            out = self._model.model(
-                input_ids=ids,
-                position_ids=positions,
-                past_key_values=Window(self.cache, first, own),
-                attention_mask=masks["full_attention"] if self._one_mask else masks,
-                use_cache=True,
-            )
-        return out.last_hidden_state
-
-    def _between(
-        self, first: int, positions: Tensor, start: Tensor, end: Tensor
-    ) -> forward.Between:
-        own = positions - (end - start)
-        turned = self._turned(positions)
-        if self._compiled is not None and positions.shape[1] == 1:
-            return OneToken(
-                self._compiled, self.cache, first, turned=turned, spans=(start, end), own=own
-            )
-        window, masks = Window(self.cache, first, own), self._masks(own, start, end)
-        return forward.ByTorch(forward.Turn(*turned), window, masks, _attention)
-
-    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [n, S, D] of `positions`."""
-        if self._turns is None:
-            return self._model.model.rotary_emb(self._like, positions)
-        return self._turns[0][positions], self._turns[1][positions]
+        tensors = (torch.tensor(array, device=self.device) for array in inputs)
+        return self._hidden(first_row, *tensors)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] from [n, H]."""
@@ -123,84 +83,210 @@ class Decoder:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
-    def _masks(self, own: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """For each kind of layer 0 or -inf, [n, 1, S, P + W]: common places, then the row's own.
+    def _step(self, first_row: int, inputs: Tensor) -> Tensor:
+        """One token per row: ids, positions, start and end of the spans, [4, n, 1]."""
+        return self._hidden(first_row, *inputs)
 
-        `own` [n, S] are the places of the new tokens in their rows; `start` and `end` [n, 1] say
-        what of the common part belongs to the rows.
+    def _hidden(
+        self,
+        first_row: int,
+        ids: Tensor,  # [n, S]
+        positions: Tensor,  # [n, S]
+        start: Tensor,  # [n, 1]
+        end: Tensor,  # [n, 1]
+    ) -> Tensor:
+        columns = positions - (end - start)  # in the row's own part
+        if self._config.model_type in LLAMA_FAMILIES:
+            ops = self._layer_ops(first_row, positions, columns, start, end)
+            return decoder_forward(self._model.model, ids, ops)
+        masks: Any = self._masks(columns, start, end)
+        with self._our_attention():
+            out = self._model.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=RowWindow(self.cache, first_row, columns),
+                attention_mask=(
+                    masks["full_attention"] if self._config.model_type in ONE_MASK else masks
+                ),
+                use_cache=True,
+            )
+        return out.last_hidden_state
+
+    def _layer_ops(
+        self, first_row: int, positions: Tensor, columns: Tensor, start: Tensor, end: Tensor
+    ) -> LayerOps:
+        if self._rotary_table is None:
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            cosines, sines = self._model.model.rotary_emb(like, positions)
+        else:
+            cosines, sines = (table[positions] for table in self._rotary_table)
+        if self._library is not None and positions.shape[1] == 1:
+            return CompiledLayerOps(
+                self._library, self.cache, first_row,
+                rotary=(cosines, sines), span=(start, end), columns=columns,
+            )  # fmt: skip
+        window = RowWindow(self.cache, first_row, columns)
+        masks = self._masks(columns, start, end)
+        return TorchLayerOps(RotaryEmbedding(cosines, sines), window, masks)
+
+    def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
+        """Additive masks (0 or -inf) per kind of layer, [n, 1, S, P + W]: shared, then own part.
+
+        `columns` [n, S] are the new tokens' positions in their rows; `start` and `end` [n, 1] are
+        the rows' spans of the shared part.
         """
-        common = self._places[: self.cache.common[0][0].shape[1]]
-        rows = self._places[: self.cache.width]
-        strange = (common < start) | (common >= end)  # [n, P]
-        strange = strange[:, None].expand(-1, own.shape[1], -1)
-        unseen = torch.cat([strange, rows > own[..., None]], -1)  # [n, S, P + W]
-        masks = {"full_attention": self._mask(unseen)}
-        if self._window is not None:
-            behind = torch.cat([common - end, rows.expand(len(own), -1)], -1)  # places after `end`
-            gone = behind[:, None] <= own[..., None] - self._window
-            masks["sliding_attention"] = self._mask(unseen | gone)
+        shared = self._positions[: self.cache.shared[0][0].shape[1]]
+        own = self._positions[: self.cache.width]
+        foreign = (shared < start) | (shared >= end)  # [n, P]
+        foreign = foreign[:, None].expand(-1, columns.shape[1], -1)
+        hidden = torch.cat([foreign, own > columns[..., None]], -1)  # [n, S, P + W]
+        masks = {"full_attention": self._additive(hidden)}
+        if self._sliding_window is not None:
+            relative = torch.cat([shared - end, own.expand(len(columns), -1)], -1)  # to own part
+            too_old = relative[:, None] <= columns[..., None] - self._sliding_window
+            masks["sliding_attention"] = self._additive(hidden | too_old)
         return masks
 
-    def _mask(self, hidden: Tensor) -> Tensor:
+    def _additive(self, hidden: Tensor) -> Tensor:
         zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(hidden, float("-inf"))[:, None]
 
     @contextmanager
     def _our_attention(self) -> Generator[None, None, None]:
-        theirs = self._config._attn_implementation  # a trainer goes on with this one
-        self._config._attn_implementation = OURS
+        previous = self._config._attn_implementation  # a trainer continues with this one
+        self._config._attn_implementation = ATTENTION_NAME
         try:
             yield
         finally:
-            self._config._attn_implementation = theirs
+            self._config._attn_implementation = previous
 
 
-def _turns_for(model: Any, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [capacity, D] of all places; None where they may change, or need not be
-    known."""
-    if not forward.is_recordable(model.model):
-        return None
-    cosines, sines = model.model.rotary_emb(like, places[None])
-    return cosines[0], sines[0]
-
-
-def _graphs_for(model: Any) -> Graphs | None:
-    capture = capture_for(model.device)
-    if capture is None or not forward.is_recordable(model.model):
-        return None
-    return Graphs(capture, model.device)
-
-
-def _compiled_for(model: Any) -> ctypes.CDLL | None:
-    config = model.config
-    if config.model_type not in forward.FAMILIES or config.hidden_act != "silu":
-        return None
-    one_kind = all(each.dtype == model.dtype for each in model.parameters() if each.ndim == 1)
-    if _window(config) is not None or not one_kind:
-        return None
-    shape = cache_shape(config)
-    shared = config.num_attention_heads // shape["num_heads"]
-    return library_for(model.dtype, model.device, shared=shared, width=shape["head_dim"])
-
-
-def serves(model: models.Model) -> bool:
-    """Whether the model is of a family that Decoder computes exactly."""
+def is_supported(model: models.Model) -> bool:
+    """Whether Decoder computes the model's family exactly."""
     return cast(Any, model.config).model_type in FAMILIES
 
 
-def cache_shape(config: Any) -> dict[str, int]:
-    """Layers, heads and width of the keys of a model."""
-    head_dim = getattr(config, "head_dim", None)
-    return {
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_key_value_heads,
-        "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
-    }
+def can_capture(model: Any) -> bool:
+    """Whether the forward of a model (without its head) can be captured in a CUDA graph.
+
+    It must be `decoder_forward`, and must not read a number back from the GPU, as rotary embeddings
+    that grow with the longest sequence do.
+    """
+    rope_type = getattr(model.rotary_emb, "rope_type", "default")
+    grows = "dynamic" in rope_type or rope_type == "longrope"
+    return model.config.model_type in LLAMA_FAMILIES and not grows
 
 
-def _window(config: Any) -> int | None:
+def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [capacity, D] of all positions; None if they may change or are not used."""
+    if not can_capture(model.model):
+        return None
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    cosines, sines = model.model.rotary_emb(like, positions[None])
+    return cosines[0], sines[0]
+
+
+def _graphs_for(model: Any) -> GraphCache | None:
+    capture = capture_for(model.device)
+    if capture is None or not can_capture(model.model):
+        return None
+    return GraphCache(capture, model.device)
+
+
+def _library_for(model: Any) -> ctypes.CDLL | None:
+    """The compiled kernels, if they support the model."""
+    config = model.config
+    if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
+        return None
+    one_dtype = all(
+        parameter.dtype == model.dtype for parameter in model.parameters() if parameter.ndim == 1
+    )
+    if _sliding_window(config) is not None or not one_dtype:
+        return None
+    shape = cache_shape(config)
+    queries_per_head = config.num_attention_heads // shape["num_heads"]
+    return library_for(
+        model.dtype, model.device, queries_per_head=queries_per_head, width=shape["head_dim"]
+    )
+
+
+def _sliding_window(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None) or []
     return config.sliding_window if "sliding_attention" in kinds else None
+
+
+class LayerOps(Protocol):
+    """What a decoder layer computes between its matmuls."""
+
+    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """RMS norm of [n, S, H]."""
+        ...
+
+    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of new tokens, [n, S, heads * D] each, in a layer of the given kind."""
+        ...
+
+    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
+        """Gated activation of [n, S, I] each."""
+        ...
+
+
+def decoder_forward(model: Any, ids: Tensor, ops: LayerOps) -> Tensor:
+    """Last hidden states [n, S, H] of `ids` [n, S]; `model` has no head."""
+    hidden = model.embed_tokens(ids)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.layers)
+    for layer, kind in zip(model.layers, kinds, strict=True):
+        rows, attention = ops.norm(layer.input_layernorm, hidden), layer.self_attn
+        heads = attention.q_proj(rows), attention.k_proj(rows), attention.v_proj(rows)
+        hidden = hidden + attention.o_proj(ops.attend(attention, kind, *heads))
+        rows, mlp = ops.norm(layer.post_attention_layernorm, hidden), layer.mlp
+        gated = ops.gate(mlp, mlp.gate_proj(rows), mlp.up_proj(rows))
+        hidden = hidden + mlp.down_proj(gated)
+    return ops.norm(model.norm, hidden)
+
+
+class RotaryEmbedding:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) for given positions.
+
+    `cosines` and `sines` are [n, S, D].
+    """
+
+    def __init__(self, cosines: Tensor, sines: Tensor) -> None:
+        low, high = sines.chunk(2, -1)
+        self._cos, self._sin = cosines[:, None], torch.cat([-low, high], -1)[:, None]
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Rotate queries or keys [n, H, S, D]."""
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        return torch.addcmul(heads * self._cos, swapped, self._sin)
+
+
+class TorchLayerOps(NamedTuple):
+    """LayerOps with torch's operators."""
+
+    rotary: RotaryEmbedding
+    window: RowWindow
+    masks: Mapping[str, Tensor]  # per kind of layer
+
+    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """As in LayerOps."""
+        return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
+        """As in LayerOps."""
+        return mlp.act_fn(gates) * ups
+
+    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As in LayerOps."""
+        query, key, value = (
+            heads.unflatten(-1, (-1, module.head_dim)) for heads in (query, key, value)
+        )
+        if hasattr(module, "q_norm"):
+            query, key = self.norm(module.q_norm, query), self.norm(module.k_norm, key)
+        query, key = (self.rotary.rotate(heads.transpose(1, 2)) for heads in (query, key))
+        keys, values = self.window.update(key, value.transpose(1, 2), module.layer_idx)
+        out, _ = _attention(module, query, keys, values, self.masks[kind], scaling=module.scaling)
+        return out.flatten(2)
 
 
 def _attention(
@@ -214,35 +300,35 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Query heads that share keys stand in line, so that no key is repeated."""
+    """Grouped-query attention: query heads of one key head are stacked, so no key is repeated."""
     n, heads, num_new, width = query.shape
-    shared = heads // key.own.shape[1]
-    lined = query.reshape(n, key.own.shape[1], shared * num_new, width)
-    if num_new > 1 and shared > 1:
-        mask = mask.repeat(1, 1, shared, 1)
+    group_size = heads // key.own.shape[1]
+    stacked = query.reshape(n, key.own.shape[1], group_size * num_new, width)
+    if num_new > 1 and group_size > 1:
+        mask = mask.repeat(1, 1, group_size, 1)
     if softcap is not None or (num_new == 1 and not query.is_cuda):
-        out = _attention_in_parts(lined, key, value, mask, scaling=scaling, softcap=softcap)
+        out = _attention_in_parts(stacked, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        out = _attention_at_once(lined, key, value, mask, scaling=scaling)
+        out = _attention_at_once(stacked, key, value, mask, scaling=scaling)
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
 
 
 def _attention_at_once(
-    query: Tensor,  # [n, H, G, D], the heads that share keys
+    query: Tensor,  # [n, H, G, D], G = query heads of one key head * new tokens
     key: Part,
     value: Part,
     mask: Tensor,  # [n, 1, 1 or G, P + W]
     *,
     scaling: float,
 ) -> Tensor:
-    """torch's own, a single kernel on CUDA; each row reads a copy of the common part."""
+    """torch's SDPA, a single kernel on CUDA; each row reads a copy of the shared part."""
     return torch.nn.functional.scaled_dot_product_attention(
-        query, _whole(key), _whole(value), attn_mask=mask, scale=scaling
+        query, _concatenated(key), _concatenated(value), attn_mask=mask, scale=scaling
     )
 
 
 def _attention_in_parts(
-    query: Tensor,  # [n, H, G, D], the heads that share keys
+    query: Tensor,  # [n, H, G, D], G = query heads of one key head * new tokens
     key: Part,
     value: Part,
     mask: Tensor,  # [n, 1, 1 or G, P + W]
@@ -250,33 +336,34 @@ def _attention_in_parts(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """All rows together read the common keys and values once; each reads its own.
+    """All rows read the shared keys and values together, once; each row reads its own.
 
-    For one new token a row these products of what lies dense take half the time of a CPU's SDPA;
-    that of mps has read masks that are one for all heads wrongly (pytorch pull 184180).
+    For one new token per row these contiguous matmuls take half the time of SDPA on a CPU. SDPA on
+    mps was wrong for masks that are broadcast over heads (pytorch pull 184180).
     """
-    n, num_heads, num_lined, width = query.shape
-    num_common = key.common.shape[1]
-    together = query.transpose(0, 1).reshape(num_heads, n * num_lined, width)
-    ahead = torch.bmm(together, key.common.transpose(1, 2))  # [H, n * G, P]
-    ahead = ahead.view(num_heads, n, num_lined, num_common).transpose(0, 1)
+    n, num_heads, num_queries, width = query.shape
+    num_shared = key.shared.shape[1]
+    all_queries = query.transpose(0, 1).reshape(num_heads, n * num_queries, width)
+    shared = torch.bmm(all_queries, key.shared.transpose(1, 2))  # [H, n * G, P]
+    shared = shared.view(num_heads, n, num_queries, num_shared).transpose(0, 1)
     own = torch.bmm(query.flatten(0, 1), key.own.flatten(0, 1).transpose(1, 2))  # [n * H, G, W]
-    scores = torch.cat([ahead, own.unflatten(0, (n, num_heads))], -1).float() * scaling
+    scores = torch.cat([shared, own.unflatten(0, (n, num_heads))], -1).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    shares = torch.softmax(scores + mask, -1).to(query.dtype)
-    of_common = shares[..., :num_common].transpose(0, 1)
-    of_common = of_common.reshape(num_heads, n * num_lined, num_common)
-    out = torch.bmm(of_common, value.common).view(num_heads, n, num_lined, width).transpose(0, 1)
-    of_own = shares[..., num_common:].flatten(0, 1)
-    return torch.bmm(of_own, value.own.flatten(0, 1)).view(query.shape) + out
+    probs = torch.softmax(scores + mask, -1).to(query.dtype)
+    shared_probs = probs[..., :num_shared].transpose(0, 1)
+    shared_probs = shared_probs.reshape(num_heads, n * num_queries, num_shared)
+    out = torch.bmm(shared_probs, value.shared)
+    out = out.view(num_heads, n, num_queries, width).transpose(0, 1)
+    own_probs = probs[..., num_shared:].flatten(0, 1)
+    return torch.bmm(own_probs, value.own.flatten(0, 1)).view(query.shape) + out
 
 
-def _whole(part: Part) -> Tensor:
+def _concatenated(part: Part) -> Tensor:
     """[n, H, P + W, D]."""
-    if not part.common.shape[1]:
+    if not part.shared.shape[1]:
         return part.own
-    return torch.cat([part.common.expand(len(part.own), -1, -1, -1), part.own], 2)
+    return torch.cat([part.shared.expand(len(part.own), -1, -1, -1), part.own], 2)
 
 
-AttentionInterface.register(OURS, _attention)
+AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -1,54 +1,48 @@
-"""Requests into rows, one token per running row and step, completions out.
+"""Continuous batching: requests fill free rows, every step adds one token to each row.
 
-A row that ends is filled again at the next step. Between two steps the caller may apply newer
-weights: running rows keep their keys and values and go on, and each token names its weights.
+A row whose completion ends is refilled at the next step. Between two steps the caller may apply
+newer weights: running rows keep their keys and values, and each token records the step of the
+weights that sampled it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import prefix_cache
-from peralta_zmq.engines.native.decoder import Decoder, serves
-from peralta_zmq.engines.native.loop import Loop
-from peralta_zmq.engines.native.memory import check_room
-from peralta_zmq.engines.requests import check_request, check_sampling, end_ids
+from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
+from peralta_zmq.engines.native.decoder import Decoder, is_supported
+from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
+from peralta_zmq.engines.native.sampler import sample
+from peralta_zmq.engines.requests import (
+    check_request,
+    check_sampling,
+    completion_of,
+    decode,
+    end_token_ids,
+    find_stop,
+)
+from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
 
-def open_engine(
-    model: models.Model,
-    tokenizer: models.Tokenizer,
-    *,
-    step: int = 0,
-    slots: int = 32,
-    max_model_len: int = 512,
-    live: bool = False,
-) -> NativeEngine | HfEngine:
-    """The native engine, or transformers' where it does not know the architecture."""
-    engine = NativeEngine if serves(model) else HfEngine
-    if engine is HfEngine:
-        kind = model.config.model_type
-        logger.info("engine native does not know %s: transformers' generate samples instead", kind)
-    return engine(
-        model, tokenizer, step=step, slots=slots, max_model_len=max_model_len, live=live
-    )  # fmt: skip
-
-
 class NativeEngine:
-    """`slots` sequences of at most `max_model_len` tokens that are sampled together.
+    """Samples up to `slots` sequences of at most `max_model_len` tokens together.
 
-    With `live` the model is a trainer's: its weights are used as they are at each `generate`, and
-    no memory is held in between. Without, the engine packs the weights and the model is its own.
-    Raises ConfigError when the keys and values do not fit in memory.
+    With `live` the model belongs to a trainer: its weights are used as they are at each `generate`,
+    and no cache is held in between. Otherwise the engine owns the model and packs its weights.
+    Raises ConfigError when keys and values do not fit into memory.
     """
 
     def __init__(
@@ -65,25 +59,53 @@ class NativeEngine:
         self._model, self._tokenizer, self._live = model, tokenizer, live
         self._slots = slots
         self._capacity = min(max_model_len, model.config.max_position_embeddings)
-        self._end_ids = end_ids(model, tokenizer)
+        self._end_ids = end_token_ids(model, tokenizer)
         self._cancelled = False
-        self._loop: Loop | None = None
-        check_room(model, slots=slots, extra_rows=prefix_cache.ROWS + 1, capacity=self._capacity)
+        self._loop: DecodeLoop | None = None
+        check_memory(model, slots=slots, extra_rows=PROMPT_ROWS + 1, capacity=self._capacity)
         self._decoder = None if live else self._new_decoder()
 
-    def apply(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Sample from `weights` from the next token on. Raises ValueError, with nothing changed,
-        if they are of another model."""
+    @classmethod
+    def open(
+        cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
+    ) -> NativeEngine | HfEngine:
+        """An engine on the model and tokenizer in `folder`; options as for the constructor.
+
+        Architectures that the native decoder does not support get transformers' engine.
+        """
+        model = models.load_model(folder, device=device, dtype=dtype)
+        tokenizer = models.load_tokenizer(folder)
+        if not is_supported(model):
+            return _fall_back(model, tokenizer, **options)
+        return cls(model, tokenizer, **options)
+
+    @classmethod
+    def open_live(
+        cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
+    ) -> NativeEngine | HfEngine:
+        """An engine on a model in training, without a second copy of its weights."""
+        if not is_supported(model):
+            return _fall_back(model, tokenizer, **options)
+        return cls(model, tokenizer, live=True, **options)
+
+    def apply(
+        self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
+    ) -> None:
+        """Sample from `weights` from the next token on.
+
+        Raises ValueError, with nothing changed, if they belong to another model.
+        """
+        del folder
         if self._decoder is None:
             models.apply_weights(self._model, weights)
         else:
             self._decoder.apply(weights)
         if self._loop is not None:
-            self._loop.forget_prompts()
+            self._loop.prefix_cache.invalidate()
         self.step = step
 
     def cancel(self) -> None:
-        """Give up what is under way: `generate` ends at its next step."""
+        """End `generate` after the current decode step; completions in flight are dropped."""
         self._cancelled = True
 
     def generate(
@@ -92,47 +114,246 @@ class NativeEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """Each completion when it ends. Requests are taken as rows become free; None among them
-        says that there is nothing to start right now.
+        """Yield each completion when it ends.
 
-        Raises ConfigError for a request that cannot be met, EngineError for logits that are not
-        finite; what is under way is then lost.
+        Requests are read as rows become free; None means that no request is available now. Raises
+        ConfigError for a request that does not fit and EngineError for non-finite logits; the
+        completions in flight are then lost.
         """
         check_sampling(sampling)
         self._cancelled = False
         decoder = self._decoder or self._new_decoder()
-        self._loop = loop = Loop(decoder, self._tokenizer, sampling, self._end_ids, self._slots)
-        source, more = iter(requests), True
+        self._loop = loop = DecodeLoop(
+            decoder, self._tokenizer, sampling, self._end_ids, self._slots
+        )
+        source, has_more = iter(requests), True
         try:
-            while not self._cancelled and (more or loop.num_running):
-                if more:
-                    taken, more = self._take(source, sampling, room=self._slots - loop.num_running)
-                    loop.start(taken, step=self.step)
-                    yield from loop.take_ended()
+            while not self._cancelled and (has_more or loop.num_running):
+                if has_more:
+                    num_free = self._slots - loop.num_running
+                    batch, has_more = self._next_requests(source, sampling, num_free)
+                    loop.start(batch, step=self.step)
+                    yield from loop.pop_ended()
                 loop.advance(step=self.step)
-                yield from loop.take_ended()
+                yield from loop.pop_ended()
                 if between_steps is not None:
                     between_steps()
         finally:
-            if self._loop is loop:  # a live engine gives its room back
+            if self._loop is loop:  # a live engine releases its cache
                 self._loop = None
 
     def _new_decoder(self) -> Decoder:
         return Decoder(
-            self._model,
-            num_rows=self._slots + prefix_cache.ROWS,
-            capacity=self._capacity,
+            self._model, num_rows=self._slots + PROMPT_ROWS, capacity=self._capacity,
             live=self._live,
-        )
+        )  # fmt: skip
 
-    def _take(
-        self, source: Iterator[Request | None], sampling: Sampling, *, room: int
+    def _next_requests(
+        self, source: Iterator[Request | None], sampling: Sampling, limit: int
     ) -> tuple[list[Request], bool]:
-        """Requests for the free rows, and whether more may come."""
-        taken: list[Request] = []
-        for request in islice(source, room):
+        """Requests for the free rows, and whether the source may have more."""
+        batch: list[Request] = []
+        for request in islice(source, limit):
             if request is None:
-                return taken, True
+                return batch, True
             check_request(request, sampling, self._capacity)
-            taken.append(request)
-        return taken, len(taken) == room
+            batch.append(request)
+        return batch, len(batch) == limit
+
+
+def _fall_back(model: models.Model, tokenizer: models.Tokenizer, **options: Any) -> HfEngine:
+    logger.info(
+        "engine native does not know %s: transformers' generate samples instead",
+        model.config.model_type,
+    )
+    return HfEngine(model, tokenizer, **options)
+
+
+class DecodeLoop:
+    """One `generate` call: starts rows, advances all rows together, removes those that ended."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: models.Tokenizer,
+        sampling: Sampling,
+        end_ids: Sequence[int],
+        slots: int,
+    ) -> None:
+        self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
+        self._end_ids = np.array(end_ids, np.int64)
+        self._rows = Rows(slots, sampling)
+        self.prefix_cache = PrefixCache(decoder, first_row=slots)
+
+    @property
+    def num_running(self) -> int:
+        """Completions in flight."""
+        return self._rows.count
+
+    @torch.inference_mode()
+    def start(self, requests: Sequence[Request], *, step: int) -> None:
+        """Give each request a row and sample its first token."""
+        if not requests:
+            return
+        first, logits = self._rows.count, list[Tensor]()
+        for number, request in enumerate(requests):
+            if request.prompt_ids not in self.prefix_cache:
+                self.prefix_cache.compute(_distinct_prompts(requests[number:]))
+            row = self._rows.start(request)
+            logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
+        self._sample(np.arange(first, self._rows.count), torch.stack(logits), step)
+
+    @torch.inference_mode()
+    def advance(self, *, step: int) -> None:
+        """Sample one more token for every row."""
+        count = self._rows.count
+        if not count:
+            return
+        tokens, positions = (column[:, None] for column in self._rows.newest())
+        hidden = self._decoder.hidden(tokens, positions, first_row=0)
+        self._sample(np.arange(count), self._decoder.logits(hidden[:, -1]), step)
+
+    def pop_ended(self) -> Iterator[Completion]:
+        """Yield the completions that ended in this step and free their rows."""
+        for row in self._ended_rows():
+            completion = self._completion(row)
+            last = self._rows.remove(row)
+            if last != row:
+                self._decoder.cache.copy(last, row, self._rows.length(row))
+            self._decoder.cache.spans[last] = EMPTY_SPAN
+            yield completion
+
+    def _sample(self, rows: np.ndarray, logits: Tensor, step: int) -> None:
+        tokens, logprobs = sample(
+            logits, self._sampling.at(step),
+            torch.from_numpy(self._rows.next_uniforms(rows)).to(logits.device),
+            seen=self._seen_tokens(rows, logits), banned=self._banned_tokens(rows, logits),
+        )  # fmt: skip
+        values = logprobs.cpu().numpy()
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            self._decoder.cache.clear()
+            raise EngineError(
+                f"the weights of step {step} give logits that are not finite in "
+                f"{int((~is_finite).sum())} of {len(rows)} completions"
+            )
+        self._rows.append(rows, tokens.cpu().numpy(), values, step=step)
+
+    def _seen_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
+        """[n, V], True for tokens of prompt and completion; None without a repetition penalty."""
+        if self._sampling.repetition_penalty == 1:
+            return None
+        seen = np.zeros(logits.shape, np.bool_)
+        for number, row in enumerate(rows):
+            seen[number, self._rows.requests[row].prompt_ids] = True
+            seen[number, self._rows.tokens[row, : self._rows.num_tokens[row]]] = True
+        return torch.from_numpy(seen).to(logits.device)
+
+    def _banned_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
+        """[n, V], True for end tokens in rows shorter than min_tokens; None if there are none."""
+        is_short = self._rows.num_tokens[rows] < self._sampling.min_tokens
+        if not is_short.any():
+            return None
+        banned = np.zeros(logits.shape, np.bool_)
+        banned[np.ix_(is_short, self._end_ids)] = True
+        return torch.from_numpy(banned).to(logits.device)
+
+    def _ended_rows(self) -> list[int]:
+        """Rows whose newest token is their last, in descending order."""
+        tokens, _ = self._rows.newest()
+        ended = (tokens[:, None] == self._end_ids).any(1)
+        ended |= (self._rows.num_tokens == self._rows.limits)[: self._rows.count]
+        if self._sampling.stop:
+            ended |= np.array([self._has_stopped(row) for row in range(self._rows.count)])
+        return np.flatnonzero(ended)[::-1].tolist()
+
+    def _has_stopped(self, row: int) -> bool:
+        length = int(self._rows.num_tokens[row])
+        if length < self._sampling.min_tokens:
+            return False
+        text = decode(self._tokenizer, self._rows.tokens[row, :length])
+        return find_stop(text, self._sampling.stop) is not None
+
+    def _completion(self, row: int) -> Completion:
+        length = self._rows.num_tokens[row]
+        return completion_of(
+            self._tokenizer, self._rows.requests[row], self._sampling,
+            token_ids=self._rows.tokens[row, :length],
+            logprobs=self._rows.logprobs[row, :length],
+            policy_steps=self._rows.steps[row, :length],
+            ended=bool((self._rows.tokens[row, length - 1] == self._end_ids).any()),
+        )  # fmt: skip
+
+
+def _distinct_prompts(requests: Sequence[Request]) -> list[np.ndarray]:
+    """The distinct prompts of the first requests, at most as many as are computed together."""
+    prompts: dict[bytes, np.ndarray] = {}
+    for request in requests:
+        prompts.setdefault(request.prompt_ids.tobytes(), request.prompt_ids)
+        if len(prompts) == PROMPT_ROWS:
+            break
+    return list(prompts.values())
+
+
+class Rows:
+    """The completions in flight as arrays, index = row; the first `count` rows are running."""
+
+    def __init__(self, num_rows: int, sampling: Sampling) -> None:
+        shape = (num_rows, sampling.max_completion_length)
+        self._seed, self._max_length = sampling.seed, sampling.max_completion_length
+        self.count = 0
+        self.requests: list[Request] = []
+        self.tokens = np.zeros(shape, np.int64)
+        self.logprobs = np.zeros(shape, np.float32)
+        self.steps = np.zeros(shape, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.limits = np.zeros(num_rows, np.int64)  # on num_tokens
+        self._uniforms = np.zeros(shape, np.float32)
+
+    def start(self, request: Request) -> int:
+        """Give `request` the next row. Its random numbers depend on seed and index only."""
+        row, self.count = self.count, self.count + 1
+        self.requests.append(request)
+        self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
+        limit = request.max_completion_length
+        self.limits[row] = self._max_length if limit is None else min(limit, self._max_length)
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, request.index]))
+        self._uniforms[row] = generator.random(self._max_length, dtype=np.float32)
+        return row
+
+    def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
+        """A number in [0, 1) for the next token of each row."""
+        return self._uniforms[rows, self.num_tokens[rows]]
+
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
+    ) -> None:
+        """Add a token to each of `rows`, sampled by the weights of `step`."""
+        columns = self.num_tokens[rows]
+        self.tokens[rows, columns] = tokens
+        self.logprobs[rows, columns] = logprobs
+        self.steps[rows, columns] = step
+        self.num_tokens[rows] = columns + 1
+
+    def newest(self) -> tuple[np.ndarray, np.ndarray]:
+        """The newest token of each running row and its position in the sequence, [count] each."""
+        last = self.num_tokens[: self.count] - 1
+        return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
+
+    def remove(self, row: int) -> int:
+        """Free a row by moving the last running row into it; returns the last row's number."""
+        self.count -= 1
+        last = self.count
+        for column in (
+            self.tokens, self.logprobs, self.steps, self._uniforms,
+            self.num_tokens, self.num_prompt, self.limits,
+        ):  # fmt: skip
+            column[row] = column[last]
+        self.requests[row] = self.requests[last]
+        self.requests.pop()
+        return last
+
+    def length(self, row: int) -> int:
+        """Tokens of prompt and completion."""
+        return int(self.num_prompt[row] + self.num_tokens[row])

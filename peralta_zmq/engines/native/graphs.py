@@ -1,7 +1,6 @@
-"""A decode step recorded once and replayed: a GPU is asked once for hundreds of small kernels.
+"""CUDA graphs of decode steps: one launch instead of hundreds of small kernels.
 
-Knows tensors and work over them; knows nothing of models. A recording reads and writes the memory
-that it saw, so it ends when that memory is laid out anew.
+A graph reads and writes the memory that it was captured with, so it is dropped when tensors move.
 """
 
 from __future__ import annotations
@@ -18,54 +17,52 @@ Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 Work: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class _Recording(NamedTuple):
-    given: Tensor  # is filled before a replay
-    result: Tensor  # is valid until the next one
+class _Graph(NamedTuple):
+    inputs: Tensor  # filled before a replay
+    result: Tensor  # valid until the next replay
     replay: Replay
 
 
-class Graphs:
-    """Recordings of work that comes again with other numbers, a set for each layout of memory."""
+class GraphCache:
+    """Captured graphs by key, for the current memory layout."""
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self._capture, self._device = capture, device
         self._layout: Hashable = None
-        self._recordings: dict[Hashable, _Recording | None] = {}
+        self._graphs: dict[Hashable, _Graph | None] = {}
 
-    def run(self, work: Work, given: Tensor, *, kind: Hashable, layout: Hashable) -> Tensor:
-        """What `work` makes of `given`, to be read before the next run.
+    def run(self, work: Work, inputs: Tensor, *, key: Hashable, layout: Hashable) -> Tensor:
+        """`work(inputs)`; the result is valid until the next run.
 
-        Work of one `kind` does the same operations on tensors of equal shapes, and asks for no
-        number back; it may be done twice. It is recorded when it comes the second time.
+        Work with the same key must do the same operations on tensors of equal shapes and must not
+        read a number back to the host. It is captured, and done twice, at its second run.
         """
         if layout != self._layout:
-            self._layout, self._recordings = layout, {}
-        if kind not in self._recordings:
-            self._recordings[kind] = None
-            return work(given.to(self._device))
-        recording = self._recordings[kind]
-        if recording is None:
-            recording = self._recordings[kind] = self._record(work, given.to(self._device))
-        recording.given.copy_(given)
-        recording.replay()
-        return recording.result
-
-    def _record(self, work: Work, given: Tensor) -> _Recording:
-        return _Recording(given, *self._capture(partial(work, given)))
+            self._layout, self._graphs = layout, {}
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return work(inputs.to(self._device))
+        graph = self._graphs[key]
+        if graph is None:
+            static = inputs.to(self._device)
+            graph = self._graphs[key] = _Graph(static, *self._capture(partial(work, static)))
+        graph.inputs.copy_(inputs)
+        graph.replay()
+        return graph.result
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """How work is recorded on this device; None where recording gains nothing."""
+    """The capture function of a device; None if it has no graphs."""
     return _cuda_capture(device) if device.type == "cuda" else None
 
 
 def _cuda_capture(device: torch.device) -> Capture:
-    """A stream and a pool of memory for all recordings: none is read once another one runs."""
+    """One stream and one memory pool for all graphs: no result is read after the next replay."""
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # libraries make ready what a capture forbids
+        with torch.cuda.stream(stream):  # libraries initialize what a capture forbids
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

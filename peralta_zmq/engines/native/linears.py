@@ -1,7 +1,4 @@
-"""Weights packed for the machine, and replaced in place. Knows modules and tensors.
-
-What multiplies them is chosen in gemm.py.
-"""
+"""Linear layers with weights packed for this machine, replaced in place."""
 
 from __future__ import annotations
 
@@ -14,117 +11,117 @@ from torch import Tensor, nn
 from peralta_zmq import models
 from peralta_zmq.engines.native.kernels.gemm import can_pack, pack
 
-SAME_ROWS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in all families served
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
 
 
-class Product:
-    """Linear layers over the same rows, as one weight that lies in its packed order only.
+class FusedLinear:
+    """Linear layers with the same input as one weight, stored in packed order only.
 
-    A wide product reads its weight faster than three narrow ones, and is one call.
+    One wide matmul reads its weight faster than three narrow ones.
     """
 
     def __init__(
         self, linears: Sequence[nn.Linear], names: Sequence[str], biases: Sequence[str] = ()
     ) -> None:
-        self.names, self.biases = names, biases  # of the weights; one for each layer, or none
-        self._sizes = [each.out_features for each in linears]
+        self.names, self.biases = names, biases  # of the weights; one bias per layer, or none
+        self._sizes = [linear.out_features for linear in linears]
         self._dtype = linears[0].weight.dtype
-        self._rows: Tensor | None = None  # multiplied last
-        self._parts: tuple[Tensor, ...] = ()
-        self.load([each.weight for each in linears], _biases_of(linears))
+        self._input: Tensor | None = None  # of the latest matmul
+        self._outputs: tuple[Tensor, ...] = ()
+        self._pack([linear.weight for linear in linears], _biases_of(linears))
 
-    def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Pack `weights`, each [out, in], and take `biases`, each [out], for the old ones."""
-        self._packed = pack(self._together(weights))
-        self._bias = self._together(biases).clone() if biases else None  # not the caller's memory
-        self._rows = None
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights [out, in] and biases [out] by those of the same names."""
+        self._pack([weights[name] for name in self.names], [weights[name] for name in self.biases])
 
-    def own(self, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What `load` takes, of all weights by name."""
-        return [weights[name] for name in self.names], [weights[name] for name in self.biases]
-
-    def part(self, number: int, rows: Tensor) -> Tensor:
-        """What layer `number` makes of `rows`. The parts are kept until the last is asked for, as
-        callers ask in order."""
+    def output(self, index: int, rows: Tensor) -> Tensor:
+        """The output of layer `index`. All outputs are computed together and kept until the last
+        one is read: callers read them in order.
+        """
         if len(self._sizes) == 1:
             return self._packed.multiply(rows, self._bias)
-        if rows is not self._rows:
-            self._rows = rows
-            self._parts = self._packed.multiply(rows, self._bias).split(self._sizes, -1)
-        part = self._parts[number]
-        if number == len(self._sizes) - 1:
-            self._rows, self._parts = None, ()
-        return part
+        if rows is not self._input:
+            self._input = rows
+            self._outputs = self._packed.multiply(rows, self._bias).split(self._sizes, -1)
+        output = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return output
 
-    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
-        plain = [each.detach().to(self._dtype) for each in tensors]
+    def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        self._packed = pack(self._concatenated(weights))
+        self._bias = self._concatenated(biases).clone() if biases else None  # owned memory
+        self._input = None
+
+    def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+        plain = [tensor.detach().to(self._dtype) for tensor in tensors]
         return torch.cat(plain) if len(plain) > 1 else plain[0]
 
 
 class PackedLinear(nn.Module):
-    """One layer of a Product."""
+    """One layer of a FusedLinear."""
 
-    def __init__(self, product: Product, number: int) -> None:
+    def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
-        self._product, self._number = product, number
+        self._fused, self._index = fused, index
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return self._product.part(self._number, rows)
+        return self._fused.output(self._index, rows)
 
 
-class Weights:
-    """The weights of a model by name, wherever they lie."""
+class ModelWeights:
+    """The weights of a model by name, packed or plain."""
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
-        live = models.weights_of(model)
-        self._shapes = {name: tensor.shape for name, tensor in live.items()}
-        self._plain = dict(live)
-        self._products: list[Product] = []
+        weights = models.weights_of(model)
+        self._shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self._plain = dict(weights)
+        self._fused: list[FusedLinear] = []
         if pack and model.device.type == "cpu" and can_pack(model.dtype):
             self._pack(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy all of them or none: ValueError says why. One product more memory, no second
-        model."""
+        """Copy all weights or none: raises ValueError. Needs memory for one more fused weight."""
         models.check_weights(self._shapes, weights)
         with torch.no_grad():
             for name, plain in self._plain.items():
                 plain.copy_(weights[name])
-            for product in self._products:
-                product.load(*product.own(weights))
+            for fused in self._fused:
+                fused.load(weights)
 
     def _pack(self, model: models.Model) -> None:
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
-        used_elsewhere = {
-            each.weight.data_ptr() for each in model.modules() if isinstance(each, nn.Embedding)
-        }
+        embeddings = {
+            module.weight.data_ptr()
+            for module in model.modules() if isinstance(module, nn.Embedding)
+        }  # fmt: skip
         for parent in list(model.modules()):
-            for leaves in _together(parent):
+            for leaves in _fused_names(parent):
                 linears = [cast(nn.Linear, getattr(parent, leaf)) for leaf in leaves]
-                addresses = [each.weight.data_ptr() for each in linears]
-                biases = [names[each.data_ptr()] for each in _biases_of(linears)]
-                product = Product(linears, [names[each] for each in addresses], biases)
+                addresses = [linear.weight.data_ptr() for linear in linears]
+                biases = [names[bias.data_ptr()] for bias in _biases_of(linears)]
+                fused = FusedLinear(linears, [names[address] for address in addresses], biases)
                 for name in biases:
                     del self._plain[name]
-                self._products.append(product)
-                for number, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
-                    setattr(parent, leaf, PackedLinear(product, number))
-                    if address not in used_elsewhere:  # a tied head keeps its plain form
+                self._fused.append(fused)
+                for index, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
+                    setattr(parent, leaf, PackedLinear(fused, index))
+                    if address not in embeddings:  # a tied head keeps its plain weight
                         self._plain.pop(names[address], None)
 
 
-def _together(parent: nn.Module) -> Iterator[tuple[str, ...]]:
-    """The names of the linear layers of `parent`, those together that multiply the same rows."""
-    linears = {leaf: each for leaf, each in parent.named_children() if type(each) is nn.Linear}
-    for leaves in SAME_ROWS:
-        found = [linears[leaf] for leaf in leaves if leaf in linears]
-        if len(found) == len(leaves) and len(_biases_of(found)) in (0, len(found)):
+def _fused_names(parent: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Names of the linear layers of `parent`, grouped by common input."""
+    linears = {leaf: child for leaf, child in parent.named_children() if type(child) is nn.Linear}
+    for leaves in FUSED:
+        group = [linears[leaf] for leaf in leaves if leaf in linears]
+        if len(group) == len(leaves) and len(_biases_of(group)) in (0, len(group)):
             yield leaves
-            linears = {leaf: each for leaf, each in linears.items() if leaf not in leaves}
+            linears = {leaf: linear for leaf, linear in linears.items() if leaf not in leaves}
     yield from ((leaf,) for leaf in linears)
 
 
 def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:
-    biases = cast("list[Tensor | None]", [each.bias for each in linears])
-    return [each for each in biases if each is not None]
+    biases = cast("list[Tensor | None]", [linear.bias for linear in linears])
+    return [bias for bias in biases if bias is not None]

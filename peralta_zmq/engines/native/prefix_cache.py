@@ -1,7 +1,8 @@
-"""Prompt work done once: the common prefix per weights, a prompt per group of siblings.
+"""Prompt work done once: the common prefix once per weights, each prompt once per group.
 
-The keys and values of the longest common prefix of all prompts seen so far, which only shrinks,
-stand in the cache's common part; a prompt computes its own rest, in one of the rows kept for it.
+Keys and values of the longest common prefix of all prompts so far are in the KV cache's shared
+part; the prefix can only become shorter. Each prompt computes its remainder in a row reserved for
+prompts, from which the rows of its group are copied.
 """
 
 from __future__ import annotations
@@ -12,77 +13,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq.engines.native.cache import NOTHING, Span
+from peralta_zmq.engines.native.cache import EMPTY_SPAN, Span
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.rollout import Int32Array
 
-ROWS = 8  # prompts computed together
-SHORT = 16  # a prefix of fewer tokens costs more to compute apart than it saves
+PROMPT_ROWS = 8  # prompts computed together
+MIN_PREFIX = 16  # computing a shorter prefix separately costs more than it saves
 
 
-class Prompts:
-    """The prompts computed last, in the rows from `first` on."""
+class PrefixCache:
+    """The prompts computed last, in PROMPT_ROWS rows of the KV cache from `first_row` on."""
 
-    def __init__(self, decoder: Decoder, first: int) -> None:
-        self._decoder, self._cache, self._first = decoder, decoder.cache, first
+    def __init__(self, decoder: Decoder, first_row: int) -> None:
+        self._decoder, self._cache, self._first_row = decoder, decoder.cache, first_row
+        self._prompt_rows = slice(first_row, first_row + PROMPT_ROWS)
         self._prefix: Int32Array | None = None
-        self._at: dict[bytes, int] = {}
+        self._index: dict[bytes, int] = {}  # of each computed prompt
         self._logits: Tensor | None = None  # [n, V], after each prompt
-        self._cache.forget()
+        self._cache.drop_shared()
 
-    def forget(self) -> None:
-        """The weights have changed."""
-        self._at = {}
-        self._cache.spans[self._ours] = NOTHING
+    def invalidate(self) -> None:
+        """Drop everything: the weights have changed."""
+        self._index = {}
+        self._cache.spans[self._prompt_rows] = EMPTY_SPAN
 
-    def has(self, prompt: Int32Array) -> bool:
-        """Whether it is among those computed last."""
-        return prompt.tobytes() in self._at
+    def __contains__(self, prompt: Int32Array) -> bool:
+        return prompt.tobytes() in self._index
 
     def compute(self, prompts: Sequence[Int32Array]) -> None:
-        """At most ROWS prompts, together; those before are given up."""
+        """Compute at most PROMPT_ROWS prompts together, replacing those computed before."""
         start = self._prepare_prefix(prompts)
-        longest = max(len(each) for each in prompts)
+        longest = max(len(prompt) for prompt in prompts)
         tokens = np.zeros((len(prompts), longest - start), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - start] = prompt[start:]
-        hidden = self._forward(tokens, start)  # what stands beyond a shorter prompt is never read
-        last = torch.tensor([len(each) - start - 1 for each in prompts], device=hidden.device)
-        chosen = hidden[torch.arange(len(prompts), device=hidden.device), last]
-        self._logits = self._decoder.logits(chosen)
-        self._at = {prompt.tobytes(): row for row, prompt in enumerate(prompts)}
+        hidden = self._forward(tokens, start)  # positions after a shorter prompt are never read
+        last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=hidden.device)
+        hidden = hidden[torch.arange(len(prompts), device=hidden.device), last]
+        self._logits = self._decoder.logits(hidden)
+        self._index = {prompt.tobytes(): index for index, prompt in enumerate(prompts)}
 
-    def hand_out(self, prompt: Int32Array, row: int) -> Tensor:
-        """Copy a computed prompt to `row` of the cache; returns its logits [V]."""
+    def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
+        """Copy a computed prompt to a row of the KV cache; returns the logits [V] after it."""
         assert self._logits is not None
-        place = self._at[prompt.tobytes()]
-        self._cache.copy(self._first + place, row, len(prompt))
-        return self._logits[place]
-
-    @property
-    def _ours(self) -> slice:
-        return slice(self._first, self._first + ROWS)
+        index = self._index[prompt.tobytes()]
+        self._cache.copy(self._first_row + index, row, len(prompt))
+        return self._logits[index]
 
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
-        """The length of the prefix that all our rows read in the common part."""
+        """Put the common prefix into the shared part; returns its length."""
         prefix = prompts[0] if self._prefix is None else self._prefix
         for prompt in prompts:
-            prefix = prefix[: min(_common(prefix, prompt), len(prompt) - 1)]
-        self._prefix = prefix = prefix if len(prefix) >= SHORT else prefix[:0]
-        start, end = self._cache.spans[self._first].tolist()
+            prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
+        self._prefix = prefix = prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
+        start, end = self._cache.spans[self._first_row].tolist()
         if start == end and len(prefix):
             self._forward(prefix[None].astype(np.int64), 0)
-            start, end = self._cache.share(self._first, len(prefix))
+            start, end = self._cache.share(self._first_row, len(prefix))
         end = min(end, start + len(prefix))
-        self._cache.spans[self._ours] = Span(start, end)
+        self._cache.spans[self._prompt_rows] = Span(start, end)
         return end - start
 
     def _forward(self, tokens: np.ndarray, start: int) -> Tensor:
-        places = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
-        return self._decoder.hidden(tokens, places, first=self._first)
+        positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
+        return self._decoder.hidden(tokens, positions, first_row=self._first_row)
 
 
-def _common(one: Int32Array, other: Int32Array) -> int:
+def _common_length(one: Int32Array, other: Int32Array) -> int:
     shorter = min(len(one), len(other))
-    differ = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+    differing = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differing[0]) if len(differing) else shorter

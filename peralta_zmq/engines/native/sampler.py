@@ -1,7 +1,7 @@
-"""From logits to one token per row and its logprob. Knows tensors only.
+"""Sampling: from logits to one token per row and its logprob.
 
-Order as in transformers: repetition penalty and min_tokens, temperature, top_k, top_p, min_p.
-Top-k comes first, so that only k logits are sorted instead of the vocabulary.
+Same order as in transformers: repetition penalty and min_tokens, temperature, top_k, top_p, min_p.
+top_k comes first in the code, so that only k logits are sorted instead of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -11,73 +11,79 @@ from torch import Tensor
 
 from peralta_zmq.rollout import Sampling
 
-CHUNK = 2**20  # logits whose fp32 forms stay in the processor's cache
+CHUNK = 2**20  # logits whose fp32 copies stay in the processor's cache
 
 
-def draw(
+def sample(
     logits: Tensor,  # [n, V]
     sampling: Sampling,
-    chance: Tensor,  # [n], uniform in [0, 1)
+    uniform: Tensor,  # [n], uniform in [0, 1)
     *,
-    seen: Tensor | None = None,  # [n, V] bool, tokens that a repetition penalty punishes
-    barred: Tensor | None = None,  # [n, V] bool, tokens that may not come yet
+    seen: Tensor | None = None,  # [n, V] bool, tokens with a repetition penalty
+    banned: Tensor | None = None,  # [n, V] bool, tokens that are not allowed yet
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [n] and their logprobs [n] as defined on Rollout.logprobs.
+    """The sampled tokens [n] and their logprobs [n] as defined on Rollout.logprobs.
 
-    The logprob is that of the plain logits at the sampling temperature (1 when greedy), whatever
-    was penalized, barred or cut off: it is what the trainer computes.
+    The logprob is that of the original logits at the sampling temperature (1 when greedy), before
+    penalties, bans and truncation: the trainer computes the same.
     """
-    allowed = _penalized(logits, sampling, seen, barred)
-    greedy = sampling.temperature == 0
-    tokens = allowed.argmax(-1) if greedy else _drawn(allowed, sampling, chance)
+    allowed = _penalize(logits, sampling, seen, banned)
+    if sampling.temperature == 0:
+        tokens = allowed.argmax(-1)
+    else:
+        tokens = _sample_tokens(allowed, sampling, uniform)
     return tokens, _logprobs(logits, tokens, sampling.temperature or 1.0)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `tokens` in fp32, [n]; some rows at a time."""
-    rows = max(1, CHUNK // logits.shape[-1])
-    taken = [
-        (some.float() / temperature)
+    """log softmax(logits / temperature) at `tokens` in fp32, [n]; a chunk of rows at a time."""
+    num_rows = max(1, CHUNK // logits.shape[-1])
+    chunks = [
+        (rows.float() / temperature)
         .log_softmax(-1)  # in one pass, twice as fast as logsumexp
         .gather(-1, chosen)
-        for some, chosen in zip(logits.split(rows), tokens[:, None].split(rows), strict=True)
+        for rows, chosen in zip(
+            logits.split(num_rows), tokens[:, None].split(num_rows), strict=True
+        )
     ]
-    return torch.cat(taken)[:, 0]
+    return torch.cat(chunks)[:, 0]
 
 
-def _penalized(
-    logits: Tensor, sampling: Sampling, seen: Tensor | None, barred: Tensor | None
+def _penalize(
+    logits: Tensor, sampling: Sampling, seen: Tensor | None, banned: Tensor | None
 ) -> Tensor:
     if seen is not None:
         penalty, logits = sampling.repetition_penalty, logits.float()
         logits = torch.where(
             seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
         )
-    if barred is not None:
-        logits = logits.masked_fill(barred, float("-inf"))
+    if banned is not None:
+        logits = logits.masked_fill(banned, float("-inf"))
     return logits
 
 
-def _drawn(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
-    likeliest = None  # [n, k] token ids, the likeliest first; None = all, in their own order
-    num_tokens = logits.shape[-1]
-    if 0 < sampling.top_k < num_tokens:
-        logits, likeliest = logits.topk(sampling.top_k)
+def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    token_ids = None  # [n, k], most probable first; None = all tokens in vocabulary order
+    vocab_size = logits.shape[-1]
+    if 0 < sampling.top_k < vocab_size:
+        logits, token_ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
-        logits, likeliest = logits.float().sort(descending=True)
-    shares = (logits.float() / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:  # the token that crosses the line stays
-        before = shares.cumsum(-1) - shares
-        shares = shares.masked_fill(before >= sampling.top_p, 0)
+        logits, token_ids = logits.float().sort(descending=True)
+    probs = (logits.float() / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:  # the token that crosses top_p stays
+        preceding = probs.cumsum(-1) - probs
+        probs = probs.masked_fill(preceding >= sampling.top_p, 0)
     if sampling.min_p > 0:
-        least = sampling.min_p * shares.amax(-1, keepdim=True)
-        shares = shares.masked_fill(shares < least, 0)
-    places = _place(shares, chance)
-    return places if likeliest is None else likeliest.gather(-1, places[:, None])[:, 0]
+        threshold = sampling.min_p * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < threshold, 0)
+    index = _sample_index(probs, uniform)
+    return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]
 
 
-def _place(shares: Tensor, chance: Tensor) -> Tensor:
-    """The place [n] that `chance` falls on when the shares [n, k] lie side by side."""
-    until = shares.cumsum(-1)
-    target = chance[:, None] * until[:, -1:]  # below the last, for chance is at most 1 - 2^-24
-    return (until <= target).sum(-1)
+def _sample_index(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform sampling: the index [n] at which the cumulated probs [n, k] exceed
+    `uniform` times their sum.
+    """
+    cumulated = probs.cumsum(-1)
+    target = uniform[:, None] * cumulated[:, -1:]  # below the sum: uniform is at most 1 - 2^-24
+    return (cumulated <= target).sum(-1)

@@ -18,7 +18,7 @@ from fakes import TINY, resident_bytes, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
-from peralta_zmq.engines.native import NativeEngine, open_engine
+from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.linears import PackedLinear
@@ -117,7 +117,7 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
 def test_what_is_compiled_is_used(engine: NativeEngine) -> None:
     decoder = engine._decoder
     assert decoder is not None
-    assert (decoder._compiled is not None) == HAS_COMPILER
+    assert (decoder._library is not None) == HAS_COMPILER
 
 
 @pytest.mark.parametrize(
@@ -161,19 +161,17 @@ def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer:
     assert decoder is not None
     with torch.inference_mode():
         places = np.tile(np.arange(8), (2, 1))
-        decoder.hidden(ids[:, :5].numpy(), places[:, :5], first=1)
+        decoder.hidden(ids[:, :5].numpy(), places[:, :5], first_row=1)
         for place in range(5, 8):
             newest = slice(place, place + 1)
-            last = decoder.hidden(ids[:, newest].numpy(), places[:, newest], first=1)
+            last = decoder.hidden(ids[:, newest].numpy(), places[:, newest], first_row=1)
             error = (decoder.logits(last[:, 0]) - expected[:, place]).abs().max()
             assert error <= 1e-5
 
 
 def products_of(model: Any) -> set[type]:
     """The kinds of those that the model multiplies by."""
-    return {
-        type(each._product._packed) for each in model.modules() if isinstance(each, PackedLinear)
-    }
+    return {type(each._fused._packed) for each in model.modules() if isinstance(each, PackedLinear)}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -184,13 +182,13 @@ def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
     settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
-    if gemm.library_of_panels() is not None:
+    if gemm.panel_library() is not None:
         assert products_of(model) == {gemm.PanelWeight}
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
         if seed:
-            engine.apply(models.weights_of(plain), 1)
+            engine.apply(models.weights_of(plain), step=1)
         ours, theirs = list[float](), list[float]()
         for each in sampled(engine, Sampling(max_completion_length=12)):
             known = np.array(scored(exact, each, 1.0))
@@ -203,7 +201,7 @@ def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, token
     def missing(*_: Any) -> None:
         raise AttributeError
 
-    monkeypatch.setattr(gemm, "PrepackedWeight", missing)
+    monkeypatch.setattr(gemm, "OnednnWeight", missing)
     gemm.can_pack.cache_clear()
     model = sharp_model()
     try:
@@ -406,7 +404,7 @@ def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
     new = {**old, "seed": 8}
     engine = engine_of(sharp_model(**old), tokenizer, live=live)
     before, weights = tokens(sampled(engine, GREEDY)), Lazy(sharp_model(**new))
-    engine.apply(weights, 4)
+    engine.apply(weights, step=4)
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
     assert weights.most <= 6  # those of one product: three weights, and three biases
@@ -442,7 +440,7 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(
     def swap() -> None:
         steps.append(1)
         if len(steps) == 4:  # tokens 1 and 2 come in the first step
-            engine.apply(models.weights_of(new), 7)
+            engine.apply(models.weights_of(new), step=7)
 
     completions = sampled(engine, GREEDY, between_steps=swap)
     assert len(completions) == len(PROMPTS)
@@ -469,7 +467,7 @@ def test_rows_keep_the_common_prefix_of_the_weights_they_began_with(
         steps.append(1)
         if len(steps) % 4 == 0:
             newest = engine.step + 1
-            engine.apply(models.weights_of(sharp_model(seed=seeds[newest % 3])), newest)
+            engine.apply(models.weights_of(sharp_model(seed=seeds[newest % 3])), step=newest)
 
     asked = requests([[*range(10, 30), last] for last in range(40, 56)])
     completions = sampled(engine, GREEDY, asked, between_steps=swap)
@@ -502,7 +500,7 @@ def test_a_scheduled_temperature_is_that_of_the_weights_that_sampled(
     def next_step() -> None:
         calls.append(1)
         if len(calls) in (1, 4, 6):
-            engine.apply(models.weights_of(sharp_model()), engine.step + 2)
+            engine.apply(models.weights_of(sharp_model()), step=engine.step + 2)
 
     sampling = Sampling(**options, schedule=COOLING, max_completion_length=12)
     completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
@@ -543,7 +541,7 @@ def strange(name: str) -> dict[str, torch.Tensor]:
 def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     with pytest.raises(ValueError, match=r"model\.(norm|other)"):
-        engine.apply(strange(name), 9)
+        engine.apply(strange(name), step=9)
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
 
 
@@ -551,10 +549,10 @@ def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> N
 def test_logits_that_are_not_finite_end_what_is_under_way(engine: NativeEngine, name: str) -> None:
     before = tokens(sampled(engine, GREEDY))
     good = models.weights_of(sharp_model())
-    engine.apply({**good, name: torch.full_like(good[name], 3e38)}, 9)
+    engine.apply({**good, name: torch.full_like(good[name], 3e38)}, step=9)
     with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
         sampled(engine, GREEDY)
-    engine.apply(good, 3)
+    engine.apply(good, step=3)
     assert tokens(sampled(engine, GREEDY)) == before
 
 
@@ -616,7 +614,7 @@ def test_another_architecture_is_sampled_by_transformers_and_one_line_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
     model = tiny_model(model_type="mistral")
-    assert isinstance(open_engine(model, tokenizer), HfEngine)
+    assert isinstance(NativeEngine.open_live(model, tokenizer), HfEngine)
     assert [each.getMessage() for each in caplog.records] == [
         "engine native does not know mistral: transformers' generate samples instead"
     ]

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import NativeEngine, decoder, forward
-from peralta_zmq.engines.native.graphs import Graphs
+from peralta_zmq.engines.native import NativeEngine, decoder
+from peralta_zmq.engines.native.graphs import GraphCache
 from peralta_zmq.rollout import Request, Sampling
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
         steps.append(1)
         if len(steps) % 30 == 0:
             newer = tiny_model(seed=len(steps))
-            engine.apply(models.weights_of(newer), engine.step + 1)
+            engine.apply(models.weights_of(newer), step=engine.step + 1)
 
     asked = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
@@ -103,12 +103,12 @@ def test_recorded_steps_give_the_same_bits_through_refills_growth_and_shared_pre
 
 def test_work_is_recorded_when_it_comes_again_and_not_beyond_its_layout() -> None:
     capture = Counted()
-    graphs, numbers = Graphs(capture, CPU), torch.arange(6.0)
+    graphs, numbers = GraphCache(capture, CPU), torch.arange(6.0)
 
     def run(start: int, end: int, layout: int, scale: torch.Tensor) -> list[float]:
         given = numbers[start:end].clone()
         return graphs.run(
-            lambda each: each * scale, given, kind=end - start, layout=layout
+            lambda each: each * scale, given, key=end - start, layout=layout
         ).tolist()  # fmt: skip
 
     twice, thrice = torch.tensor(2.0), torch.tensor(3.0)
@@ -125,6 +125,6 @@ def test_work_is_recorded_when_it_comes_again_and_not_beyond_its_layout() -> Non
 
 def test_what_asks_for_numbers_or_is_not_ours_is_not_recorded() -> None:
     grows = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert forward.is_recordable(tiny_model().model)
-    assert not forward.is_recordable(tiny_model(rope_parameters=grows).model)
-    assert not forward.is_recordable(tiny_model(model_type="gemma").model)
+    assert decoder.can_capture(tiny_model().model)
+    assert not decoder.can_capture(tiny_model(rope_parameters=grows).model)
+    assert not decoder.can_capture(tiny_model(model_type="gemma").model)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from peralta_zmq.engines.native import decoder, forward
-from peralta_zmq.engines.native.cache import KVCache, Window
+from peralta_zmq.engines.native import decoder
+from peralta_zmq.engines.native.cache import KVCache, RowWindow
 from peralta_zmq.engines.native.kernels import compiler, decode_layer, gemm
 
 ROWS, HEADS, COMMON, CAPACITY = 5, 2, 70, 160
@@ -44,7 +44,7 @@ class Drawn:
         self.cache.widen(max(OWN) + 1)
         for rows in self.cache.layers[1]:
             rows.copy_(self(*rows.shape))
-        self.cache.common[1] = self(HEADS, COMMON, width), self(HEADS, COMMON, width)
+        self.cache.shared[1] = self(HEADS, COMMON, width), self(HEADS, COMMON, width)
         angles = torch.cat([6 * torch.rand(ROWS, 1, width // 2, generator=self._chance)] * 2, -1)
         self.turned = angles.cos().to(dtype), angles.sin().to(dtype)
         sizes = [shared * HEADS * width, HEADS * width, HEADS * width]
@@ -61,20 +61,25 @@ class Drawn:
     def norm(self, width: int) -> Any:
         return SimpleNamespace(weight=self(width), variance_epsilon=1e-6)
 
-    def compiled(self, library: Any) -> decode_layer.OneToken:
-        return decode_layer.OneToken(
-            library, self.cache, 1, turned=self.turned, spans=(self.start, self.end), own=self.own
+    def compiled(self, library: Any) -> decode_layer.CompiledLayerOps:
+        return decode_layer.CompiledLayerOps(
+            library,
+            self.cache,
+            1,
+            rotary=self.turned,
+            span=(self.start, self.end),
+            columns=self.own,
         )
 
-    def by_torch(self) -> forward.ByTorch:
+    def by_torch(self) -> decoder.TorchLayerOps:
         unseen = torch.cat([
             (torch.arange(COMMON) < self.start) | (torch.arange(COMMON) >= self.end),
             torch.arange(self.cache.width) > self.own,
         ], -1)  # fmt: skip
         mask = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill(unseen, -torch.inf)
-        return forward.ByTorch(
-            forward.Turn(*self.turned), Window(self.cache, 1, self.own),
-            {"": mask[:, None, None]}, decoder._attention,
+        return decoder.TorchLayerOps(
+            decoder.RotaryEmbedding(*self.turned), RowWindow(self.cache, 1, self.own),
+            {"": mask[:, None, None]},
         )  # fmt: skip
 
     def in_float64(self) -> Drawn:
@@ -83,7 +88,7 @@ class Drawn:
         exact._dtype = torch.float64
         exact.cache = copy.copy(self.cache)
         exact.cache.layers = [tuple(rows.double() for rows in layer) for layer in self.cache.layers]
-        exact.cache.common = [tuple(part.double() for part in layer) for layer in self.cache.common]
+        exact.cache.shared = [tuple(part.double() for part in layer) for layer in self.cache.shared]
         cos, sin = self.turned
         exact.turned = cos.double(), sin.double()
         exact.asked = tuple(part.double() for part in self.asked)
@@ -113,7 +118,7 @@ def is_as_exact_as_torch(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.
 def library(dtype: torch.dtype, shared: int = 2, width: int = 64) -> Any:
     if not HAS_COMPILER:
         pytest.skip("no C compiler for Linux here")
-    found = decode_layer.library_for(dtype, CPU, shared=shared, width=width)
+    found = decode_layer.library_for(dtype, CPU, queries_per_head=shared, width=width)
     assert found is not None
     return found
 
@@ -160,7 +165,7 @@ def test_a_number_that_is_none_stays_none_and_in_its_row(dtype: torch.dtype) -> 
 
 
 def panels(weight: torch.Tensor) -> gemm.PanelWeight:
-    if not (HAS_COMPILER and gemm.suits_panels(compiler.processor())):
+    if not (HAS_COMPILER and gemm.supports_panels(compiler.processor())):
         pytest.skip("no C compiler, or no processor for it here")
     packed = gemm.pack(weight)
     assert isinstance(packed, gemm.PanelWeight)
@@ -215,16 +220,16 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor) -> None:
 
 
 def test_panels_are_for_processors_with_pairs_and_no_tiles() -> None:
-    assert gemm.suits_panels("flags : avx512f avx512_bf16 sse")
-    assert not gemm.suits_panels("flags : avx512f avx512_bf16 amx_bf16")
-    assert not gemm.suits_panels("flags : avx512f") and not gemm.suits_panels("")
+    assert gemm.supports_panels("flags : avx512f avx512_bf16 sse")
+    assert not gemm.supports_panels("flags : avx512f avx512_bf16 amx_bf16")
+    assert not gemm.supports_panels("flags : avx512f") and not gemm.supports_panels("")
 
 
 def test_what_panels_have_no_case_for_is_multiplied_by_onednn() -> None:
     if not gemm.can_pack(torch.bfloat16):
         pytest.skip("this build cannot pack")
-    assert isinstance(gemm.pack(torch.ones(4, 3).bfloat16()), gemm.PrepackedWeight)
-    assert isinstance(gemm.pack(torch.ones(4, 4)), gemm.PrepackedWeight)
+    assert isinstance(gemm.pack(torch.ones(4, 3).bfloat16()), gemm.OnednnWeight)
+    assert isinstance(gemm.pack(torch.ones(4, 4)), gemm.OnednnWeight)
 
 
 @pytest.fixture
@@ -234,7 +239,7 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
         pytest.skip("elsewhere nothing is compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    cached = (decode_layer.library_for, gemm.library_of_panels)
+    cached = (decode_layer.library_for, gemm.panel_library)
     for each in cached:
         each.cache_clear()
     yield tmp_path
@@ -246,7 +251,7 @@ def test_without_a_compiler_torch_does_it(
     nothing_built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert decode_layer.library_for(torch.float32, CPU, shared=2, width=64) is None
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, width=64) is None
     assert "decode_layer.c is not compiled, which is slower: no C compiler here (cc)" in caplog.text
 
 
@@ -262,7 +267,7 @@ def test_without_a_compiler_onednn_multiplies(
     nothing_built: Path, for_panels: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.PrepackedWeight)
+        assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.OnednnWeight)
     assert "gemm.c is not compiled, which is slower: no C compiler here" in caplog.text
 
 
@@ -275,8 +280,8 @@ def test_panels_that_multiply_wrongly_are_not_used(
 
     wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
     monkeypatch.setattr(compiler, "load", lambda *_: wrong)
-    assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.PrepackedWeight)
-    assert "gemm.c is not used, which is slower: results differ" in caplog.text
+    assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.OnednnWeight)
+    assert "gemm.c is not used, which is slower: its results differ" in caplog.text
 
 
 def test_a_processor_that_says_nothing_of_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +299,7 @@ def built_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], 
         pytest.skip("no C compiler for Linux here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (source := tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
-    return lambda: compiler._built(source, ())
+    return lambda: compiler._compiled(source, ())
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 1], ids=["empty", "cut", "zeroed"])
@@ -324,11 +329,13 @@ def test_a_compiler_that_fails_is_named_with_its_reason(
     compiler.write_text("#!/bin/sh\necho stdint.h: No such file >&2\nexit 1\n")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
-        assert decode_layer.library_for(torch.float32, CPU, shared=2, width=64) is None
+        assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, width=64) is None
     assert f"{compiler} fails (stdint.h: No such file)" in caplog.text
     assert not list(nothing_built.rglob("*.so"))
 
 
 @pytest.mark.parametrize(("shared", "width"), [(2, 24), (2, 272), (9, 64)])
 def test_other_shapes_are_left_to_torch(shared: int, width: int) -> None:
-    assert decode_layer.library_for(torch.float32, CPU, shared=shared, width=width) is None
+    assert (
+        decode_layer.library_for(torch.float32, CPU, queries_per_head=shared, width=width) is None
+    )

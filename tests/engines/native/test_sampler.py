@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peralta_zmq.engines.native.kernels.gemm import can_pack
-from peralta_zmq.engines.native.linears import PackedLinear, Product
-from peralta_zmq.engines.native.sampler import draw
+from peralta_zmq.engines.native.linears import FusedLinear, PackedLinear
+from peralta_zmq.engines.native.sampler import sample
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
@@ -42,7 +42,7 @@ AT = {
 
 def drawn(sampling: Sampling, **options: Any) -> np.ndarray:
     chance = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
-    tokens, _ = draw(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(chance), **options)
+    tokens, _ = sample(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(chance), **options)
     return np.bincount(tokens.numpy(), minlength=8)
 
 
@@ -67,23 +67,23 @@ def test_a_packed_bias_is_a_copy() -> None:
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
     linear = torch.nn.Linear(48, 16)
-    product, given = Product([linear], ["weight"], ["bias"]), torch.randn(3, 48)
+    product, given = FusedLinear([linear], ["weight"], ["bias"]), torch.randn(3, 48)
     weights = {"weight": linear.weight.detach() * 2, "bias": linear.bias.detach() * 2}
-    product.load(*product.own(weights))
+    product.load(weights)
     with torch.inference_mode():
-        before = product.part(0, given)
+        before = product.output(0, given)
         weights["bias"].zero_()
-        assert torch.equal(product.part(0, given), before)
+        assert torch.equal(product.output(0, given), before)
 
 
 def test_no_rows_are_kept_after_the_last_layer_had_them() -> None:
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
-    product = Product([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
+    product = FusedLinear([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
     given = torch.randn(3, 48)
-    parts = [product.part(number, given) for number in range(3)]
-    assert torch.equal(product.part(1, given), parts[1])  # in another order it is done once more
-    assert torch.equal(product.part(2, given), parts[2])
+    parts = [product.output(number, given) for number in range(3)]
+    assert torch.equal(product.output(1, given), parts[1])  # in another order it is done once more
+    assert torch.equal(product.output(2, given), parts[2])
     memory = [weakref.ref(each) for each in (given, parts[0])]
     del given, parts
     assert [each() for each in memory] == [None, None]
@@ -93,7 +93,7 @@ def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
     barred = torch.zeros(DRAWS, 8, dtype=torch.bool)
     barred[:, 1] = True
     shares = np.where(np.arange(8) == 1, 0, PROBABILITIES)
-    counts = drawn(Sampling(min_tokens=1), barred=barred)
+    counts = drawn(Sampling(min_tokens=1), banned=barred)
     assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3
 
 
@@ -101,12 +101,12 @@ def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
 @pytest.mark.parametrize("name", list(KEPT))
 def test_the_ends_of_chance_fall_on_tokens_that_stay(name: str, chance: float) -> None:
     options, kept = KEPT[name]
-    tokens, _ = draw(LOGITS[None], Sampling(**options), torch.tensor([chance]))
+    tokens, _ = sample(LOGITS[None], Sampling(**options), torch.tensor([chance]))
     assert int(tokens) in kept
 
 
 def test_temperature_0_takes_the_likeliest() -> None:
-    tokens, logprobs = draw(LOGITS[None], Sampling(temperature=0.0), torch.zeros(1))
+    tokens, logprobs = sample(LOGITS[None], Sampling(temperature=0.0), torch.zeros(1))
     assert int(tokens) == 1
     assert float(logprobs) == pytest.approx(np.log(0.4), abs=1e-6)
 
@@ -118,7 +118,7 @@ def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) 
         pytest.skip("this build cannot pack")
     torch.manual_seed(0)
     linears = [torch.nn.Linear(48, size).to(dtype) for size in (64, 16)]
-    product = Product(linears, ["wide", "narrow"])
+    product = FusedLinear(linears, ["wide", "narrow"], ["wide_bias", "narrow_bias"])
     packed = [PackedLinear(product, number) for number in (0, 1)]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
 
@@ -130,7 +130,13 @@ def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) 
     with torch.inference_mode():
         compare()
         compare()  # other rows, the same layers
-        product.load(*([getattr(each, k) * 2 for each in linears] for k in ("weight", "bias")))
+        product.load(
+            {
+                name + suffix: tensor * 2
+                for name, linear in zip(("wide", "narrow"), linears, strict=True)
+                for suffix, tensor in (("", linear.weight), ("_bias", linear.bias))
+            }
+        )
         for each in linears:
             each.weight.mul_(2)
             each.bias.mul_(2)

@@ -1,4 +1,4 @@
-"""C beside this file, compiled once for a machine. Knows compilers, not what they are given."""
+"""Compiles the C files of this folder, once per machine, and loads the libraries."""
 
 from __future__ import annotations
 
@@ -11,41 +11,62 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# What lets sums be reordered; a NaN stays a NaN.
+# Sums may be reordered; NaN stays NaN (no -ffinite-math-only).
 FLAGS = (
     "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
 )  # fmt: skip
-BUILD_SECONDS = 60.0
-REMEDY = "Debian's is in the packages gcc and libc6-dev"
+COMPILE_TIMEOUT = 60.0  # seconds
+REMEDY = "on Debian, install the packages gcc and libc6-dev"
+POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 logger = logging.getLogger(__name__)
+
+
+def load_checked(
+    source: str,
+    functions: Mapping[str, Sequence[Any]],
+    defines: tuple[str, ...] = (),
+    *,
+    check: Callable[[ctypes.CDLL], bool],
+) -> ctypes.CDLL | None:
+    """As `load`, but also None if `check` finds that the library computes wrong results."""
+    library = load(source, functions, defines)
+    if library is None or check(library):
+        return library
+    logger.warning(
+        "%s is not used, which is slower: its results differ from those of torch", source
+    )
+    return None
 
 
 def load(
     source: str, functions: Mapping[str, Sequence[Any]], defines: tuple[str, ...] = ()
 ) -> ctypes.CDLL | None:
-    """The library of `source`, whose `functions` take arguments of these kinds; None, and a line
-    that says why, where it cannot be built."""
+    """The compiled library of `source`; `functions` maps names to argument types.
+
+    None if it cannot be compiled; the reason is logged.
+    """
     if sys.platform != "linux":
         return None
     try:
-        library = ctypes.CDLL(str(_built(Path(__file__).with_name(source), defines)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home is the second
+        library = ctypes.CDLL(str(_compiled(Path(__file__).with_name(source), defines)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        # RuntimeError: Path.home() of a user without a home directory
         logger.info("%s is not compiled, which is slower: %s", source, error)
         return None
-    for name, kinds in functions.items():
-        getattr(library, name).argtypes = kinds
+    for name, argument_types in functions.items():
+        getattr(library, name).argtypes = argument_types
     return library
 
 
 def processor() -> str:
-    """What it can do: a home that is shared by machines holds a library for each."""
+    """The CPU flags. Machines that share a home directory each need a library of their own."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux, or hidden
@@ -53,30 +74,33 @@ def processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _built(source: Path, defines: tuple[str, ...]) -> Path:
-    """The library for this machine, built when it is not there yet; its name tells its content, as
-    to load a damaged one may end the process."""
-    compiler = shutil.which("cc")
-    if compiler is None:
+def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
+    """The library for this machine, compiled if it is not in the user's cache folder.
+
+    Its name contains the hash of its content: loading a damaged library may end the process.
+    """
+    cc = shutil.which("cc")
+    if cc is None:
         raise FileNotFoundError(f"no C compiler here (cc); {REMEDY}")
-    flags = [compiler, *FLAGS, *defines]
-    known = repr((flags, processor(), platform.libc_ver(), _openmp())).encode()
-    name = f"{source.stem}-{_hash(source.read_bytes() + known)}"
+    flags = [cc, *FLAGS, *defines]
+    machine = repr((flags, processor(), platform.libc_ver(), _openmp())).encode()
+    name = f"{source.stem}-{_hash(source.read_bytes() + machine)}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq"
-    for built in folder.glob(f"{name}-*.so"):
-        if built.stem == f"{name}-{_hash(built.read_bytes())}":
-            return built
+    for library in folder.glob(f"{name}-*.so"):
+        if library.stem == f"{name}-{_hash(library.read_bytes())}":
+            return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        object_, library = Path(beside) / "its.o", Path(beside) / "its.so"
-        _run([*flags, "-c", str(source), "-o", str(object_)])
-        # Without FLAGS: some compilers let a library of such flags change the process's floats.
-        _run([compiler, "-shared", str(object_), str(_openmp()), "-lm", "-o", str(library)])
-        with library.open("rb") as whole:
-            os.fsync(whole.fileno())
-            built = folder / f"{name}-{_hash(whole.read())}.so"
-        os.replace(library, built)
-    return built
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        object_file, library = Path(temporary) / "kernel.o", Path(temporary) / "kernel.so"
+        _run([*flags, "-c", str(source), "-o", str(object_file)])
+        # Linked without FLAGS: with some of them, some compilers add start-up code that changes
+        # the floating-point mode of the process.
+        _run([cc, "-shared", str(object_file), str(_openmp()), "-lm", "-o", str(library)])
+        with library.open("rb") as content:
+            os.fsync(content.fileno())
+            target = folder / f"{name}-{_hash(content.read())}.so"
+        os.replace(library, target)
+    return target
 
 
 def _hash(content: bytes) -> str:
@@ -84,14 +108,14 @@ def _hash(content: bytes) -> str:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    if done.returncode:
-        why = (done.stderr.strip() or "nothing said").splitlines()[-1]
-        raise OSError(f"{command[0]} fails ({why}); {REMEDY}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT)
+    if result.returncode:
+        reason = (result.stderr.strip() or "no error message").splitlines()[-1]
+        raise OSError(f"{command[0]} fails ({reason}); {REMEDY}")
 
 
 def _openmp() -> Path:
-    """torch's own: the threads of another one would wait beside its, each busily."""
+    """torch's own OpenMP library: threads of a second one would busy-wait beside torch's."""
     packages = Path(torch.__file__).parent
     for folder in (packages / "lib", packages.with_name("torch.libs")):
         for library in sorted(folder.glob("libgomp*")):

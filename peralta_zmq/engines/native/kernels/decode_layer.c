@@ -1,9 +1,9 @@
-/* What a decoder layer of Llama's kind computes between its products of matrices, for one new
-   token a row: RMS norm, SwiGLU, and attention with the norms of its heads, rotary embedding, the
-   taking in of key and value, and a softmax that is taken block by block (arXiv 1805.02867).
+/* Everything that a decoder layer of the Llama family computes between its matmuls, for one new
+   token per row: RMS norm, SwiGLU, and attention with head norms, rotary embedding, the write of
+   key and value to the cache, and an online softmax (arXiv 1805.02867) over blocks of keys.
 
-   Knows plain memory. decode_layer.py builds it, with NUMBER_IS_BF16 for bfloat16 and else for float,
-   for heads of MAX_WIDTH numbers at most, a multiple of LANES. */
+   Compiled by decode_layer.py with SCALAR_IS_BF16 for bfloat16, without it for float. Heads have at
+   most MAX_WIDTH values, a multiple of LANES. */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,59 +11,60 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCK = 64 };    /* keys at a time */
-enum { PER_LINE = 64 }; /* bytes that come from memory together */
+enum { BLOCK = 64 };      /* keys at a time */
+enum { CACHE_LINE = 64 }; /* bytes */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
-#ifdef NUMBER_IS_BF16
-typedef uint16_t number;
+#ifdef SCALAR_IS_BF16
+typedef uint16_t scalar;
 typedef uint32_t lanes_of_bits __attribute__((vector_size(4 * LANES)));
-typedef number lanes_of_numbers __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef scalar lanes_of_scalars __attribute__((vector_size(2 * LANES), aligned(2)));
 
-INLINE float wide(number x) {
+INLINE float to_float(scalar x) {
     union { uint32_t bits; float value; } both = {(uint32_t)x << 16};
     return both.value;
 }
 
-INLINE number narrow(float x) { /* to the nearest, to even between two; what is NaN here stays so */
+INLINE scalar to_scalar(float x) { /* round to nearest, ties to even; the NaNs that occur stay NaN */
     union { float value; uint32_t bits; } both = {x};
-    return (number)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
+    return (scalar)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
 }
 
-INLINE lanes load(const number *at) {
-    return (lanes)(__builtin_convertvector(*(const lanes_of_numbers *)at, lanes_of_bits) << 16);
+INLINE lanes load(const scalar *from) {
+    return (lanes)(__builtin_convertvector(*(const lanes_of_scalars *)from, lanes_of_bits) << 16);
 }
 #else
-typedef float number;
-INLINE float wide(number x) { return x; }
-INLINE number narrow(float x) { return x; }
-INLINE lanes load(const number *at) { return *(const lanes *)at; }
+typedef float scalar;
+INLINE float to_float(scalar x) { return x; }
+INLINE scalar to_scalar(float x) { return x; }
+INLINE lanes load(const scalar *from) { return *(const lanes *)from; }
 #endif
 
 typedef struct {
-    int64_t rows, heads, shared, width; /* heads of keys, queries that share one, numbers of each */
-    int64_t common, room, threads;      /* places of the common part, and of a row */
+    int64_t rows, heads, group, width;    /* key heads, query heads per key head, head_dim */
+    int64_t shared, capacity, threads;    /* positions of the shared part, and of a row */
     int64_t query_stride, key_stride, value_stride;              /* from one row to the next */
-    const number *query, *key, *value;                           /* [rows, heads (* shared), width] */
-    const number *query_norm, *key_norm;                         /* [width], or none */
-    const number *cosine, *sine;                                 /* [rows, width] */
-    const number *common_keys, *common_values;                   /* [heads, common, width] */
-    number *keys, *values;                                       /* [rows, heads, room, width] */
-    const int64_t *start, *end, *own; /* [rows]: of the common part; where the new token goes */
-    number *out;                      /* [rows, heads * shared, width] */
+    const scalar *query, *key, *value;                           /* [rows, heads (* group), width] */
+    const scalar *query_norm, *key_norm;                         /* [width], or NULL */
+    const scalar *cosine, *sine;                                 /* [rows, width] */
+    const scalar *shared_keys, *shared_values;                   /* [heads, shared, width] */
+    scalar *keys, *values;                                       /* [rows, heads, capacity, width] */
+    const int64_t *start, *end, *column; /* [rows]: span of the shared part; the new token's place */
+    scalar *out;                         /* [rows, heads * group, width] */
     float epsilon, scaling;
 } Attention;
 
-typedef struct { /* of the queries that share a head of keys */
-    float query[MAX_SHARED * MAX_WIDTH], sum[MAX_SHARED * MAX_WIDTH];
-    float top[MAX_SHARED], total[MAX_SHARED];
+typedef struct { /* of the query heads that share a key head */
+    float query[MAX_GROUP * MAX_WIDTH];
+    float sum[MAX_GROUP * MAX_WIDTH];        /* of weighted values, relative to `max` */
+    float max[MAX_GROUP], total[MAX_GROUP];  /* of scores; of their exponentials */
 } State;
 
-/* e to the x, within five millionths of itself, in operations that compilers put in lanes; libm's is
-   called number by number. A power of two, and for the rest Cephes' polynomial. */
-INLINE float exp_of(float x) {
-    x = x < -87 ? -87 : x > 88 ? 88 : x; /* a NaN stays one */
+/* e^x with a relative error below 5e-6, in operations that compilers vectorize (libm's function is
+   called once per number): a power of two, times Cephes' polynomial for the remainder. */
+INLINE float fast_exp(float x) {
+    x = x < -87 ? -87 : x > 88 ? 88 : x; /* NaN stays NaN */
     float power = rintf(x * 1.44269504f), rest = x - power * 0.69314718f;
     float p = 1.9875691500e-4f;
     p = p * rest + 1.3981999507e-3f;
@@ -75,158 +76,160 @@ INLINE float exp_of(float x) {
     return (p * rest * rest + rest + 1) * two.value;
 }
 
-/* By what RMS norm multiplies (arXiv 1910.07467). */
-INLINE float factor_of(const number *in, int64_t width, float epsilon) {
+/* The factor of RMS norm (arXiv 1910.07467). */
+INLINE float rms_factor(const scalar *in, int64_t width, float epsilon) {
     float squares = 0;
-    for (int64_t d = 0; d < width; d++) squares += wide(in[d]) * wide(in[d]);
+    for (int64_t d = 0; d < width; d++) squares += to_float(in[d]) * to_float(in[d]);
     return 1 / sqrtf(squares / width + epsilon);
 }
 
-/* A head, normed if it is to be, turned to its place. */
-static void turn(const number *in, const number *norm, const number *cosine, const number *sine,
-                 float epsilon, int64_t width, float *out) {
-    float head[MAX_WIDTH], factor = norm ? factor_of(in, width, epsilon) : 1;
+/* Optional RMS norm of one head, then rotary embedding. */
+static void rotate(const scalar *in, const scalar *norm, const scalar *cosine, const scalar *sine,
+                   float epsilon, int64_t width, float *out) {
+    float head[MAX_WIDTH], factor = norm ? rms_factor(in, width, epsilon) : 1;
     int64_t half = width / 2;
     for (int64_t d = 0; d < width; d++)
-        head[d] = norm ? wide(narrow(wide(in[d]) * factor * wide(norm[d]))) : wide(in[d]);
+        head[d] = norm ? to_float(to_scalar(to_float(in[d]) * factor * to_float(norm[d])))
+                       : to_float(in[d]);
     for (int64_t d = 0; d < half; d++)
-        out[d] = head[d] * wide(cosine[d]) - head[d + half] * wide(sine[d]);
+        out[d] = head[d] * to_float(cosine[d]) - head[d + half] * to_float(sine[d]);
     for (int64_t d = half; d < width; d++)
-        out[d] = head[d] * wide(cosine[d]) + head[d - half] * wide(sine[d]);
+        out[d] = head[d] * to_float(cosine[d]) + head[d - half] * to_float(sine[d]);
 }
 
-INLINE float sum_of(lanes parts) {
+INLINE float horizontal_sum(lanes parts) {
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += parts[lane];
     return sum;
 }
 
-INLINE void prefetch(const number *at, int64_t width) {
-    for (int64_t d = 0; d < width; d += PER_LINE / sizeof(number)) __builtin_prefetch(at + d);
+INLINE void prefetch(const scalar *from, int64_t width) {
+    for (int64_t d = 0; d < width; d += CACHE_LINE / sizeof(scalar)) __builtin_prefetch(from + d);
 }
 
-/* The scores of at most BLOCK keys; `ahead` is what is read next, as many rows. */
-INLINE void look(const State *state, const number *keys, const number *ahead, int64_t count,
-                 int64_t shared, int64_t width, float scores[][BLOCK]) {
+/* Scores of at most BLOCK keys; prefetches the same number of rows from `next`. */
+INLINE void qk_scores(const State *state, const scalar *keys, const scalar *next, int64_t count,
+                      int64_t group, int64_t width, float scores[][BLOCK]) {
     for (int64_t p = 0; p < count; p++) {
-        lanes sums[MAX_SHARED] = {0};
-        prefetch(ahead + p * width, width);
+        lanes sums[MAX_GROUP] = {0};
+        prefetch(next + p * width, width);
         for (int64_t d = 0; d < width; d += LANES) {
             lanes part = load(keys + p * width + d);
-            for (int64_t g = 0; g < shared; g++)
+            for (int64_t g = 0; g < group; g++)
                 sums[g] += part * *(const lanes *)(state->query + g * width + d);
         }
-        for (int64_t g = 0; g < shared; g++) scores[g][p] = sum_of(sums[g]);
+        for (int64_t g = 0; g < group; g++) scores[g][p] = horizontal_sum(sums[g]);
     }
 }
 
-/* Scores to what counts of each value, beside a top that may be a new one. */
-INLINE void soften(State *state, int64_t g, int64_t count, int64_t width, float *scores) {
-    float top = state->top[g];
-    for (int64_t p = 0; p < count; p++) top = scores[p] > top ? scores[p] : top;
-    float kept = exp_of(state->top[g] - top), total = kept * state->total[g];
-    for (int64_t p = 0; p < count; p++) total += scores[p] = exp_of(scores[p] - top);
-    for (int64_t d = 0; d < width; d++) state->sum[g * width + d] *= kept;
-    state->top[g] = top, state->total[g] = total;
+/* Turns scores into exponentials relative to the running maximum, and rescales the earlier sums if
+   the maximum has grown. */
+INLINE void online_softmax(State *state, int64_t g, int64_t count, int64_t width, float *scores) {
+    float max = state->max[g];
+    for (int64_t p = 0; p < count; p++) max = scores[p] > max ? scores[p] : max;
+    float rescale = fast_exp(state->max[g] - max), total = rescale * state->total[g];
+    for (int64_t p = 0; p < count; p++) total += scores[p] = fast_exp(scores[p] - max);
+    for (int64_t d = 0; d < width; d++) state->sum[g * width + d] *= rescale;
+    state->max[g] = max, state->total[g] = total;
 }
 
-/* `step` groups of lanes at a time stay in registers. */
-INLINE void gather(State *state, const number *values, const number *ahead, int64_t count,
-                   int64_t shared, int64_t width, float scores[][BLOCK], const int step) {
+/* Adds values times weights; `step` vectors at a time stay in registers. */
+INLINE void weighted_sum(State *state, const scalar *values, const scalar *next, int64_t count,
+                         int64_t group, int64_t width, float weights[][BLOCK], const int step) {
     for (int64_t d = 0; d < width; d += step * LANES) {
-        lanes sums[MAX_SHARED][4] = {0};
+        lanes sums[MAX_GROUP][4] = {0};
         for (int64_t p = 0; p < count; p++) {
-            prefetch(ahead + p * width + d, step * LANES);
+            prefetch(next + p * width + d, step * LANES);
             for (int k = 0; k < step; k++) {
                 lanes part = load(values + p * width + d + k * LANES);
-                for (int64_t g = 0; g < shared; g++) sums[g][k] += part * scores[g][p];
+                for (int64_t g = 0; g < group; g++) sums[g][k] += part * weights[g][p];
             }
         }
-        for (int64_t g = 0; g < shared; g++)
+        for (int64_t g = 0; g < group; g++)
             for (int k = 0; k < step; k++)
                 *(lanes *)(state->sum + g * width + d + k * LANES) += sums[g][k];
     }
 }
 
-/* `next` is read after these: the same places of another row. */
-INLINE void over(State *state, const number *keys, const number *values, const number *next,
-                 int64_t count, int64_t shared, int64_t width) {
-    for (int64_t from = 0; from < count; from += BLOCK) {
-        float scores[MAX_SHARED][BLOCK];
-        int64_t here = count - from < BLOCK ? count - from : BLOCK, at = from * width;
-        look(state, keys + at, values + at, here, shared, width, scores);
-        for (int64_t g = 0; g < shared; g++) soften(state, g, here, width, scores[g]);
+/* Attends to `count` positions; `next` is read after them: the same positions of another row. */
+INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
+                         const scalar *next, int64_t count, int64_t group, int64_t width) {
+    for (int64_t first = 0; first < count; first += BLOCK) {
+        float scores[MAX_GROUP][BLOCK];
+        int64_t size = count - first < BLOCK ? count - first : BLOCK, offset = first * width;
+        qk_scores(state, keys + offset, values + offset, size, group, width, scores);
+        for (int64_t g = 0; g < group; g++) online_softmax(state, g, size, width, scores[g]);
         if (width % (4 * LANES))
-            gather(state, values + at, next + at, here, shared, width, scores, 1);
+            weighted_sum(state, values + offset, next + offset, size, group, width, scores, 1);
         else
-            gather(state, values + at, next + at, here, shared, width, scores, 4);
+            weighted_sum(state, values + offset, next + offset, size, group, width, scores, 4);
     }
 }
 
-INLINE void attend_one(const Attention *a, int64_t row, int64_t head, int64_t shared) {
+INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t group) {
     State state;
-    const int64_t width = a->width, own = a->own[row], start = a->start[row];
-    const int64_t room = a->room * width, of_row = row * a->heads + head;
-    const int64_t of_common = (head * a->common + start) * width;
-    const number *cosine = a->cosine + row * width, *sine = a->sine + row * width;
-    const number *query = a->query + row * a->query_stride + head * shared * width;
-    number *keys = a->keys + of_row * room, *values = a->values + of_row * room;
-    number *out = a->out + of_row * shared * width;
+    const int64_t width = a->width, column = a->column[row], start = a->start[row];
+    const int64_t row_size = a->capacity * width, index = row * a->heads + head;
+    const int64_t shared_offset = (head * a->shared + start) * width;
+    const scalar *cosine = a->cosine + row * width, *sine = a->sine + row * width;
+    const scalar *query = a->query + row * a->query_stride + head * group * width;
+    scalar *keys = a->keys + index * row_size, *values = a->values + index * row_size;
+    scalar *out = a->out + index * group * width;
     float key[MAX_WIDTH];
 
-    turn(a->key + row * a->key_stride + head * width, a->key_norm, cosine, sine, a->epsilon,
-         width, key);
-    for (int64_t d = 0; d < width; d++) keys[own * width + d] = narrow(key[d]);
-    memcpy(values + own * width, a->value + row * a->value_stride + head * width,
-           width * sizeof(number));
+    rotate(a->key + row * a->key_stride + head * width, a->key_norm, cosine, sine, a->epsilon,
+           width, key);
+    for (int64_t d = 0; d < width; d++) keys[column * width + d] = to_scalar(key[d]);
+    memcpy(values + column * width, a->value + row * a->value_stride + head * width,
+           width * sizeof(scalar));
 
-    for (int64_t g = 0; g < shared; g++) {
-        turn(query + g * width, a->query_norm, cosine, sine, a->epsilon, width,
-             state.query + g * width);
-        state.top[g] = -INFINITY, state.total[g] = 0;
+    for (int64_t g = 0; g < group; g++) {
+        rotate(query + g * width, a->query_norm, cosine, sine, a->epsilon, width,
+               state.query + g * width);
+        state.max[g] = -INFINITY, state.total[g] = 0;
     }
-    for (int64_t d = 0; d < shared * width; d++)
+    for (int64_t d = 0; d < group * width; d++)
         state.query[d] *= a->scaling, state.sum[d] = 0;
-    over(&state, a->common_keys + of_common, a->common_values + of_common, keys,
-         a->end[row] - start, shared, width);
-    over(&state, keys, values, keys + a->heads * room, own + 1, shared, width);
-    for (int64_t g = 0; g < shared; g++)
+    attend_range(&state, a->shared_keys + shared_offset, a->shared_values + shared_offset, keys,
+                 a->end[row] - start, group, width);
+    attend_range(&state, keys, values, keys + a->heads * row_size, column + 1, group, width);
+    for (int64_t g = 0; g < group; g++)
         for (int64_t d = 0; d < width; d++)
-            out[g * width + d] = narrow(state.sum[g * width + d] / state.total[g]);
+            out[g * width + d] = to_scalar(state.sum[g * width + d] / state.total[g]);
 }
 
 void attend(const Attention *a) {
 #pragma omp parallel for schedule(static) num_threads(a->threads)
     for (int64_t task = 0; task < a->rows * a->heads; task++) {
-        int64_t head = task / a->rows, row = task % a->rows; /* a head's common part stays near */
-        switch (a->shared) { /* a number that is known is kept in registers */
-            case 1: attend_one(a, row, head, 1); break;
-            case 2: attend_one(a, row, head, 2); break;
-            case 4: attend_one(a, row, head, 4); break;
-            default: attend_one(a, row, head, a->shared);
+        int64_t head = task / a->rows, row = task % a->rows; /* keeps a head's shared part in cache */
+        switch (a->group) { /* compile-time constants keep the sums in registers */
+            case 1: attend_head(a, row, head, 1); break;
+            case 2: attend_head(a, row, head, 2); break;
+            case 4: attend_head(a, row, head, 4); break;
+            default: attend_head(a, row, head, a->group);
         }
     }
 }
 
-/* RMS norm of rows that lie one after the other. */
-void norm(const number *in, const number *weight, number *out, int64_t rows, int64_t width,
+/* RMS norm of contiguous rows. */
+void norm(const scalar *in, const scalar *weight, scalar *out, int64_t rows, int64_t width,
           float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
-        const number *from = in + row * width;
-        float factor = factor_of(from, width, epsilon);
+        const scalar *from = in + row * width;
+        float factor = rms_factor(from, width, epsilon);
         for (int64_t d = 0; d < width; d++)
-            out[row * width + d] = narrow(wide(from[d]) * factor * wide(weight[d]));
+            out[row * width + d] = to_scalar(to_float(from[d]) * factor * to_float(weight[d]));
     }
 }
 
-/* SwiGLU of rows of which each begins `stride` numbers after the one before (arXiv 2002.05202). */
-void gate(const number *gates, const number *ups, number *out, int64_t rows, int64_t stride,
+/* SwiGLU (arXiv 2002.05202) of rows that start `stride` values apart; `out` is contiguous. */
+void gate(const scalar *gates, const scalar *ups, scalar *out, int64_t rows, int64_t stride,
           int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t d = 0; d < width; d++) {
-            float x = wide(gates[row * stride + d]), up = wide(ups[row * stride + d]);
-            out[row * width + d] = narrow(wide(narrow(x / (1 + exp_of(-x)))) * up);
+            float x = to_float(gates[row * stride + d]), up = to_float(ups[row * stride + d]);
+            out[row * width + d] = to_scalar(to_float(to_scalar(x / (1 + fast_exp(-x)))) * up);
         }
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,61 +17,60 @@ from torch.nn import functional
 
 from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.kernels import compiler
+from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINTER
 
-LANES, MAX_WIDTH, MAX_SHARED = 16, 256, 8  # numbers at a time; of a head; heads for one of keys
-SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_SHARED={MAX_SHARED}")
-DEFINES = {torch.bfloat16: (*SIZES, "-DNUMBER_IS_BF16"), torch.float32: SIZES}
-logger = logging.getLogger(__name__)
+LANES, MAX_WIDTH, MAX_GROUP = 16, 256, 8  # SIMD lanes, head_dim, query heads per key head
+SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_GROUP={MAX_GROUP}")
+DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 
 class _Attention(ctypes.Structure):
-    """As in decode_layer.c."""
+    """The struct of the same name in decode_layer.c, where the fields are explained."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in (
-            "rows", "heads", "shared", "width", "common", "room", "threads",
+        *((name, INT64) for name in (
+            "rows", "heads", "group", "width", "shared", "capacity", "threads",
             "query_stride", "key_stride", "value_stride",
         )),
-        *((name, ctypes.c_void_p) for name in (
+        *((name, POINTER) for name in (
             "query", "key", "value", "query_norm", "key_norm", "cosine", "sine",
-            "common_keys", "common_values", "keys", "values", "start", "end", "own", "out",
+            "shared_keys", "shared_values", "keys", "values", "start", "end", "column", "out",
         )),
-        ("epsilon", ctypes.c_float), ("scaling", ctypes.c_float),
+        ("epsilon", FLOAT), ("scaling", FLOAT),
     )  # fmt: skip
 
 
-_AT, _LONG = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = {
-    "norm": (_AT, _AT, _AT, _LONG, _LONG, ctypes.c_float, ctypes.c_int),
-    "gate": (_AT, _AT, _AT, _LONG, _LONG, _LONG, ctypes.c_int),
+    "norm": (POINTER, POINTER, POINTER, INT64, INT64, FLOAT, INT),
+    "gate": (POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
     "attend": (ctypes.POINTER(_Attention),),
 }
 
 
-class OneToken:
-    """`forward.Between` of a step with one new token a row."""
+class CompiledLayerOps:
+    """`decoder.LayerOps` of a decode step, with one new token per row."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         cache: KVCache,
-        first: int,  # row of the cache
+        first_row: int,
         *,
-        turned: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
-        spans: tuple[Tensor, Tensor],  # start and end in the common part, [n, 1]
-        own: Tensor,  # [n, 1], where in their rows the new tokens go
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
+        span: tuple[Tensor, Tensor],  # start and end in the shared part, [n, 1]
+        columns: Tensor,  # [n, 1], where in their rows the new tokens go
     ) -> None:
-        self._library, self._cache, self._rows = library, cache, slice(first, None)
+        self._library, self._cache, self._rows = library, cache, slice(first_row, None)
         self._threads = torch.get_num_threads()
-        self._held = (*turned, *spans, own)  # alive while C reads them
-        cosine, sine, start, end, own_ = (each.data_ptr() for each in self._held)
-        self._asked = _Attention(
-            rows=len(own), width=turned[0].shape[-1], room=cache.width, threads=self._threads,
-            cosine=cosine, sine=sine, start=start, end=end, own=own_,
+        self._tensors = (*rotary, *span, columns)  # must stay alive while C reads them
+        cosine, sine, start, end, column = (tensor.data_ptr() for tensor in self._tensors)
+        self._arguments = _Attention(
+            rows=len(columns), width=rotary[0].shape[-1], capacity=cache.width,
+            threads=self._threads, cosine=cosine, sine=sine, start=start, end=end, column=column,
         )  # fmt: skip
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """As Between says."""
+        """As in LayerOps."""
         out = torch.empty_like(hidden)
         self._library.norm(
             hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), len(hidden),
@@ -81,7 +79,7 @@ class OneToken:
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """As Between says."""
+        """As in LayerOps."""
         out = gates.new_empty(gates.shape)
         self._library.gate(
             gates.data_ptr(), ups.data_ptr(), out.data_ptr(), len(gates), gates.stride(0),
@@ -90,75 +88,76 @@ class OneToken:
         return out
 
     def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Between says."""
-        asked, layer = self._asked, module.layer_idx
-        common, rows = self._cache.common[layer], self._cache.layers[layer]
-        asked.heads, asked.common = common[0].shape[:2]
-        asked.shared = query.shape[-1] // key.shape[-1]
+        """As in LayerOps."""
+        arguments, layer = self._arguments, module.layer_idx
+        shared, own = self._cache.shared[layer], self._cache.layers[layer]
+        arguments.heads, arguments.shared = shared[0].shape[:2]
+        arguments.group = query.shape[-1] // key.shape[-1]
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            setattr(asked, name, tensor.data_ptr())
-            setattr(asked, f"{name}_stride", tensor.stride(0))
+            setattr(arguments, name, tensor.data_ptr())
+            setattr(arguments, f"{name}_stride", tensor.stride(0))
         if hasattr(module, "q_norm"):
-            asked.query_norm = module.q_norm.weight.data_ptr()
-            asked.key_norm = module.k_norm.weight.data_ptr()
-            asked.epsilon = module.q_norm.variance_epsilon
-        asked.common_keys, asked.common_values = (each.data_ptr() for each in common)
-        asked.keys, asked.values = (each[self._rows].data_ptr() for each in rows)
-        asked.scaling = module.scaling
+            arguments.query_norm = module.q_norm.weight.data_ptr()
+            arguments.key_norm = module.k_norm.weight.data_ptr()
+            arguments.epsilon = module.q_norm.variance_epsilon
+        arguments.shared_keys, arguments.shared_values = (part.data_ptr() for part in shared)
+        arguments.keys, arguments.values = (part[self._rows].data_ptr() for part in own)
+        arguments.scaling = module.scaling
         out = query.new_empty(query.shape)
-        asked.out = out.data_ptr()
-        self._library.attend(ctypes.byref(asked))
+        arguments.out = out.data_ptr()
+        self._library.attend(ctypes.byref(arguments))
         return out
 
 
 @functools.cache
 def library_for(
-    dtype: torch.dtype, device: torch.device, *, shared: int, width: int
+    dtype: torch.dtype, device: torch.device, *, queries_per_head: int, width: int
 ) -> ctypes.CDLL | None:
-    """The library for heads of `width` values, of which `shared` use the same keys.
+    """The library for heads of `width` values, `queries_per_head` query heads per key head.
 
     None if it does not support them, cannot be compiled, or does not reproduce torch's results.
     """
-    served = not width % LANES and width <= MAX_WIDTH and shared <= MAX_SHARED
-    if device.type != "cpu" or dtype not in DEFINES or not served:
+    supported = not width % LANES and width <= MAX_WIDTH and queries_per_head <= MAX_GROUP
+    if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
-    library = compiler.load("decode_layer.c", ARGUMENTS, DEFINES[dtype])
-    if library is None or _is_right(library, dtype, shared, width):
-        return library
-    logger.warning(
-        "decode_layer.c is not used, which is slower: results differ from those of torch"
-    )
-    return None
+    return compiler.load_checked(
+        "decode_layer.c", ARGUMENTS, DEFINES[dtype],
+        check=lambda library: _is_correct(library, dtype, queries_per_head, width),
+    )  # fmt: skip
 
 
-def _is_right(library: ctypes.CDLL, dtype: torch.dtype, shared: int, width: int) -> bool:
-    """Whether a norm, a gate, and a row that reads a common part come out as torch's."""
-    chance = torch.Generator().manual_seed(0)
+def _is_correct(library: ctypes.CDLL, dtype: torch.dtype, group: int, width: int) -> bool:
+    """Whether a norm, a gate, and attention of one row to a shared part match torch's."""
+    generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=chance).to(dtype)
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
 
     cache = KVCache(
         num_layers=1, num_rows=1, num_heads=1, capacity=4, head_dim=width, dtype=dtype,
         device=torch.device("cpu"),
     )  # fmt: skip
-    cache.common = [(drawn(1, 3, width), drawn(1, 3, width))]
-    query, key, value = drawn(1, 1, shared * width), drawn(1, 1, width), drawn(1, 1, width)
-    plain = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)
-    spans = torch.tensor([[1]]), torch.tensor([[3]])
-    step = OneToken(library, cache, 0, turned=plain, spans=spans, own=torch.tensor([[0]]))
+    cache.shared = [(random(1, 3, width), random(1, 3, width))]
+    query, key, value = random(1, 1, group * width), random(1, 1, width), random(1, 1, width)
+    no_rotation = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)
+    span = torch.tensor([[1]]), torch.tensor([[3]])
+    ops = CompiledLayerOps(
+        library, cache, 0, rotary=no_rotation, span=span, columns=torch.tensor([[0]])
+    )
     layer = SimpleNamespace(layer_idx=0, scaling=0.3)
-    ours = step.attend(layer, "", query, key, value)
+    attended = ops.attend(layer, "", query, key, value)
     keys, values = (
-        torch.cat([held[:, 1:], new], 1)
-        for held, new in zip(cache.common[0], (key, value), strict=True)
+        torch.cat([shared[:, 1:], new], 1)
+        for shared, new in zip(cache.shared[0], (key, value), strict=True)
     )
-    theirs = torch.softmax(query.view(1, shared, width) @ keys.mT * 0.3, -1) @ values
+    expected = torch.softmax(query.view(1, group, width) @ keys.mT * 0.3, -1) @ values
     norm = SimpleNamespace(weight=key[0, 0], variance_epsilon=1e-6)
-    both = (
-        (ours, theirs.view_as(ours)),
-        (step.norm(norm, value), functional.rms_norm(value, (width,), norm.weight, 1e-6)),
-        (step.gate(None, key, value), functional.silu(key) * value),
+    pairs = (
+        (attended, expected.view_as(attended)),
+        (ops.norm(norm, value), functional.rms_norm(value, (width,), norm.weight, 1e-6)),
+        (ops.gate(None, key, value), functional.silu(key) * value),
     )
-    near = 1e-5 if dtype == torch.float32 else 0.05
-    return all(torch.allclose(mine, its, atol=near, rtol=near) for mine, its in both)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    return all(
+        torch.allclose(ours, torchs, atol=tolerance, rtol=tolerance) for ours, torchs in pairs
+    )

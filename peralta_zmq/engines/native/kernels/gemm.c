@@ -1,146 +1,150 @@
-/* Rows times a weight, both in bfloat16 and summed in float, on processors that multiply pairs of
-   such numbers (AVX512-BF16).
+/* Rows times a weight, both in bfloat16 and accumulated in float, on processors that multiply pairs
+   of bfloat16 (AVX512-BF16).
 
-   A weight lies in panels of WIDE outputs, [panels][in / 2][WIDE][2]: for few rows it comes from
-   memory in one stream. At most ROWS rows are multiplied at a time, whose sums then stay in
-   registers over all inputs; the panel lies in the cache for the next of them, while the next panel
-   is fetched. Each sum is taken in one order, however many rows there are.
+   A weight is stored in panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2]: for few
+   rows it is read from memory in one stream. At most TILE_ROWS rows are multiplied at a time, so
+   that their sums stay in registers over all inputs; the panel stays in the cache for the next rows
+   while the next panel is prefetched. The order of summation does not depend on the number of rows.
 
-   Knows plain memory. gemm.py builds it. */
+   Compiled by gemm.py. */
 
 #include <immintrin.h>
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { WIDE = 64, ROWS = 6 };     /* 24 registers of sums, 4 of the weight, one of the row */
-enum { LINE = 64, AHEAD = 8192 }; /* bytes that come together; between what is read and fetched */
-enum { ALONE = 1 << 18 };         /* products that one thread has done before a second one comes */
+enum { PANEL_WIDTH = 64, TILE_ROWS = 6 }; /* registers: 24 of sums, 4 of weights, 1 of a row */
+enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 }; /* bytes */
+enum { ONE_THREAD = 1 << 18 }; /* multiplications for which a second thread does not pay */
 
-typedef uint16_t number;
+typedef uint16_t scalar;
 
-/* Two numbers of each of 16 rows, to 16 numbers of each: 16 x 16 pairs are turned by four times
-   taking one of the first half and one of the second. */
-INLINE void turn(__m512i pairs[16]) {
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int turned = 0; turned < 4; turned++) {
+/* Transposes 16 x 16 pairs of scalars: pairs[i] is row i before, column i after. Each of the four
+   rounds interleaves the first half of the vectors with the second. */
+INLINE void transpose(__m512i pairs[16]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int round = 0; round < 4; round++) {
         __m512i from[16];
         for (int i = 0; i < 16; i++) from[i] = pairs[i];
         for (int i = 0; i < 8; i++) {
-            pairs[2 * i] = _mm512_permutex2var_epi32(from[i], first, from[i + 8]);
-            pairs[2 * i + 1] = _mm512_permutex2var_epi32(from[i], second, from[i + 8]);
+            pairs[2 * i] = _mm512_permutex2var_epi32(from[i], low, from[i + 8]);
+            pairs[2 * i + 1] = _mm512_permutex2var_epi32(from[i], high, from[i + 8]);
         }
     }
 }
 
-/* `weight` is [outs, in], `in` even; outputs up to the next multiple of WIDE are zeros. */
-void pack(const number *weight, number *packed, int64_t outs, int64_t in, int threads) {
-    const int64_t groups = (outs + WIDE - 1) / WIDE * (WIDE / 16);
+/* `weight` is [outs, in], `in` even; outputs up to the next multiple of PANEL_WIDTH are zeros. */
+void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int threads) {
+    const int64_t per_panel = PANEL_WIDTH / 16; /* groups of 16 outputs */
+    const int64_t groups = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH * per_panel;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t group = 0; group < groups; group++) {
-        number *to = packed + group / (WIDE / 16) * WIDE * in + group % (WIDE / 16) * 32;
-        for (int64_t at = 0; at < in; at += 32) {
+        scalar *to = packed + group / per_panel * PANEL_WIDTH * in + group % per_panel * 32;
+        for (int64_t first = 0; first < in; first += 32) {
             __m512i pairs[16];
-            const int64_t left = in - at < 32 ? in - at : 32;
-            const __mmask32 here = 0xffffffffu >> (32 - left);
+            const int64_t count = in - first < 32 ? in - first : 32;
+            const __mmask32 mask = 0xffffffffu >> (32 - count);
             for (int i = 0; i < 16; i++) {
                 const int64_t row = group * 16 + i;
-                pairs[i] = _mm512_maskz_loadu_epi16(row < outs ? here : 0, weight + row * in + at);
+                pairs[i] = _mm512_maskz_loadu_epi16(row < outs ? mask : 0, weight + row * in + first);
             }
-            turn(pairs);
-            for (int i = 0; i < left / 2; i++, to += 2 * WIDE) _mm512_storeu_si512(to, pairs[i]);
+            transpose(pairs);
+            for (int i = 0; i < count / 2; i++, to += 2 * PANEL_WIDTH)
+                _mm512_storeu_si512(to, pairs[i]);
         }
     }
 }
 
-typedef struct { /* where a block of rows and a panel meet */
-    const number *rows, *panel; /* [.., in]; [in / 2][WIDE][2] */
-    const char *next;     /* what to fetch meanwhile, `pace` bytes for each pair of numbers */
+typedef struct { /* a block of rows and a panel */
+    const scalar *rows, *panel; /* [.., in]; [in / 2][PANEL_WIDTH][2] */
+    const char *next;     /* prefetched meanwhile, `pace` bytes for each pair of inputs */
     int64_t in, outs, pace;
-    const float *begin;   /* [WIDE], of the sums */
-    __mmask32 low, high;  /* which of the outputs there are */
-    number *out;          /* [.., outs] */
-} Meeting;
+    const float *bias;    /* [PANEL_WIDTH] */
+    __mmask32 low, high;  /* which outputs exist */
+    scalar *out;          /* [.., outs] */
+} Tile;
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-#define BEGIN(r) __m512 a##r = begin_a, b##r = begin_b, c##r = begin_c, d##r = begin_d;
+#define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b, c##r = bias_c, d##r = bias_d;
 #define ADD(r) \
     if (r < count) { \
-        __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int32_unaligned *)(row + r * m.in)); \
+        __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int32_unaligned *)(row + r * t.in)); \
         a##r = _mm512_dpbf16_ps(a##r, pair, a), b##r = _mm512_dpbf16_ps(b##r, pair, b); \
         c##r = _mm512_dpbf16_ps(c##r, pair, c), d##r = _mm512_dpbf16_ps(d##r, pair, d); \
     }
-#define PUT(r) \
+#define STORE(r) \
     if (r < count) { \
-        put(m.out + r * m.outs, m.low, a##r, b##r); \
-        put(m.out + r * m.outs + 32, m.high, c##r, d##r); \
+        store(t.out + r * t.outs, t.low, a##r, b##r); \
+        store(t.out + r * t.outs + 32, t.high, c##r, d##r); \
     }
 
 typedef int32_t int32_unaligned __attribute__((aligned(2), may_alias));
 
-INLINE __m512bh pairs_at(const number *at) { return (__m512bh)_mm512_loadu_si512(at); }
+INLINE __m512bh load(const scalar *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-INLINE void put(number *out, __mmask32 which, __m512 low, __m512 high) {
-    _mm512_mask_storeu_epi16(out, which, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+INLINE void store(scalar *out, __mmask32 mask, __m512 low, __m512 high) {
+    _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-/* The sums have names, not numbers: compilers then keep them in registers. */
-INLINE void meet(const Meeting m, const int count, const int lines) {
-    const __m512 begin_a = _mm512_loadu_ps(m.begin), begin_b = _mm512_loadu_ps(m.begin + 16);
-    const __m512 begin_c = _mm512_loadu_ps(m.begin + 32), begin_d = _mm512_loadu_ps(m.begin + 48);
+/* The sums are separate variables, not an array: compilers then keep them in registers. */
+INLINE void tile_gemm(const Tile t, const int count, const int prefetched_lines) {
+    const __m512 bias_a = _mm512_loadu_ps(t.bias), bias_b = _mm512_loadu_ps(t.bias + 16);
+    const __m512 bias_c = _mm512_loadu_ps(t.bias + 32), bias_d = _mm512_loadu_ps(t.bias + 48);
     EACH_ROW(BEGIN)
-    const number *panel = m.panel, *row = m.rows, *end = m.rows + m.in;
-    const char *next = m.next;
-    for (; row < end; row += 2, panel += 2 * WIDE, next += m.pace) {
-        __m512bh a = pairs_at(panel), b = pairs_at(panel + 32);
-        __m512bh c = pairs_at(panel + 64), d = pairs_at(panel + 96);
-        for (int line = 0; line < lines; line++) _mm_prefetch(next + line * LINE, _MM_HINT_T0);
+    const scalar *panel = t.panel, *row = t.rows, *end = t.rows + t.in;
+    const char *next = t.next;
+    for (; row < end; row += 2, panel += 2 * PANEL_WIDTH, next += t.pace) {
+        __m512bh a = load(panel), b = load(panel + 32), c = load(panel + 64), d = load(panel + 96);
+        for (int line = 0; line < prefetched_lines; line++)
+            _mm_prefetch(next + line * CACHE_LINE, _MM_HINT_T0);
         EACH_ROW(ADD)
     }
-    EACH_ROW(PUT)
+    EACH_ROW(STORE)
 }
 
-INLINE void meet_some(const Meeting m, int64_t count, const int lines) {
-    switch (count) { /* a number that is known is kept in registers */
-        case 1: meet(m, 1, lines); break;
-        case 2: meet(m, 2, lines); break;
-        case 3: meet(m, 3, lines); break;
-        case 4: meet(m, 4, lines); break;
-        case 5: meet(m, 5, lines); break;
-        default: meet(m, 6, lines);
+INLINE void tile_gemm_rows(const Tile t, int64_t count, const int prefetched_lines) {
+    switch (count) { /* compile-time constants keep the sums in registers */
+        case 1: tile_gemm(t, 1, prefetched_lines); break;
+        case 2: tile_gemm(t, 2, prefetched_lines); break;
+        case 3: tile_gemm(t, 3, prefetched_lines); break;
+        case 4: tile_gemm(t, 4, prefetched_lines); break;
+        case 5: tile_gemm(t, 5, prefetched_lines); break;
+        default: tile_gemm(t, 6, prefetched_lines);
     }
 }
 
-INLINE __mmask32 first_of(int64_t count) {
+INLINE __mmask32 first_bits(int64_t count) {
     return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
 }
 
-/* `rows` is [num, in], `bias` [outs] or none, `out` [num, outs]. Where panels are fewer than
-   threads, several threads take a panel, each for some blocks of rows. */
-void multiply(const number *rows, const number *packed, const number *bias, number *out,
+/* `rows` is [num, in], `bias` [outs] or NULL, `out` [num, outs]. If there are fewer panels than
+   threads, several threads share a panel and each multiplies some blocks of rows. */
+void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
               int64_t num, int64_t in, int64_t outs, int threads) {
-    const int64_t panels = (outs + WIDE - 1) / WIDE, blocks = (num + ROWS - 1) / ROWS;
-    const int64_t wanted = (threads + panels - 1) / panels; /* threads for a panel */
-    const int64_t shares = wanted < blocks ? wanted : blocks;
-#pragma omp parallel for schedule(static) num_threads(threads) if (num * in * outs > ALONE)
-    for (int64_t task = 0; task < panels * shares; task++) {
-        const int64_t from = task / shares * WIDE, share = task % shares;
-        const int64_t first = share * blocks / shares, last = (share + 1) * blocks / shares;
+    const int64_t panels = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH;
+    const int64_t blocks = (num + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t per_panel = (threads + panels - 1) / panels; /* threads */
+    const int64_t parts = per_panel < blocks ? per_panel : blocks;
+#pragma omp parallel for schedule(static) num_threads(threads) if (num * in * outs > ONE_THREAD)
+    for (int64_t task = 0; task < panels * parts; task++) {
+        const int64_t output = task / parts * PANEL_WIDTH, part = task % parts;
+        const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
         const int64_t passes = last - first;
-        float begin[WIDE] = {0};
-        for (int64_t o = 0; bias && o < WIDE && from + o < outs; o++)
-            begin[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128(bias[from + o] << 16));
-        Meeting m = {.panel = packed + from * in, .in = in, .outs = outs, .begin = begin,
-                     .low = first_of(outs - from), .high = first_of(outs - from - 32),
-                     .pace = 4 * LINE / passes};
-        m.next = (const char *)m.panel + (passes == 1 ? AHEAD : in * WIDE * sizeof(number));
-        for (int64_t block = first; block < last; block++, m.next += in / 2 * m.pace) {
-            const int64_t at = block * num / blocks, count = (block + 1) * num / blocks - at;
-            m.rows = rows + at * in, m.out = out + at * outs + from;
-            if (passes == 1) meet_some(m, count, 4);
-            else if (passes < 4) meet_some(m, count, 2);
-            else meet_some(m, count, 1);
+        float panel_bias[PANEL_WIDTH] = {0};
+        for (int64_t o = 0; bias && o < PANEL_WIDTH && output + o < outs; o++)
+            panel_bias[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128(bias[output + o] << 16));
+        Tile t = {.panel = packed + output * in, .in = in, .outs = outs, .bias = panel_bias,
+                  .low = first_bits(outs - output), .high = first_bits(outs - output - 32),
+                  .pace = 4 * CACHE_LINE / passes};
+        t.next = (const char *)t.panel +
+                 (passes == 1 ? PREFETCH_DISTANCE : in * PANEL_WIDTH * sizeof(scalar));
+        for (int64_t block = first; block < last; block++, t.next += in / 2 * t.pace) {
+            const int64_t row = block * num / blocks, count = (block + 1) * num / blocks - row;
+            t.rows = rows + row * in, t.out = out + row * outs + output;
+            if (passes == 1) tile_gemm_rows(t, count, 4);
+            else if (passes < 4) tile_gemm_rows(t, count, 2);
+            else tile_gemm_rows(t, count, 1);
         }
     }
 }

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from peralta_zmq import models
-from peralta_zmq.engines import ask
-from peralta_zmq.engines.evaluation import evaluate
+from peralta_zmq.engines import evaluate, generate_groups
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
@@ -78,7 +77,9 @@ class Hasty:
 
 def asked(engine: Any, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
     """The number of each answered problem, from 0, with what was said."""
-    answers = ask(engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling())
+    answers = generate_groups(
+        engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling()
+    )
     return ((int(problem.id) - 1, said) for problem, said in answers)
 
 
@@ -113,7 +114,7 @@ def test_siblings_are_in_order_whenever_they_came(tokenizer: Any) -> None:
 def test_problems_are_taken_one_at_a_time_and_none_passes_through(tokenizer: Any) -> None:
     engine = Hasty()
     problems = iter([None, PROBLEMS[0], None, None, PROBLEMS[1], PROBLEMS[2]])
-    answers = ask(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
+    answers = generate_groups(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
     assert next(answers)[0] is PROBLEMS[0]
     assert engine.taken == [None, 0, 1]
     assert next(answers)[0] is PROBLEMS[1]
@@ -122,13 +123,17 @@ def test_problems_are_taken_one_at_a_time_and_none_passes_through(tokenizer: Any
 
 def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
     secret = Problem("1", "calculator", (Message("user", "3 plus 2"),), "41")
-    ((_, (said,)),) = ask(Parrot(), tokenizer, [secret], num_generations=1, sampling=Sampling())
+    ((_, (said,)),) = generate_groups(
+        Parrot(), tokenizer, [secret], num_generations=1, sampling=Sampling()
+    )
     assert "41" not in tokenizer.decode(said.prompt_ids)
 
 
 def test_a_prompt_of_tokens_is_asked_as_it_is(tokenizer: Any) -> None:
     tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
-    ((_, (said,)),) = ask(Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling())
+    ((_, (said,)),) = generate_groups(
+        Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling()
+    )
     assert said.prompt_ids.tolist() == [7, 0, 9]
 
 

@@ -1,0 +1,153 @@
+"""Weight synchronization: the first version, newer ones in place, rejection of bad ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import safetensors.torch
+import torch
+from fakes import tiny_model
+from generators import BAD_STEP, FakeEngine, apply_until, publish
+
+from peralta_zmq import atomic_files, models, wire
+from peralta_zmq.config import load_config
+from peralta_zmq.errors import StoreError
+from peralta_zmq.generator.weight_sync import apply_newest, open_engine, open_subscriber
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.version import WEIGHTS
+
+
+class ModelEngine:
+    """Applies weights to a real model."""
+
+    def __init__(self, model: Any) -> None:
+        self.step, self.model = 0, model
+
+    def apply(self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None) -> None:
+        models.apply_weights(self.model, weights)
+        self.step = step
+
+
+def has_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> bool:
+    current = models.weights_of(model)
+    return all(torch.equal(current[name], tensor) for name, tensor in weights.items())
+
+
+def test_newest_version_is_applied_once(store: WeightStore, subscriber: WeightSubscriber) -> None:
+    first, newest = publish(store, 1, 1.0), publish(store, 3, 3.0)
+    version = apply_until(engine := FakeEngine(), subscriber, first, 3)
+    assert version.weights_id == newest.weights_id
+    assert engine.weights["w"].tolist() == [3.0] * 4
+    engine.weights.clear()
+    assert subscriber.poll(timeout=0.3) is None
+    assert apply_newest(engine, subscriber, version) is version
+    assert engine.weights == {}
+
+
+def test_rejected_version_changes_nothing_and_a_later_one_is_applied(
+    store: WeightStore, subscriber: WeightSubscriber
+) -> None:
+    first = apply_until(engine := FakeEngine(), subscriber, publish(store, 1, 1.0), 1)
+    publish(store, BAD_STEP, 13.0)
+    assert subscriber.poll(timeout=20) is not None
+    assert apply_newest(engine, subscriber, first) is first
+    assert engine.weights["w"].tolist() == [1.0] * 4
+    publish(store, 14, 14.0)
+    assert apply_until(engine, subscriber, first, 14).step == 14
+
+
+def test_model_serves_published_weights_bit_for_bit(
+    store: WeightStore, subscriber: WeightSubscriber
+) -> None:
+    weights = models.weights_of(tiny_model(seed=1))
+    version = store.publish(5, weights, companions={})
+    apply_until(engine := ModelEngine(tiny_model(seed=2)), subscriber, version, 5)
+    assert has_weights(engine.model, weights)
+
+
+def damaged(weights: dict[str, torch.Tensor], damage: str) -> dict[str, torch.Tensor]:
+    norm = "model.norm.weight"
+    if damage == "missing":
+        return {name: tensor for name, tensor in weights.items() if name != norm}
+    if damage == "shape":
+        return {**weights, norm: torch.ones(7)}
+    return {**weights, norm: torch.full_like(weights[norm], torch.nan)}
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "nan", "integers", "wrong manifest"])
+def test_damaged_version_leaves_the_model_unchanged(
+    store: WeightStore, subscriber: WeightSubscriber, damage: str
+) -> None:
+    good = models.weights_of(tiny_model(seed=1))
+    engine = ModelEngine(tiny_model(seed=2))
+    first = apply_until(engine, subscriber, store.publish(1, good, companions={}), 1)
+    if damage in ("integers", "wrong manifest"):
+        bits = {name: tensor.to(torch.int16) for name, tensor in good.items()}
+        about = {"run_id": "run", "number": 2, "step": 2}
+        if damage == "wrong manifest":  # it names the tensors and shapes of the model
+            about["model"] = first.field("model")
+        weights = {WEIGHTS: safetensors.torch.save(bits)}
+        atomic_files.write_folder(store.folder / "step_00000002", weights, about)
+    else:
+        store.publish(2, damaged(good, damage), companions={})
+    subscriber.notify(2)
+    pending = subscriber.poll(timeout=0.5)
+    assert pending is None or apply_newest(engine, subscriber, first) is first
+    assert has_weights(engine.model, good)
+    store.publish(3, {name: tensor + 1 for name, tensor in good.items()}, companions={})
+    assert apply_until(engine, subscriber, first, 3).number == 3
+
+
+def test_engine_opens_on_keyframe_and_deltas_and_shares_no_memory(tmp_path: Path) -> None:
+    store = WeightStore.open(tmp_path / "run" / "weights")
+    store.claim("run")
+    cpu, norm = torch.device("cpu"), "model.norm.weight"
+    model = models.load_model(models.EMBEDDED, device=cpu, dtype=torch.float32).bfloat16()
+    companions = models.companion_files(models.EMBEDDED)
+    weights = models.weights_of(model)
+    versions = [store.publish(4, weights, companions=companions)]
+
+    def publish_delta(step: int, index: slice | int) -> None:
+        base = {name: tensor.clone() for name, tensor in weights.items()}
+        weights[norm].view(-1)[index] += 1
+        versions.append(
+            store.publish(step, weights, companions=companions, base=(versions[-1], base))
+        )
+
+    publish_delta(5, 5)
+    publish_delta(6, 6)
+    config = load_config(
+        "bin/generator",
+        ["--run.dir", str(tmp_path), "--run.name", "run", "--model.dtype", "bfloat16"],
+    )
+    requests: list[str] = []
+    with (
+        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as announcements,
+        closing(open_subscriber(config, "ann")) as subscriber,
+    ):
+        version, engine, _ = open_engine(
+            config, subscriber, announcements, "tcp://127.0.0.1:9", requests.append
+        )
+        assert (requests, version.step, engine.step) == ([], 6, 6)
+        served = cast(Any, engine)._model.state_dict()
+        before = served[norm].clone()
+        assert torch.equal(before, weights[norm])
+        publish_delta(7, slice(None))
+        assert subscriber.poll(timeout=20) is not None  # the replica has changed
+        assert torch.equal(served[norm], before)
+
+
+def test_open_engine_stops_waiting_after_the_timeout(tmp_path: Path) -> None:
+    arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
+    config = load_config("bin/generator", arguments)
+    with (
+        closing(wire.AnnouncementSubscriber("tcp://127.0.0.1:9")) as announcements,
+        closing(open_subscriber(config, "ann")) as subscriber,
+        pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
+    ):
+        open_engine(config, subscriber, announcements, "tcp://127.0.0.1:9", lambda run_id: None)

@@ -1,0 +1,79 @@
+"""A generator without an engine of its own, and weights for it: shared by the generator's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peralta_zmq.config import Config
+from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.environments.reward_runner import RewardRunner
+from peralta_zmq.generator.loop import Generator, outbox_limit
+from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
+from peralta_zmq.rollout import Problem
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.version import Version
+
+PROBLEM = Problem("7", "mine", (), "4", input_token_ids=(5, 9, 33))
+BAD_STEP = 13
+
+
+class FakeEngine:
+    """Keeps copies of the applied weights; rejects those of BAD_STEP."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def apply(self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None) -> None:
+        if step == BAD_STEP:
+            raise ValueError("not a model's")
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.step = step
+
+
+def publish(store: WeightStore, step: int, value: float, *, lineage: int = 0) -> Version:
+    """One tensor of `value`."""
+    about = {"line": lineage}
+    return store.publish(step, {"w": torch.full((4,), value)}, companions={}, about=about)
+
+
+def apply_until(engine: Any, subscriber: WeightSubscriber, version: Version, step: int) -> Version:
+    """Apply pending versions until the engine is at `step`; the test's deadline ends a hang."""
+    while engine.step != step:
+        subscriber.poll(timeout=0.2)
+        version = apply_newest(engine, subscriber, version)
+    return version
+
+
+def environments_of(reward: Any) -> Environments:
+    """One environment with one problem."""
+    runner = RewardRunner(reward, timeout_seconds=9, bounded=True)
+    return Environments({"mine": 1}, (PROBLEM,), {"mine": runner})
+
+
+def generator_of(
+    engine: Any,
+    subscriber: WeightSubscriber,
+    sockets: Sockets,
+    version: Version,
+    *,
+    tokenizer: Any = None,
+    reward: Any = lambda problem, text: 1.0,
+    **sections: dict[str, object],
+) -> Generator:
+    """A generator that serves `version`; `sections` are those of the config."""
+    config = Config.model_validate(sections)
+    weights = ServedWeights(
+        subscriber, version, between_groups=config.weights.update == "between_groups"
+    )
+    connection = TrainerConnection(
+        sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
+        outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
+    )  # fmt: skip
+    return Generator(config, engine, tokenizer, environments_of(reward), weights, connection)
