@@ -50,9 +50,9 @@ class Scripted:
         return self.pace.allows(
             step=step,
             begun=heard.started_step,
-            under_way=self.sequence - heard.consumed.get(sender, -1) - 1,
+            pending=self.sequence - heard.consumed.get(sender, -1) - 1,
             generators=len(heard.received),
-            hungry=heard.waiting and heard.received.get(sender, -1) + 1 == self.sequence,
+            starved=heard.waiting and heard.received.get(sender, -1) + 1 == self.sequence,
         )
 
     def push(self, group: RolloutGroup) -> bool:
@@ -63,7 +63,7 @@ class Scripted:
         if not self.rollouts.send(wire.encode_group(mine), timeout=0):
             return False
         self.sequence += 1
-        self.pace.count()
+        self.pace.record_start()
         return True
 
 
