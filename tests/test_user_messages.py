@@ -131,8 +131,8 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
     "3.10 or later is needed", "is full:", "is listed", "are both the trainer",
     "it is another folder", "another trainer works in", "another trainer (...) publishes to",
     "copying stopped halfway", "is half copied", "disagrees with the trainer about logprobs",
-    # what can be wrong with the page
-    "no dashboard: ", "would show this run", "the page is gone", "the page fails at",
+    # dashboard
+    "no dashboard: ", "would let every machine", "dashboard stopped", "dashboard request failed",
     "reward.png or report.html not written",
 ])  # fmt: skip
 def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:

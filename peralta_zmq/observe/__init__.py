@@ -1,1 +1,1 @@
-"""What people see of a run: its files, its table, its report."""
+"""Logging, metrics and monitoring of a run: run log, terminal, verdict, trackers, dashboard."""

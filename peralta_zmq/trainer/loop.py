@@ -19,7 +19,6 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.distributed import SINGLE, SingleRank
-from peralta_zmq.observe.dashboard.server import Dashboard
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.trainer import evaluation, publishing, run_folder
@@ -247,6 +246,8 @@ def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
     if not settings.enabled:
         return
     try:
+        from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
+
         token = read_private_token(settings.token_file, option="dashboard.token_file")
         dashboard = Dashboard(
             [config.run_folder], host=settings.host, port=settings.port, token=token, live=True
@@ -257,5 +258,5 @@ def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
         reason = error if isinstance(error, ConfigError) else repr(error)
         run_log.note(f"no dashboard: {reason}")
         return
-    for line in dashboard.greeting:
+    for line in dashboard.banner:
         run_log.note(line)

@@ -118,7 +118,7 @@ def reported(folder: Path) -> dict[str, Any]:
     """The first run of report.html."""
     html = (folder / "report.html").read_text("utf-8")
     content = html.partition('<script type="application/json" id="report">')[2]
-    return json.loads(content.partition("</script>")[0])["runs"][0]["answer"]
+    return json.loads(content.partition("</script>")[0])["runs"][0]["update"]
 
 
 def test_close_run_writes_and_names_report_html(

@@ -1,7 +1,4 @@
-"""bin/dashboard: the page of runs that are under way, finished or crashed, or one file of it.
-
-Knows a command line; knows nothing of pages.
-"""
+"""Program bin/dashboard: serve the dashboard of runs, or export it into one HTML file."""
 
 from __future__ import annotations
 
@@ -16,56 +13,45 @@ from pathlib import Path
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.observe.dashboard.export import write_report
-from peralta_zmq.observe.dashboard.server import Dashboard
+from peralta_zmq.observe.dashboard.run_files import CONFIG
 from peralta_zmq.observe.metrics import EVENTS, METRICS
 
-PORT = 8470
+DEFAULT_PORT = 8470
 USAGE = """\
 bin/dashboard RUN [RUN ...] [--host ADDRESS] [--port N] [--token-file FILE]
        bin/dashboard RUN [RUN ...] --export FILE.html"""
 OPTIONS = ("--export", "--host", "--port", "--token-file")
-CONFIG = "config.toml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the runs until Ctrl-C, or write one file. Raises ConfigError for a folder of no run."""
+    """Serve until Ctrl-C, or write one file. Raises ConfigError for invalid arguments."""
     parser = argparse.ArgumentParser(prog="bin/dashboard", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the page into one file")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=PORT, help="port, or the next (%(default)s)")
-    parser.add_argument("--token-file", help="file of mode 0600 with the password of the page")
-    asked, strange = parser.parse_known_args(arguments)
-    if strange:
-        near = get_close_matches(strange[0].partition("=")[0], OPTIONS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
-        raise ConfigError(f"{strange[0]} is no option; {hint}")
-    for folder in asked.runs:
-        _check(folder)
-    if asked.export:
-        return _export(asked.runs, asked.export)
-    token = read_private_token(asked.token_file, option="--token-file")
-    page = Dashboard(asked.runs, host=asked.host, port=asked.port, token=token)
-    with contextlib.closing(page), contextlib.suppress(KeyboardInterrupt):
-        sys.stdout.write("".join(f"{line}\n" for line in page.greeting))
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    add("--export", type=Path, metavar="FILE", help="write one HTML file instead of serving")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=DEFAULT_PORT, help="first port to try (default: %(default)s)")
+    add("--token-file", help="file of mode 0600 with the password of the dashboard")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        matches = get_close_matches(unknown[0].partition("=")[0], OPTIONS, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(OPTIONS)}"
+        raise ConfigError(f"unknown option {unknown[0]}; {hint}")
+    for folder in options.runs:
+        if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
+            raise ConfigError(f"{folder} is not a run folder; choose one with {METRICS}")
+    if options.export:
+        return _export(options.runs, options.export)
+    token = read_private_token(options.token_file, option="--token-file")
+
+    from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
+
+    dashboard = Dashboard(options.runs, host=options.host, port=options.port, token=token)
+    with contextlib.closing(dashboard), contextlib.suppress(KeyboardInterrupt):
+        sys.stdout.write("".join(f"{line}\n" for line in dashboard.banner))
         sys.stdout.flush()
-        page.run()
+        dashboard.run()
     return 0
-
-
-def start() -> int:
-    """The same as a program; an error is one line and code 2."""
-    logging.basicConfig(format="%(message)s")
-    try:
-        return main(sys.argv[1:])
-    except PeraltaError as error:
-        sys.stderr.write(f"dashboard: error: {error}\n")
-        return 2
-
-
-def _check(folder: Path) -> None:
-    if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
-        raise ConfigError(f"{folder} is no folder of a run; runs/NAME is one, with {METRICS}")
 
 
 def _export(folders: Sequence[Path], path: Path) -> int:
@@ -78,4 +64,9 @@ def _export(folders: Sequence[Path], path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start())
+    logging.basicConfig(format="%(message)s")
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PeraltaError as error:
+        sys.stderr.write(f"dashboard: error: {error}\n")
+        sys.exit(2)

@@ -1,88 +1,292 @@
-"""The routes of the page. The one door to starlette, with its guard.
+"""HTTP server of the dashboard: routes, access control and the server thread.
 
-    /                        the page; its files beside it
+    /                        the web page; its static files are siblings
     /api/runs                names of the runs
-    /api/runs/N?cursor=...   what is new of run N
-    /api/runs/N/samples      whole groups, ?after=NUMBER
-    /metrics, /healthz       of all runs, for Prometheus and for whoever wants to know
+    /api/runs/N?cursor=...   what is new in run N
+    /api/runs/N/samples      sampled groups, ?after=NUMBER
+    /metrics, /healthz       of all runs, for Prometheus and for health checks
 
-Knows addresses and views. A file is served by its name in a table that was read at the start; no
-path of a request ever reaches the disk.
+Static files are read at the start and served by name, so no request path reaches the disk.
 """
 
 from __future__ import annotations
 
+import errno
+import hmac
+import ipaddress
 import json
 import logging
+import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
-
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.guard import Guard
-from peralta_zmq.observe.dashboard.run_files import RunFiles
+from peralta_zmq.observe.dashboard.run_files import RunFiles, open_runs
 from peralta_zmq.observe.metrics import nan_to_null
 
-KINDS = {
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.datastructures import Headers, MutableHeaders
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request, cookie_parser
+    from starlette.responses import PlainTextResponse, RedirectResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+except ImportError as error:
+    raise ConfigError(
+        f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
+    ) from None
+
+MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-MAX_CURSOR = 200
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+SERVER_OPTIONS: dict[str, Any] = {
+    "loop": "asyncio",
+    "http": "h11",
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "log_level": "critical",  # clients can trigger the other levels at will
+    "access_log": False,
+    "server_header": False,
+    "date_header": False,
+    "limit_concurrency": 64,
+    "timeout_keep_alive": 5,
+    "timeout_graceful_shutdown": 1,
+}
+COOKIE = "peralta_token"
+MAX_CURSOR = 200  # characters
+NUM_PORTS = 20  # tried, starting with the requested one
+LAST_PORT = 65_535
 logger = logging.getLogger(__name__)
 
 
+class Dashboard:
+    """HTTP server of the runs in `folders`; listens from the constructor on. Use with `closing`.
+
+    `live` is True if the trainer is this process. Raises ConfigError if no port is free, or if
+    other machines could connect without a token.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        host: str,
+        port: int,
+        token: str | None = None,
+        live: bool = False,
+    ) -> None:
+        self._is_public = not is_loopback(host)
+        if self._is_public and token is None:
+            raise ConfigError(
+                f"dashboard.host {host} would let every machine that reaches it read this run; set "
+                "dashboard.token_file (--token-file) to a file of mode 0600 with a password"
+            )
+        self._socket = _listen(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        self._requested_port, self._host = port, host
+        app = make_app(open_runs(folders, live=live), host=host, token=token)
+        self._server = uvicorn.Server(uvicorn.Config(app, **SERVER_OPTIONS))
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """URL for a browser; has the machine's name if the server listens on all interfaces."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        if self._host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"http://{host}:{self.port}"
+
+    @property
+    def banner(self) -> list[str]:
+        """Lines for the user: the address, and a warning if other machines can connect."""
+        is_other_port = self._requested_port not in (0, self.port)
+        reason = f" (port {self._requested_port} is taken)" if is_other_port else ""
+        lines = [f"dashboard: {self.address}{reason}"]
+        if self._is_public:
+            lines.append(
+                "warning: other machines can open the dashboard with the token, without "
+                f"encryption: {self.address}/?token=..."
+            )
+        return lines
+
+    def start(self) -> None:
+        """Serve in a daemon thread; an exception there is logged and ends only the thread."""
+        thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
+        thread.start()
+        self._thread = thread  # not set if start() raises, because join() would raise, too
+
+    def run(self) -> None:
+        """Serve in this thread until a signal."""
+        self._server.run(sockets=[self._socket])
+
+    def close(self) -> None:
+        """Stop serving, without waiting for open requests."""
+        self._server.should_exit = True
+        if self._thread:
+            self._thread.join(1.0)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            if not self._server.should_exit:
+                self.run()
+        except Exception as error:  # noqa: BLE001 - must not affect the trainer in this process
+            logger.warning("dashboard stopped (%.300r); training continues", error)
+
+
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
-    """The application that shows `runs` to those who may ask at `host`."""
+    """The ASGI application for `runs`, with access control for a server listening on `host`."""
 
     def run_of(request: Request) -> RunFiles:
         number = int(request.path_params["number"])
         if number >= len(runs):
-            raise HTTPException(404, "there is no such run")
-        run = runs[number]
-        run.refresh()
-        return run
+            raise HTTPException(404, "no such run")
+        runs[number].refresh()
+        return runs[number]
 
     async def names(request: Request) -> Response:
         return _json({"runs": [run.name for run in runs]})
 
-    async def one(request: Request) -> Response:
+    async def update(request: Request) -> Response:
         cursor = request.query_params.get("cursor", "")[:MAX_CURSOR]
-        return _json(view.answer(run_of(request), cursor=cursor, now=time.time()))
+        return _json(view.update(run_of(request), cursor=cursor, now=time.time()))
 
     async def samples(request: Request) -> Response:
         after = request.query_params.get("after", "0")
         if not after.isdecimal() or len(after) > 12:
-            raise HTTPException(400, "after is a number")
+            raise HTTPException(400, "after is not a number")
         return _json({"samples": view.samples(run_of(request), after=int(after))})
 
     async def metrics(request: Request) -> Response:
-        told = prometheus.exposition({run.name: run.last for run in _refreshed(runs)})
-        return PlainTextResponse(told, media_type=prometheus.CONTENT_TYPE)
+        text = prometheus.exposition({run.name: run.last for run in _refreshed(runs)})
+        return PlainTextResponse(text, media_type=prometheus.CONTENT_TYPE)
 
     async def health(request: Request) -> Response:
-        return _json({"status": "ok", "runs": _ages(_refreshed(runs), now=time.time())})
+        return _json({"status": "ok", "runs": {run.name: _age(run) for run in _refreshed(runs)}})
 
     routes = [
         Route("/api/runs", names),
-        Route("/api/runs/{number:int}", one),
+        Route("/api/runs/{number:int}", update),
         Route("/api/runs/{number:int}/samples", samples),
         Route("/metrics", metrics),
         Route("/healthz", health),
-        *(Route(path, page) for path, page in _pages().items()),
+        *(Route(path, response) for path, response in _static_files().items()),
     ]
-    shown = Starlette(routes=routes, exception_handlers={Exception: _teller()})
-    return Guard(shown, host=host, token=token)
+    app = Starlette(routes=routes, exception_handlers={Exception: _make_error_handler()})
+    return AccessControl(app, host=host, token=token)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessControl:
+    """ASGI middleware: only reads, only under this machine's name, only with the token if set.
+
+    The check of the Host header stops DNS rebinding: a foreign page in the same browser could
+    otherwise send requests here under a name that it lets resolve to this machine.
+    """
+
+    app: ASGIApp
+    host: str  # that the server listens on
+    token: str | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http":
+            await (self._refusal(scope) or self.app)(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("the dashboard is read-only", 405, {"Allow": "GET, HEAD"})
+        if not self._is_own_name(headers.get("host", "")):
+            return PlainTextResponse("the Host header is not a name of this machine", 400)
+        return self._check_token(scope, headers) if self.token else None
+
+    def _is_own_name(self, host: str) -> bool:
+        """True for addresses and for names that only this machine or its network controls."""
+        name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
+        name = name.lower().removesuffix(".")
+        if is_loopback(self.host) or not self.token:
+            return is_loopback(name)
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            hostname = socket.gethostname().lower()
+            return name in {"localhost", self.host.lower(), hostname, f"{hostname}.local"}
+
+    def _check_token(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+        """None if the request has the token; moves it from the URL into a cookie."""
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if self._is_token(token):
+            response = RedirectResponse(scope["path"], 303)
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return response
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        if self._is_token(bearer) or self._is_token(cookie):
+            return None
+        return PlainTextResponse("open /?token=... with the password in dashboard.token_file", 401)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), (self.token or "").encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on `port`, or on the next free one."""
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
+    last = min(port + NUM_PORTS - 1, LAST_PORT)
+    for candidate in range(port, last + 1) if port else [0]:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, candidate))
+            listener.listen(64)
+            return listener
+        except (OSError, UnicodeError) as error:
+            listener.close()
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
+                raise ConfigError(
+                    f"dashboard.host {host}, port {candidate} cannot be used ({error}); "
+                    "choose another"
+                ) from None
+    raise ConfigError(f"dashboard.port {port} to {last} are all taken; choose another")
 
 
 def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
@@ -91,40 +295,36 @@ def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
     return runs
 
 
-def _ages(runs: Sequence[RunFiles], *, now: float) -> dict[str, object]:
-    """By name the newest step, and for how many seconds nothing was heard."""
-    return {
-        run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
-        for run in runs
+def _age(run: RunFiles) -> Mapping[str, object]:
+    """Newest step, and seconds since the newest row or event."""
+    return {"step": run.last.get("step"), "age_seconds": time.time() - run.newest_time}
+
+
+def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Responds to our own errors; logs each type once, because a browser retries every second."""
+    logged: set[str] = set()
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if (kind := type(error).__name__) not in logged:
+            logged.add(kind)
+            logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
+        return PlainTextResponse("internal error; the log of the dashboard's process has it", 500)
+
+    return handle
+
+
+def _static_files() -> Mapping[str, Response]:
+    """Static files by URL path; a response without state can be sent many times."""
+    static = files("peralta_zmq.observe.dashboard") / "static"
+    responses = {
+        f"/{file.name}": Response(file.read_bytes(), media_type=MEDIA_TYPES[suffix])
+        for file in static.iterdir()
+        if (suffix := file.name.rpartition(".")[2]) in MEDIA_TYPES
     }
-
-
-def _teller() -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Answers for a fault of ours; a page asks every second, so each kind is told once."""
-    told: set[str] = set()
-
-    async def failed(request: Request, error: Exception) -> Response:
-        if (kind := type(error).__name__) not in told:
-            told.add(kind)
-            logger.warning("the page fails at %s (%.300r)", request.url.path, error)
-        return PlainTextResponse("the page has a fault; the log of its process names it", 500)
-
-    return failed
-
-
-def _pages() -> Mapping[str, Response]:
-    """The page's files by their path; a response without a body of its own can be sent again."""
-    there = files("peralta_zmq.observe.dashboard") / "static"
-    known = [(each.name, each) for each in there.iterdir()]
-    pages = {
-        f"/{name}": Response(each.read_bytes(), media_type=KINDS[name.rpartition(".")[2]])
-        for name, each in known if name.rpartition(".")[2] in KINDS
-    }  # fmt: skip
-    return {**pages, "/": pages["/index.html"]}
+    return {**responses, "/": responses["/index.html"]}
 
 
 def _json(content: Mapping[str, Any]) -> Response:
-    """ASCII, so that half a surrogate pair in a model's words is no fault."""
-    return Response(
-        json.dumps(nan_to_null(content), allow_nan=False), media_type="application/json"
-    )
+    """JSON in ASCII, which can carry the unpaired surrogates a model may generate."""
+    text = json.dumps(nan_to_null(content), allow_nan=False)
+    return Response(text, media_type="application/json")

@@ -1,134 +1,278 @@
-"""Which numbers are drawn together, and what of them is sent to the page.
+"""Charts of the dashboard: a column store of all metrics, and the points sent to the browser.
 
-Knows a table of steps; knows nothing of pixels.
+A number that is missing, NaN or infinite is NaN in a column and null in the browser.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Literal, TypeAlias, cast
 
-from peralta_zmq.observe.dashboard.table import Table, picked
+import numpy as np
+from numpy.typing import NDArray
 
-Kind: TypeAlias = Literal["line", "band", "dots", "stack"]
-Drawn: TypeAlias = dict[str, Any]  # one chart as JSON
-EVAL = "eval"  # the column of held-out accuracy, which has steps of its own
-NUM_BUCKETS = 120
-MAX_GENERATORS = 12  # drawn in one chart
+from peralta_zmq.observe.metrics import Row, number
+
+Column: TypeAlias = NDArray[np.float64]
+EVAL = "eval"  # column of held-out accuracy, which has its own steps
+MAX_COLUMNS = 2000  # more could come from many generator names
+MAX_GENERATORS = 12  # in one chart
+BATCH_ROWS = 512  # converted to columns together
+NUM_BUCKETS = 120  # of a chart's x axis
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """One column of a chart. A band is drawn without a line, between two neighbours."""
+class Line:
+    """One column in a chart; two "band" lines are the bounds of a filled area."""
 
     key: str
     label: str
-    kind: Kind = "line"
-    right: bool = False  # on the axis to the right
+    kind: Literal["line", "band", "dots", "stack"] = "line"
+    right: bool = False  # on the right axis
     percent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel; with `each_generator`, a column of that name for each of them."""
+    """One chart; with `each_generator`, a line of that metric for every generator."""
 
     id: str
     title: str
-    lines: tuple[Series, ...] = ()
+    lines: tuple[Line, ...] = ()
     unit: str = ""
     each_generator: str = ""
 
 
 CHARTS = (
     Chart("reward", "Reward", (
-        Series("reward/low", "- std", "band"), Series("reward/high", "+ std", "band"),
-        Series("reward", "reward"), Series(EVAL, "held-out", "dots"),
+        Line("reward/low", "- std", "band"), Line("reward/high", "+ std", "band"),
+        Line("reward", "reward"), Line(EVAL, "held-out", "dots"),
     )),
     Chart("signal", "Groups without signal, completions cut off", (
-        Series("frac_reward_zero_std", "no signal", percent=True),
-        Series("completions/clipped_ratio", "cut off", percent=True),
+        Line("frac_reward_zero_std", "no signal", percent=True),
+        Line("completions/clipped_ratio", "cut off", percent=True),
     )),
     Chart("loss", "Loss and gradient norm", (
-        Series("loss", "loss"), Series("grad_norm", "gradient norm", right=True),
+        Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True),
     )),
     Chart("entropy", "Entropy and mismatch KL", (
-        Series("entropy", "entropy"), Series("mismatch_kl", "mismatch KL", right=True),
+        Line("entropy", "entropy"), Line("mismatch_kl", "mismatch KL", right=True),
     )),
-    Chart("staleness", "Staleness and drops", (
-        Series("staleness/mean", "mean"), Series("staleness/max", "max"),
-        Series("dropped", "dropped groups, sum", right=True),
+    Chart("staleness", "Staleness and dropped groups", (
+        Line("staleness/mean", "mean"), Line("staleness/max", "max"),
+        Line("dropped", "dropped groups, total", right=True),
     ), unit="steps"),
     Chart("speed", "Tokens per second of each generator", each_generator="tokens_per_s"),
-    Chart("time", "Where a step's time goes", (
-        Series("time/forward_backward", "compute", "stack"),
-        Series("time/waiting", "wait", "stack"),
-        Series("time/journal", "journal", "stack"),
-        Series("time/publish", "publish", "stack"), Series("time/rest", "rest", "stack"),
+    Chart("time", "Step time by activity", (
+        Line("time/forward_backward", "compute", "stack"),
+        Line("time/waiting", "wait", "stack"),
+        Line("time/journal", "journal", "stack"),
+        Line("time/publish", "publish", "stack"), Line("time/other", "other", "stack"),
     ), unit="seconds"),
-    Chart("queue", "Groups waiting for the trainer", (Series("queue/depth", "queue"),)),
+    Chart("queue", "Groups waiting for the trainer", (Line("queue/depth", "queue"),)),
     Chart("weights", "Publish and reload", (
-        Series("weights/seconds", "publish"), Series("reload/max", "slowest reload"),
-        Series("weights/megabytes", "version, MB", right=True),
+        Line("weights/seconds", "publish"), Line("reload/max", "slowest reload"),
+        Line("weights/megabytes", "version, MB", right=True),
     ), unit="seconds"),
-    Chart("length", "Completion length", (Series("completions/mean_length", "mean"),),
+    Chart("length", "Completion length", (Line("completions/mean_length", "mean"),),
           unit="tokens"),
 )  # fmt: skip
 
 
-def drawn(table: Table, evaluations: Mapping[float, float], *, after: int = 0) -> list[Drawn]:
-    """All charts from line `after` of the table on: `{id, title, lines, x, columns}` each.
+class Table:
+    """Metrics of all steps as columns, ascending by step.
 
-    Of many steps those with extremes are sent; a gap is null.
+    A step that comes again was trained again after a roll-back: it replaces its old row and all
+    later ones. `rewinds` counts that.
     """
-    return [_drawn(chart, table, evaluations, after) for chart in CHARTS]
+
+    def __init__(self) -> None:
+        self.steps = array("d")
+        self.columns: dict[str, array[float]] = {}
+        self.rewinds = 0
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Add rows of metrics.jsonl, oldest first; rows without a step are skipped."""
+        for batch in _ascending(rows):
+            if self.steps and number(batch[0], "step") <= self.steps[-1]:
+                self._rewind(number(batch[0], "step"))
+            size = len(self.steps)
+            keys = dict.fromkeys(chain.from_iterable(batch))
+            columns = {key: _column(batch, key) for key in keys}
+            self.steps.extend(columns["step"])
+            # Derived columns replace others of the same name, and come first if space is short.
+            derived = derived_columns(columns)
+            for key, values in {**derived, **columns, **derived}.items():
+                if not np.isnan(values).all():
+                    self._append(key, values, size)
+
+    def values(self, key: str, *, after: int = 0) -> Column:
+        """One column from row `after` on, float64 [steps - after]; NaN if a row has no value."""
+        values = np.array(self.columns.get(key, array("d"))[after:], np.float64)
+        num_missing = len(self.steps) - after - len(values)
+        return np.concatenate([values, np.full(num_missing, np.nan)])
+
+    def value(self, key: str, index: int | None) -> float:
+        """One number; NaN if there is none."""
+        column = self.columns.get(key, ())
+        return column[index] if index is not None and index < len(column) else math.nan
+
+    def index(self, step: float) -> int | None:
+        """The row of a step; None if there is none."""
+        index = bisect_left(self.steps, step)
+        return index if index < len(self.steps) and self.steps[index] == step else None
+
+    def _append(self, key: str, values: Column, size: int) -> None:
+        if key not in self.columns and len(self.columns) >= MAX_COLUMNS:
+            return
+        column = self.columns.setdefault(key, array("d"))
+        column.extend([math.nan] * (size - len(column)))
+        column.frombytes(values.tobytes())
+
+    def _rewind(self, step: float) -> None:
+        keep = bisect_left(self.steps, step)
+        self.steps = self.steps[:keep]
+        self.columns = {key: column[:keep] for key, column in self.columns.items()}
+        self.rewinds += 1
 
 
-def _drawn(chart: Chart, table: Table, evaluations: Mapping[float, float], after: int) -> Drawn:
-    lines = [*chart.lines, *_of_generators(chart, table)]
-    lines = [line for line in lines
-             if (evaluations if line.key == EVAL else line.key in table.columns)]  # fmt: skip
+def derived_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Columns that the charts need and no row has: rates, sums, and parts of the step time.
+
+    All columns are float64 [rows]; one of the given ones is "step".
+    """
+    missing = np.full_like(columns["step"], math.nan)
+
+    def get(key: str, default: float = math.nan) -> Column:
+        return np.nan_to_num(columns.get(key, missing), nan=default)
+
+    seconds = get("step_time")
+    rate = np.divide(1, seconds, out=missing.copy(), where=seconds > 0)
+    parts = {
+        "time/waiting": get("time/wait_for_batch", 0.0),
+        "time/journal": get("time/journal", 0.0),
+        "time/forward_backward": get("time/forward_backward", 0.0),
+        "time/publish": get("time/publish", 0.0),
+    }
+    drops = [get(key, 0.0) for key in columns if key.startswith("dropped/")]
+    reloads = [
+        columns[key] for key in columns if key.startswith("gen/") and key.endswith("reload_s")
+    ]
+    return {
+        **parts,
+        "time/other": np.maximum(0.0, seconds - sum(parts.values())),
+        "rollouts_per_s": get("num_rollouts") * rate,
+        "tokens_per_s": get("num_rollouts") * get("completions/mean_length") * rate,
+        "dropped": sum(drops, np.zeros_like(seconds)),
+        "weights/seconds": get("weights/encode_seconds") + get("weights/write_seconds"),
+        "weights/megabytes": get("weights/bytes") / 1e6,
+        "reload/max": np.fmax.reduce([missing, *reloads]),
+        "reward/low": get("reward") - get("reward_std"),
+        "reward/high": get("reward") + get("reward_std"),
+    }
+
+
+def charts_of(
+    table: Table, evaluations: Mapping[float, float], *, after: int = 0
+) -> list[dict[str, Any]]:
+    """All charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
+
+    `evaluations` maps steps to held-out accuracy. Long columns are downsampled; a gap is null.
+    """
+    return [_points(chart, table, evaluations, after) for chart in CHARTS]
+
+
+def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
+    """Ascending row indices that keep every extreme and every gap of the columns.
+
+    They are the two ends and, in each bucket of neighbours, the minimum, the maximum and a missing
+    value of each column. All indices if the columns are short.
+    """
+    size = len(columns[0]) if columns else 0
+    if size <= 4 * num_buckets:
+        return np.arange(size)
+    width = -(-size // num_buckets)
+    starts = np.arange(0, size, width)
+    indices = [np.array([0, size - 1])]
+    for column in columns:
+        padded = np.full(len(starts) * width, np.nan)
+        padded[:size] = column
+        buckets = padded.reshape(len(starts), width)
+        missing = np.isnan(buckets)
+        indices += [
+            starts + np.where(missing, np.inf, buckets).argmin(axis=1),
+            starts + np.where(missing, -np.inf, buckets).argmax(axis=1),
+            starts + missing.argmax(axis=1),
+        ]
+    return np.unique(np.minimum(np.concatenate(indices), size - 1))
+
+
+def _points(
+    chart: Chart, table: Table, evaluations: Mapping[float, float], after: int
+) -> dict[str, Any]:
+    lines = [
+        line
+        for line in (*chart.lines, *_generator_lines(chart, table))
+        if (evaluations if line.key == EVAL else line.key in table.columns)
+    ]
     columns = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
-    chosen = {after + int(place) for place in picked(columns, num_buckets=NUM_BUCKETS)}
+    indices = {after + int(index) for index in downsample(columns, num_buckets=NUM_BUCKETS)}
     held_out = evaluations if any(line.key == EVAL for line in lines) else {}
-    chosen |= {place for step in held_out if (place := table.place(step)) is not None}
-    places = sorted(chosen)
-    x = sorted({table.steps[place] for place in places} | set(held_out))
-    there = {table.steps[place]: place for place in places}
+    indices |= {index for step in held_out if (index := table.index(step)) is not None}
+    index_of = {table.steps[index]: index for index in sorted(indices)}
+    x = sorted(index_of.keys() | held_out.keys())
+
+    def value(line: Line, step: float) -> float | None:
+        if line.key == EVAL:
+            value = held_out.get(step, math.nan)
+        else:
+            value = table.value(line.key, index_of.get(step))
+        return float(f"{value:.7g}") if math.isfinite(value) else None  # shorter JSON
+
     return {
         "id": chart.id,
         "title": chart.title,
         "unit": chart.unit,
-        "lines": [_line(line) for line in lines],
+        "lines": [asdict(line) for line in lines],
         "x": x,
-        "columns": [
-            [_known(held_out.get(step, math.nan)) for step in x]
-            if line.key == EVAL
-            else [_known(table.value(line.key, there.get(step))) for step in x]
-            for line in lines
-        ],
+        "columns": [[value(line, step) for step in x] for line in lines],
     }
 
 
-def _of_generators(chart: Chart, table: Table) -> list[Series]:
-    end = f"/{chart.each_generator}"
+def _generator_lines(chart: Chart, table: Table) -> list[Line]:
     if not chart.each_generator:
         return []
-    keys = sorted(key for key in table.columns if key.startswith("gen/") and key.endswith(end))
-    return [Series(key, key[4 : -len(end)]) for key in keys[:MAX_GENERATORS]]
+    suffix = f"/{chart.each_generator}"
+    keys = sorted(key for key in table.columns if key.startswith("gen/") and key.endswith(suffix))
+    return [Line(key, key[4 : -len(suffix)]) for key in keys[:MAX_GENERATORS]]
 
 
-def _line(line: Series) -> Drawn:
-    return {
-        "key": line.key,
-        "label": line.label,
-        "kind": line.kind,
-        "right": line.right,
-        "percent": line.percent,
-    }
+def _ascending(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The rows that have a step, in batches within which it ascends."""
+    batch: list[Row] = []
+    for row in rows:
+        step = number(row, "step")
+        if not math.isfinite(step):
+            continue
+        if batch and (step <= number(batch[-1], "step") or len(batch) == BATCH_ROWS):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
-def _known(value: float) -> float | None:
-    """Seven digits are more than a pixel shows."""
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+def _column(rows: Sequence[Row], key: str) -> Column:
+    """float64 [rows]; NaN for what is missing, infinite or not a number."""
+    values = [row.get(key, math.nan) for row in rows]
+    try:
+        column = np.array(array("d", cast("list[float]", values)))  # rejects all but numbers
+    except (TypeError, OverflowError):
+        column = np.array([number(row, key) for row in rows])
+    column[np.isinf(column)] = np.nan
+    return column

@@ -1,7 +1,6 @@
-"""The page with its numbers in one file, which opens from a disk and asks for nothing.
+"""Export of the dashboard with its data as a single HTML file that loads nothing else.
 
-Knows the page's files; knows nothing of HTTP. The numbers stand in it as JSON; no word of a model
-becomes markup.
+The data is JSON in a script element; text written by a model never becomes markup.
 """
 
 from __future__ import annotations
@@ -23,49 +22,47 @@ from peralta_zmq.observe.metrics import nan_to_null
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script defer src="([\w.-]+)"></script>')
 ICON = re.compile(r'<link rel="icon"[^>]*>\n')
-END = "</body>"
+REFRESH_SECONDS = 60.0  # at most, for reading one run
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
-    """Write the page of these runs, as they are now, to `path`, whole."""
+    """Write the dashboard of these runs, in their current state, atomically to `path`."""
     replace_file(path, report(open_runs(folders)).encode())
     return path
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """The HTML; its policy lets only its own two parts run."""
-    page = ICON.sub("", _text("index.html"))
-    style = "".join(_text(name) for name in STYLE.findall(page))
-    script = "\n".join(_text(name) for name in SCRIPT.findall(page))
+    """The HTML; its content security policy allows only its own script and style."""
+    html = ICON.sub("", _static("index.html"))
+    style = "".join(_static(name) for name in STYLE.findall(html))
+    script = "\n".join(_static(name) for name in SCRIPT.findall(html))
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-    )
-    page = SCRIPT.sub("", STYLE.sub("", page)).replace("<title>", f"{head}<title>", 1)
-    written = f'<script type="application/json" id="report">{_numbers(runs)}</script>\n'
-    return page.replace(END, f"{written}<script>{script}</script>\n{END}", 1)
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    html = SCRIPT.sub("", STYLE.sub("", html))
+    html = html.replace("<title>", f"{meta}\n<style>{style}</style>\n<title>", 1)
+    data = f'<script type="application/json" id="report">{_data(runs)}</script>'
+    return html.replace("</body>", f"{data}\n<script>{script}</script>\n</body>", 1)
 
 
-def _numbers(runs: Sequence[RunFiles]) -> str:
-    """As JSON that may stand in a script element."""
+def _data(runs: Sequence[RunFiles]) -> str:
+    """Data of all runs as JSON without `<`, so that it cannot end the script element."""
     now = time.time()
-    known: list[object] = []
+    exported: list[object] = []
     for run in runs:
-        run.refresh(patience=60.0)
-        answer = view.answer(run, now=now)
-        known.append({"name": run.name, "answer": answer, "samples": view.samples(run)})
-    told = {"written": now, "runs": known}
-    return json.dumps(nan_to_null(told), allow_nan=False).replace("<", "\\u003c")
+        run.refresh(seconds=REFRESH_SECONDS)
+        update = view.update(run, now=now)
+        exported.append({"name": run.name, "update": update, "samples": view.samples(run)})
+    content = nan_to_null({"written": now, "runs": exported})
+    return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
 
 
-def _text(name: str) -> str:
-    there = files("peralta_zmq.observe.dashboard") / "static" / name
-    return there.read_text("utf-8")
+def _static(name: str) -> str:
+    return (files("peralta_zmq.observe.dashboard") / "static" / name).read_text("utf-8")
 
 
-def _digest(content: str) -> str:
-    """As a content security policy names an inline part."""
+def _hash(content: str) -> str:
+    """The source expression of an inline script or style in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

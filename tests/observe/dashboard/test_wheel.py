@@ -1,4 +1,4 @@
-"""The page in an installation that is nothing but the wheel. `make test-slow`."""
+"""The dashboard of an installed wheel. `make test-slow`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_the_wheel_contains_the_page(tmp_path: Path) -> None:
-    """Of its many dependencies only those of the page are installed beside it."""
+def test_wheel_contains_the_dashboard(tmp_path: Path) -> None:
+    """Only the dependencies of the dashboard are installed with it."""
     source, folder = tmp_path / "source", make_run(tmp_path / "hand", num_steps=3)
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "peralta_zmq", "pyproject.toml", "README.md", "LICENSE"],
@@ -34,13 +34,13 @@ def test_the_wheel_contains_the_page(tmp_path: Path) -> None:
     subprocess.run([str(python), *pip, "install", "--no-deps", str(wheel)], check=True)
     subprocess.run([str(python), *pip, "install", "-c", str(ROOT / ".ci" / "constraints.txt"),
                     "starlette", "uvicorn", "numpy", "rich", "tomli"], check=True)  # fmt: skip
-    served = subprocess.Popen(
+    server = subprocess.Popen(
         [str(python), "-I", "-m", "peralta_zmq.observe.dashboard", str(folder), "--port", "0"],
         stdout=subprocess.PIPE, text=True, cwd=tmp_path,
     )  # fmt: skip
     try:
-        assert served.stdout
-        address = served.stdout.readline().split()[1]
+        assert server.stdout
+        address = server.stdout.readline().split()[1]
         for path in (
             "",
             "dashboard.js",
@@ -49,10 +49,10 @@ def test_the_wheel_contains_the_page(tmp_path: Path) -> None:
             "icon.svg",
             "api/runs/0",
         ):
-            with urllib.request.urlopen(f"{address}/{path}", timeout=20) as answer:
-                assert len(answer.read()) > 100
+            with urllib.request.urlopen(f"{address}/{path}", timeout=20) as response:
+                assert len(response.read()) > 100
     finally:
-        served.kill()
-        served.wait()
-        if served.stdout:
-            served.stdout.close()
+        server.kill()
+        server.wait()
+        if server.stdout:
+            server.stdout.close()

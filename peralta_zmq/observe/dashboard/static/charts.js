@@ -1,20 +1,19 @@
-// Charts with a shared cursor. Knows columns, colours and uPlot; knows nothing of where the
-// numbers come from. A chart is {id, title, unit, lines, x, columns}.
+// Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}.
 "use strict";
 
 const Charts = (() => {
-  const COLOURS = ["blue", "amber", "teal", "rose", "violet", "slate"];
+  const COLORS = ["blue", "amber", "teal", "rose", "violet", "slate"];
   const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
   const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [1, 6]];
-  const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // the same in the legend
+  const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // in the legend, as DASHES
   const HEIGHT = 190;
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
     "checkpoint_failed", "journal_failed"]);
   const panels = new Map(); // by chart id
   let grid, markers = [];
 
-  // Numbers as text, for legends and axes.
-  function shown(value, percent) {
+  // Format a number for legends and axes.
+  function format(value, percent) {
     if (value === null || value === undefined) return "-";
     if (percent) return (100 * value).toFixed(value && Math.abs(value) < 0.01 ? 1 : 0) + "%";
     const size = Math.abs(value);
@@ -24,56 +23,56 @@ const Charts = (() => {
     return String(Number(value.toPrecision(3)));
   }
 
-  function colour(name) {
+  function color(name) {
     const probe = document.createElement("span");
     probe.style.color = `var(--${name})`;
     grid.append(probe);
-    const found = getComputedStyle(probe).color;
+    const value = getComputedStyle(probe).color;
     probe.remove();
-    return found;
+    return value;
   }
 
-  // New points into old ones; a step that is there already takes over what is not null.
+  // Merge new points into old ones; at an existing step, values that are not null replace old ones.
   function merged(old, added) {
     const keys = added.lines.map(line => line.key);
     const column = key => {
-      const place = old.lines.findIndex(line => line.key === key);
-      return place < 0 ? old.x.map(() => null) : old.columns[place].slice();
+      const index = old.lines.findIndex(line => line.key === key);
+      return index < 0 ? old.x.map(() => null) : old.columns[index].slice();
     };
     const x = old.x.slice(), columns = keys.map(column);
-    const places = new Map(x.map((step, place) => [step, place]));
+    const indices = new Map(x.map((step, index) => [step, index]));
     let sorted = true;
     added.x.forEach((step, from) => {
-      let place = places.get(step);
-      if (place === undefined) {
-        place = x.push(step) - 1;
-        places.set(step, place);
-        sorted = sorted && (place === 0 || x[place - 1] < step);
-        columns.forEach(each => each.push(null));
+      let index = indices.get(step);
+      if (index === undefined) {
+        index = x.push(step) - 1;
+        indices.set(step, index);
+        sorted = sorted && (index === 0 || x[index - 1] < step);
+        columns.forEach(values => values.push(null));
       }
-      added.columns.forEach((each, index) => {
-        if (each[from] !== null) columns[index][place] = each[from];
+      added.columns.forEach((values, column) => {
+        if (values[from] !== null) columns[column][index] = values[from];
       });
     });
     if (sorted) return { ...added, x, columns };
-    const order = x.map((_, place) => place).sort((a, b) => x[a] - x[b]);
-    return { ...added, x: order.map(place => x[place]),
-      columns: columns.map(each => order.map(place => each[place])) };
+    const order = x.map((_, index) => index).sort((a, b) => x[a] - x[b]);
+    return { ...added, x: order.map(index => x[index]),
+      columns: columns.map(values => order.map(index => values[index])) };
   }
 
-  // One run as it is; several as one line each and colour by run.
-  function plan(versions, names) {
+  // Lines and data of a chart: of one run, or of several with one color per run.
+  function layout(versions, names) {
     const first = versions[0];
-    const left = first.lines.some(line => !line.right); // else there is nothing to be right of
+    const left = first.lines.some(line => !line.right); // without left lines, use the left axis
     versions = versions.map(version => ({ ...version,
       lines: version.lines.map(line => ({ ...line, right: line.right && left })) }));
     if (versions.length === 1) {
-      let stacked = 0, plain = 0;
+      let numStacked = 0, numPlain = 0;
       const lines = versions[0].lines.map(line => ({
-        ...line, dash: [], colour: line.kind === "stack" ? STACKED[stacked++ % STACKED.length]
-          : line.kind === "band" ? "band" : COLOURS[plain++ % COLOURS.length],
+        ...line, dash: [], color: line.kind === "stack" ? STACKED[numStacked++ % STACKED.length]
+          : line.kind === "band" ? "band" : COLORS[numPlain++ % COLORS.length],
       }));
-      return { lines, data: [first.x, ...first.columns], shown: [first.x, ...first.columns] };
+      return { lines, data: [first.x, ...first.columns] };
     }
     const lines = [], tables = [];
     versions.forEach((version, run) => {
@@ -82,20 +81,20 @@ const Charts = (() => {
       tables.push([version.x, ...kept.map(([, column]) => column)]);
       kept.forEach(([line], index) => lines.push({
         ...line, key: `${run}/${line.key}`, kind: line.kind === "dots" ? "dots" : "line",
-        label: `${names[run]} ${line.label}`, colour: COLOURS[run % COLOURS.length],
+        label: `${names[run]} ${line.label}`, color: COLORS[run % COLORS.length],
         dash: DASHES[line.kind === "dots" ? 0 : index % DASHES.length],
       }));
     });
     const data = tables.some(table => table[0].length) ? uPlot.join(tables)
       : [[], ...lines.map(() => [])];
-    return { lines, data, shown: data };
+    return { lines, data };
   }
 
-  function stackedUp(lines, data) {
+  function cumulative(lines, data) {
     if (!lines.some(line => line.kind === "stack")) return data;
     const sums = data[0].map(() => 0);
-    return [data[0], ...data.slice(1).map(column => column.map((value, place) =>
-      value === null || value === undefined ? null : (sums[place] += value)))];
+    return [data[0], ...data.slice(1).map(column => column.map((value, index) =>
+      value === null || value === undefined ? null : (sums[index] += value)))];
   }
 
   class Panel {
@@ -120,32 +119,32 @@ const Charts = (() => {
       this.box.append(title, this.legend, this.plot);
       this.box.addEventListener("keydown", event => this.move(event));
       this.box.addEventListener("blur", () => this.leave());
-      this.shape = "";
+      this.signature = "";
       grid.append(this.box);
     }
 
     draw(versions, names) {
-      const { lines, data, shown: values } = plan(versions, names);
-      this.values = values;
+      const { lines, data } = layout(versions, names);
+      this.values = data;
       this.title = versions[0].title;
-      const shape = JSON.stringify(lines);
-      const stacked = stackedUp(lines, data);
-      const known = data[0].length > 0 && data.slice(1).some(column => column.some(v => v != null));
-      if (shape !== this.shape || known !== this.known || !this.u) {
-        this.shape = shape;
-        this.known = known;
+      const signature = JSON.stringify(lines);
+      const stacked = cumulative(lines, data);
+      const hasData = data[0].length > 0 && data.slice(1).some(column => column.some(v => v != null));
+      if (signature !== this.signature || hasData !== this.hasData || !this.u) {
+        this.signature = signature;
+        this.hasData = hasData;
         this.lines = lines;
         this.build(stacked);
       } else {
         this.u.setData(stacked, this.u.scales.x.min === this.u.data[0][0] ||
-          this.whole());
+          this.showsEnd());
       }
       this.box.dataset.points = data[0].length;
       this.box.dataset.lastStep = data[0].length ? data[0][data[0].length - 1] : "";
-      this.tell(null);
+      this.showValues(null);
     }
 
-    whole() { // not zoomed in
+    showsEnd() { // not zoomed in on earlier steps
       const x = this.u.data[0];
       return !x.length || this.u.scales.x.max >= x[x.length - 1];
     }
@@ -155,24 +154,24 @@ const Charts = (() => {
       this.u = null;
       this.plot.replaceChildren();
       this.makeLegend();
-      if (!this.known) {
-        const nothing = document.createElement("p");
-        nothing.className = "nothing";
-        nothing.textContent = "nothing to draw yet";
-        this.plot.append(nothing);
+      if (!this.hasData) {
+        const message = document.createElement("p");
+        message.className = "nothing";
+        message.textContent = "no data yet";
+        this.plot.append(message);
         return;
       }
       this.u = new uPlot(this.options(), data, this.plot);
     }
 
     options() {
-      const [ink, gridline] = [colour("muted"), colour("grid")];
+      const [ink, gridline] = [color("muted"), color("grid")];
       const right = this.lines.some(line => line.right);
       const percent = this.lines.some(line => line.percent);
       const font = `11px ${getComputedStyle(document.body).fontFamily}`;
       const axis = { stroke: ink, font, grid: { stroke: gridline, width: 1 },
         ticks: { show: false }, gap: 6 };
-      const labels = (u, splits) => splits.map(value => shown(value, percent));
+      const labels = (u, splits) => splits.map(value => format(value, percent));
       const steps = (u, splits) => splits.map(value =>
         Number.isInteger(value) ? value.toLocaleString("en-US") : "");
       return {
@@ -188,55 +187,55 @@ const Charts = (() => {
           ...(right ? [{ ...axis, side: 1, scale: "right", size: 54, space: 36,
             values: labels, grid: { show: false } }] : []),
         ],
-        series: [{}, ...this.lines.map(series)],
+        series: [{}, ...this.lines.map(seriesOf)],
         bands: bandsOf(this.lines),
         hooks: {
           draw: [drawMarkers],
-          setCursor: [u => this.tell(u.cursor.idx)],
+          setCursor: [u => this.showValues(u.cursor.idx)],
           ready: [() => { this.box.dataset.drawn = "1"; }],
         },
       };
     }
 
     makeLegend() {
-      this.told = [];
+      this.legendValues = [];
       const keys = this.lines.filter(line => line.kind !== "band").map(line => {
         const key = document.createElement("span");
         key.className = `key ${line.kind} ${STROKES[DASHES.indexOf(line.dash)] ?? ""}`;
-        key.style.setProperty("--mark", `var(--${line.colour})`);
+        key.style.setProperty("--mark", `var(--${line.color})`);
         const value = document.createElement("b");
         value.dataset.testid = `${this.id}-${line.key}`;
         key.append(line.label, value);
-        this.told.push([value, this.lines.indexOf(line) + 1, line.percent]);
+        this.legendValues.push([value, this.lines.indexOf(line) + 1, line.percent]);
         return key;
       });
       this.legend.replaceChildren(...keys);
     }
 
-    // The values under the cursor; without one, the newest of each line.
-    tell(place) {
+    // Show the values under the cursor; without a cursor the newest value of each line.
+    showValues(index) {
       const x = this.values[0];
-      const there = place !== null && place !== undefined && place < x.length;
-      this.at.textContent = there ? nameOf(x, place) : "";
-      for (const [value, column, percent] of this.told) {
+      const hasCursor = index !== null && index !== undefined && index < x.length;
+      this.at.textContent = hasCursor ? positionText(x, index) : "";
+      for (const [value, column, percent] of this.legendValues) {
         const numbers = this.values[column];
-        let from = there ? place : x.length - 1;
-        while (!there && from > 0 && (numbers[from] === null || numbers[from] === undefined)) from--;
-        value.textContent = shown(numbers[from], percent);
+        let from = hasCursor ? index : x.length - 1;
+        while (!hasCursor && from > 0 && (numbers[from] === null || numbers[from] === undefined)) from--;
+        value.textContent = format(numbers[from], percent);
       }
-      if (!there) this.box.setAttribute("aria-label", `${this.title}: ${this.legend.innerText}`);
+      if (!hasCursor) this.box.setAttribute("aria-label", `${this.title}: ${this.legend.innerText}`);
     }
 
     move(event) {
       if (!this.u) return;
       const x = this.u.data[0];
-      const now = this.u.cursor.idx ?? x.length;
-      const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: x.length - 1 }[event.key];
+      const current = this.u.cursor.idx ?? x.length;
+      const to = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: x.length - 1 }[event.key];
       if (event.key === "Escape") this.leave();
       if (to === undefined || !x.length) return;
       event.preventDefault();
-      const place = Math.max(0, Math.min(x.length - 1, to));
-      this.u.setCursor({ left: this.u.valToPos(x[place], "x"), top: 20 }, true, true);
+      const index = Math.max(0, Math.min(x.length - 1, to));
+      this.u.setCursor({ left: this.u.valToPos(x[index], "x"), top: 20 }, true, true);
     }
 
     leave() {
@@ -249,26 +248,26 @@ const Charts = (() => {
     }
   }
 
-  function nameOf(x, place) {
+  function positionText(x, index) {
     const near = Math.max(0.5, (x[x.length - 1] - x[0]) / 150);
-    const here = markers.filter(each => Math.abs(each.step - x[place]) <= near);
-    const names = here.slice(0, 2).map(each => `${each.event} ${each.text}`);
-    return [`step ${x[place].toLocaleString("en-US")}`, ...names].join("  \u00b7  ");
+    const nearby = markers.filter(marker => Math.abs(marker.step - x[index]) <= near);
+    const names = nearby.slice(0, 2).map(marker => `${marker.event} ${marker.text}`);
+    return [`step ${x[index].toLocaleString("en-US")}`, ...names].join("  \u00b7  ");
   }
 
-  // Zero is in sight unless that would hide the course.
+  // The y range includes zero unless that would flatten the curve.
   function range(u, low, high) {
     if (low === null || low === undefined || (low === 0 && high === 0)) return [0, 1];
     if (low > 0 && low < 0.5 * high) low = 0;
     if (high < 0 && high > 0.5 * low) high = 0;
-    const room = 0.06 * (high - low || Math.abs(high) || 1);
-    return [low === 0 ? 0 : low - room, high === 0 ? 0 : high + room];
+    const margin = 0.06 * (high - low || Math.abs(high) || 1);
+    return [low === 0 ? 0 : low - margin, high === 0 ? 0 : high + margin];
   }
 
-  function series(line) {
-    const stroke = colour(line.colour);
+  function seriesOf(line) {
+    const stroke = color(line.color);
     const base = { label: line.label, scale: line.right ? "right" : "y", dash: line.dash,
-      stroke, width: 1.75, points: { show: lonely, size: 5, fill: stroke } };
+      stroke, width: 1.75, points: { show: isSinglePoint, size: 5, fill: stroke } };
     if (line.kind === "band") return { ...base, width: 0, points: { show: false } };
     if (line.kind === "dots") {
       return { ...base, paths: () => null, points: { show: true, size: 8, fill: stroke } };
@@ -277,18 +276,18 @@ const Charts = (() => {
     return base;
   }
 
-  function lonely(u, place) { // a line of one point would not be seen
-    return u.data[place].filter(value => value !== null && value !== undefined).length === 1;
+  function isSinglePoint(u, index) { // a line with one point is invisible
+    return u.data[index].filter(value => value !== null && value !== undefined).length === 1;
   }
 
   function bandsOf(lines) {
     const bands = [];
-    lines.forEach((line, place) => {
-      const next = lines[place + 1];
+    lines.forEach((line, index) => {
+      const next = lines[index + 1];
       if (line.kind === "band" && next && next.kind === "band") {
-        bands.push({ series: [place + 2, place + 1], fill: colour("band"), dir: -1 });
+        bands.push({ series: [index + 2, index + 1], fill: color("band"), dir: -1 });
       }
-      if (line.kind === "stack" && place > 0) bands.push({ series: [place + 1, place] });
+      if (line.kind === "stack" && index > 0) bands.push({ series: [index + 1, index] });
     });
     return bands;
   }
@@ -299,7 +298,7 @@ const Charts = (() => {
     for (const marker of markers) {
       if (marker.step < u.scales.x.min || marker.step > u.scales.x.max) continue;
       const x = Math.round(u.valToPos(marker.step, "x", true)) + 0.5;
-      ctx.strokeStyle = ctx.fillStyle = colour(BAD.has(marker.event) ? "bad" : "slate");
+      ctx.strokeStyle = ctx.fillStyle = color(BAD.has(marker.event) ? "bad" : "slate");
       ctx.globalAlpha = 0.55;
       ctx.lineWidth = ratio;
       ctx.setLineDash([2 * ratio, 3 * ratio]);
@@ -326,17 +325,17 @@ const Charts = (() => {
     // `runs` is a list of {name, charts: Map id -> chart}; all have the same charts.
     draw(runs, newMarkers) {
       markers = newMarkers;
-      const known = runs.filter(run => run.charts.size);
-      if (!known.length) return;
-      for (const id of known[0].charts.keys()) {
-        const versions = known.map(run => run.charts.get(id));
+      const loaded = runs.filter(run => run.charts.size);
+      if (!loaded.length) return;
+      for (const id of loaded[0].charts.keys()) {
+        const versions = loaded.map(run => run.charts.get(id));
         if (!panels.has(id)) panels.set(id, new Panel(versions[0]));
-        panels.get(id).draw(versions, known.map(run => run.name));
+        panels.get(id).draw(versions, loaded.map(run => run.name));
       }
     },
-    repaint() { // colours have changed
-      panels.forEach(panel => { panel.shape = ""; });
+    repaint() { // the colors have changed
+      panels.forEach(panel => { panel.signature = ""; });
     },
-    colourOf: run => COLOURS[run % COLOURS.length],
+    colorOf: run => COLORS[run % COLORS.length],
   };
 })();

@@ -1,54 +1,54 @@
-// Whole groups side by side. What a model wrote is only ever put in as textContent.
+// Viewer of sampled groups. Text written by a model is only assigned to textContent.
 "use strict";
 
 const Samples = (() => {
   const MAX_KEPT = 200;
   const element = id => document.getElementById(id);
-  let groups = [], place = -1, paused = false, told = "";
+  let groups = [], index = -1, paused = false, shownGenerators = "";  // index -1: the newest
 
   function add(added) {
     groups.push(...added);
     groups = groups.slice(-MAX_KEPT);
     const generators = [...new Set(groups.map(group => group.generator))].sort();
-    const choice = element("by-generator");
-    if (generators.join("\n") !== told) {
-      told = generators.join("\n");
-      const chosen = choice.value;
-      choice.replaceChildren(...["", ...generators].map(name => {
+    const select = element("by-generator");
+    if (generators.join("\n") !== shownGenerators) {
+      shownGenerators = generators.join("\n");
+      const selected = select.value;
+      select.replaceChildren(...["", ...generators].map(name => {
         const option = document.createElement("option");
         option.value = name;
         option.textContent = name || "all";
         return option;
       }));
-      choice.value = generators.includes(chosen) ? chosen : "";
+      select.value = generators.includes(selected) ? selected : "";
     }
-    if (!paused) place = -1;
+    if (!paused) index = -1;
     show();
   }
 
-  function fits(group) {
+  function matches(group) {
     const generator = element("by-generator").value, kind = element("by-reward").value;
-    const rewards = group.rollouts.map(each => each.reward);
+    const rewards = group.rollouts.map(rollout => rollout.reward);
     const equal = rewards.every(reward => reward === rewards[0]);
     return (!generator || group.generator === generator) &&
       (!kind || (kind === "equal") === equal);
   }
 
   function show() {
-    const fitting = groups.filter(fits);
-    const now = place < 0 ? fitting.length - 1 : Math.min(place, fitting.length - 1);
-    element("older").disabled = now <= 0;
-    element("newer").disabled = now >= fitting.length - 1;
+    const matching = groups.filter(matches);
+    const current = index < 0 ? matching.length - 1 : Math.min(index, matching.length - 1);
+    element("older").disabled = current <= 0;
+    element("newer").disabled = current >= matching.length - 1;
     const box = element("sample");
-    if (now < 0) {
-      box.replaceChildren(paragraph(groups.length ? "No group fits this choice."
-        : "The first groups appear here with the first step."));
+    if (current < 0) {
+      box.replaceChildren(paragraph(groups.length ? "No group matches this selection."
+        : "The first group appears with the first step."));
       return;
     }
-    box.replaceChildren(...picture(fitting[now]));
+    box.replaceChildren(...groupElements(matching[current]));
   }
 
-  function picture(group) {
+  function groupElements(group) {
     const facts = document.createElement("p");
     facts.className = "facts";
     for (const [name, value] of [["step", group.step], ["task", group.task],
@@ -65,70 +65,70 @@ const Samples = (() => {
     prompt.textContent = group.prompt.trimEnd();
     const rollouts = document.createElement("div");
     rollouts.className = "rollouts";
-    rollouts.append(...group.rollouts.map(rollout));
+    rollouts.append(...group.rollouts.map(rolloutElement));
     return group.prompt ? [facts, prompt, rollouts] : [facts, rollouts];
   }
 
-  function rollout(each) {
+  function rolloutElement(rollout) {
     const box = document.createElement("div");
     box.className = "rollout";
     box.dataset.testid = "rollout";
-    const worth = document.createElement("p");
-    worth.className = each.reward === null ? "worth unknown" : "worth";
-    const share = Math.max(0, Math.min(1, each.reward ?? 0));
-    worth.style.setProperty("--share", `${100 * share}%`);
+    const bar = document.createElement("p");
+    bar.className = rollout.reward === null ? "reward-bar unknown" : "reward-bar";
+    const share = Math.max(0, Math.min(1, rollout.reward ?? 0));
+    bar.style.setProperty("--share", `${100 * share}%`);
     const reward = document.createElement("b"), advantage = document.createElement("span");
     reward.dataset.testid = "reward";
     advantage.dataset.testid = "advantage";
-    reward.textContent = `reward ${each.reward === null ? "-" : each.reward.toFixed(2)}`;
-    advantage.textContent = each.advantage === null ? ""
-      : `advantage ${each.advantage < 0 ? "" : "+"}${each.advantage.toFixed(2)}`;
-    worth.append(reward, advantage);
+    reward.textContent = `reward ${rollout.reward === null ? "-" : rollout.reward.toFixed(2)}`;
+    advantage.textContent = rollout.advantage === null ? ""
+      : `advantage ${rollout.advantage < 0 ? "" : "+"}${rollout.advantage.toFixed(2)}`;
+    bar.append(reward, advantage);
     const text = document.createElement("pre");
     text.dataset.testid = "completion";
-    text.textContent = each.text;
-    box.append(worth, text);
+    text.textContent = rollout.text;
+    box.append(bar, text);
     return box;
   }
 
   function paragraph(text) {
-    const found = document.createElement("p");
-    found.className = "muted";
-    found.textContent = text;
-    return found;
+    const line = document.createElement("p");
+    line.className = "muted";
+    line.textContent = text;
+    return line;
   }
 
-  function pause(is) {
-    paused = is;
-    element("pause").setAttribute("aria-pressed", String(is));
-    element("pause").textContent = is ? "follow" : "pause";
+  function setPaused(value) {
+    paused = value;
+    element("pause").setAttribute("aria-pressed", String(value));
+    element("pause").textContent = value ? "follow" : "pause";
   }
 
-  function turn(by) {
-    const fitting = groups.filter(fits);
-    const now = place < 0 ? fitting.length - 1 : place;
-    place = Math.max(0, Math.min(fitting.length - 1, now + by));
-    pause(true);
+  function move(by) {
+    const matching = groups.filter(matches);
+    const current = index < 0 ? matching.length - 1 : index;
+    index = Math.max(0, Math.min(matching.length - 1, current + by));
+    setPaused(true);
     show();
   }
 
   return {
     open() {
-      element("older").addEventListener("click", () => turn(-1));
-      element("newer").addEventListener("click", () => turn(1));
+      element("older").addEventListener("click", () => move(-1));
+      element("newer").addEventListener("click", () => move(1));
       element("pause").addEventListener("click", () => {
-        if (!paused) place = groups.filter(fits).length - 1;
-        pause(!paused);
-        if (!paused) place = -1;
+        if (!paused) index = groups.filter(matches).length - 1;
+        setPaused(!paused);
+        if (!paused) index = -1;
         show();
       });
       for (const id of ["by-generator", "by-reward"]) {
-        element(id).addEventListener("change", () => { place = -1; show(); });
+        element(id).addEventListener("change", () => { index = -1; show(); });
       }
       show();
     },
     add,
-    clear() { groups = []; place = -1; pause(false); show(); },
+    clear() { groups = []; index = -1; setPaused(false); show(); },
     get paused() { return paused; },
     get newest() { return groups.length ? groups[groups.length - 1].number : 0; },
   };

@@ -1,0 +1,61 @@
+"""The exported HTML file, the program bin/dashboard and the static files."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from runs import append, group, make_run
+
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.observe.dashboard.__main__ import main
+from peralta_zmq.observe.dashboard.export import report
+from peralta_zmq.observe.dashboard.run_files import RunFiles
+
+STATIC = files("peralta_zmq.observe.dashboard") / "static"
+VENDORED = {  # SHA-256 of uPlot 1.6.32 from npm
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+def test_report_allows_only_its_own_script_and_style(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    append(folder / "samples.jsonl", group(3, "</script><script>alert(1)</script>", "b"))
+    html = report([RunFiles(folder)])
+    assert "default-src 'none'; script-src 'sha256-" in html
+    assert html.count("<script") == html.count("</script>") == 2
+    assert "http://" not in html.replace("http://www.w3.org/", "").replace("http://${", "")
+    assert "src=" not in html.partition('<script type="application/json"')[0]
+
+
+def test_program_exports_a_file_and_refuses_invalid_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    assert main([str(folder), "--export", str(tmp_path / "report.html")]) == 0
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        main([str(tmp_path / "nothing")])
+    with pytest.raises(ConfigError, match="unknown option --exprot; did you mean --export"):
+        main([str(folder), "--exprot", "x.html"])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        main([str(folder), "--export", str(tmp_path / "no" / "report.html")])
+
+
+@pytest.mark.parametrize(("name", "digest"), VENDORED.items())
+def test_uplot_is_the_published_version(name: str, digest: str) -> None:
+    assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest
+    assert b"MIT" in (STATIC / "uPlot.LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["dashboard.js", "charts.js", "samples.js"])
+def test_scripts_never_create_markup(name: str) -> None:
+    script = (STATIC / name).read_text("utf-8")
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
+                "new Function", "DOMParser", "createContextualFragment"):  # fmt: skip
+        assert way not in script

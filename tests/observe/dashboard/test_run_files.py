@@ -1,0 +1,105 @@
+"""Incremental reading of run folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import append, make_run
+
+from peralta_zmq.observe.dashboard import view
+from peralta_zmq.observe.dashboard.run_files import RunFiles, Tail, open_runs
+from peralta_zmq.observe.metrics import Row
+
+
+def read_run(folder: Path) -> RunFiles:
+    run = RunFiles(folder)
+    run.refresh()
+    return run
+
+
+def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = Tail(path, max_bytes=1 << 20)
+    assert tail.read() == ([], False)
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"st')
+    assert tail.read() == ([{"step": 1}, {"step": 2}], False)
+    assert tail.read() == ([], False)
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert tail.read() == ([{"step": 3}], False)
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"a": [1\n2]}', '{"step": 7}, {"step": 8}', "", "[3]", '{"step": "\\', "[" * 100_000]
+)
+def test_tail_skips_a_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n' + bad + '\n{"step": 2}\n')
+    assert Tail(path, max_bytes=1 << 20).read() == ([{"step": 1}, {"step": 2}], False)
+
+
+def test_tail_reads_a_replaced_file_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail = Tail(path, max_bytes=1 << 20)
+    tail.read()
+    (tmp_path / "new").write_text('{"step": 9}\n')
+    (tmp_path / "new").rename(path)
+    assert tail.read() == ([{"step": 9}], True)
+
+
+NEWER = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
+
+
+def shown(run: RunFiles) -> dict[str, list[Row]]:
+    """Content of each file except the metrics."""
+    return {"eval.jsonl": list(run.evaluations.values()), "events.jsonl": list(run.events),
+            "samples.jsonl": [sample for _, sample in run.samples]}  # fmt: skip
+
+
+def test_run_started_again_shows_nothing_of_the_earlier_one(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=30)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.4})
+    run = read_run(folder)
+    cursor = view.update(run, now=0.0)["cursor"]
+    shutil.rmtree(folder)
+    make_run(folder, num_steps=2)
+    run.refresh()
+    update = view.update(run, cursor=cursor, now=0.0)
+    assert (update["reset"], update["charts"][0]["x"]) == (True, [1, 2])
+    assert shown(run) == shown(read_run(folder))
+    assert [row["step"] for row in shown(run)["samples.jsonl"]] == [2]
+    assert shown(run)["eval.jsonl"] == []
+
+
+@pytest.mark.parametrize("name", ["eval.jsonl", "events.jsonl", "samples.jsonl"])
+def test_replaced_file_is_read_again(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.4})
+    run = read_run(folder)
+    before, cursor = shown(run), view.update(run, now=0.0)["cursor"]
+    append(folder / "new", NEWER)
+    (folder / "new").rename(folder / name)
+    run.refresh()
+    assert shown(run) == before | {name: [NEWER]}
+    assert view.update(run, cursor=cursor, now=0.0)["reset"]
+
+
+def test_huge_config_is_not_read(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "hand", num_steps=1))
+    assert run.config()["model"] == {"name": "embedded"}
+    with (run.folder / "config.toml").open("a") as file:
+        file.write("#" * 2_000_000)
+    assert run.config() == {}
+
+
+def test_open_runs_makes_equal_names_unique(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b")]
+    assert [run.name for run in open_runs(folders)] == ["a/demo", "b/demo"]
+    deeper = make_run(tmp_path / "c" / "a" / "demo", num_steps=1)
+    assert [run.name for run in open_runs([folders[0], deeper])] == [
+        f"{tmp_path.name}/a/demo", "c/a/demo"]  # fmt: skip
+    assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
+    assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]

@@ -1,0 +1,274 @@
+"""Content of the dashboard as JSON."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from runs import append, make_run, row
+
+from peralta_zmq.observe.dashboard import view
+from peralta_zmq.observe.dashboard.run_files import RunFiles
+from peralta_zmq.observe.terminal import Terminal
+
+
+def read_run(folder: Path) -> RunFiles:
+    run = RunFiles(folder)
+    run.refresh()
+    return run
+
+
+def test_update_has_only_points_after_the_cursor(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    run = read_run(folder)
+    first = view.update(run, now=time.time())
+    assert first["charts"][0]["x"] == [1, 2, 3]
+    assert view.update(run, cursor=first["cursor"], now=0.0)["charts"] == []
+    append(folder / "metrics.jsonl", row(4))
+    run.refresh()
+    second = view.update(run, cursor=first["cursor"], now=time.time())
+    assert (second["reset"], second["charts"][0]["x"]) == (False, [4])
+    append(folder / "metrics.jsonl", row(2))  # after a roll-back
+    run.refresh()
+    third = view.update(run, cursor=second["cursor"], now=time.time())
+    assert (third["reset"], third["charts"][0]["x"]) == (True, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(0.5625, 3, "0.563"), (-0.5625, 3, "-0.563"), (2.5, 0, "3"), (1234567.891, 1, "1,234,567.9"),
+     (1e300, 3, f"{1e300:,.0f}"), (math.nan, 2, "-"), (math.inf, 2, "-")],
+)  # fmt: skip
+def test_format_number(value: float, digits: int, shown: str) -> None:
+    assert view.format_number(value, digits) == shown
+
+
+def test_cursor_is_valid_after_a_server_restart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    cursor = view.update(read_run(folder), now=0.0)["cursor"]
+    again = view.update(read_run(folder), cursor=cursor, now=0.0)
+    assert (again["reset"], again["charts"]) == (False, [])
+
+
+@pytest.mark.parametrize("cursor", [
+    "x", "::", "a:b:c", "1:-1:2", ":99999999999999:0", "\ud800",
+    "VALID:99999:0", "VALID:4:0",  # of a server that had read more of the file
+])  # fmt: skip
+def test_invalid_cursor_sends_everything(tmp_path: Path, cursor: str) -> None:
+    run = read_run(make_run(tmp_path / "hand", num_steps=3))
+    update = view.update(run, cursor=cursor.replace("VALID", run.generation), now=0.0)
+    assert (update["reset"], update["charts"][0]["x"]) == (True, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("lock", "num_steps", "later", "event", "status"),
+    [
+        ("none", 3, 1.0, None, "training"),
+        ("none", 3, 31.0, None, "silent"),
+        ("none", 0, 1.0, None, "empty"),
+        ("none", 0, 31.0, None, "silent"),
+        ("free", 3, 1.0, None, "training"),
+        ("free", 3, 31.0, None, "crashed"),
+        ("free", 0, 31.0, None, "crashed"),
+        ("held", 3, 31.0, None, "stalled"),
+        ("held", 0, 3600.0, None, "empty"),
+        ("live", 3, 31.0, None, "stalled"),
+        ("live", 0, 3600.0, None, "empty"),
+        ("free", 3, 31.0, "stop", "stopped"),
+        ("free", 3, 31.0, "complete", "finished"),
+    ],
+)
+def test_status_of_run(
+    tmp_path: Path, stack: ExitStack, *,
+    lock: str, num_steps: int, later: float, event: str | None, status: str,
+) -> None:  # fmt: skip
+    folder = make_run(tmp_path / "hand", num_steps=num_steps)
+    if lock in ("free", "held"):
+        file = stack.enter_context((folder / "lock").open("ab"))
+        if lock == "held":
+            fcntl.flock(file, fcntl.LOCK_EX)
+    if event:
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    run = RunFiles(folder, live=lock == "live")
+    run.refresh()
+    assert view.status_of(run, now=run.newest_time + later) == status
+
+
+SAVED = {"steps": 3, "seconds": 65.0, "eval_before": 0.4, "eval_after": 0.875}
+TEXTS = {  # status -> text and explanation
+    "empty": ("waiting for the first step",
+              "No generator has joined yet. Start one: bin/generator @ CONFIG"),
+    "training": ("training", ""),
+    "stalled": ("no recent step", "The trainer is running and has taken no step for 40s."),
+    "crashed": ("crashed",
+                "No new data for 40s, and no trainer on this machine uses the run folder: it was "
+                "killed or crashed, unless it runs on another machine. "
+                "The same command resumes it without loss."),
+    "silent": ("no recent data",
+               "No new data for 40s: the trainer is waiting or was killed. "
+               "The same command resumes it without loss."),
+    "stopped": ("stopped", "Stopped by the user and saved. The same command resumes it."),
+    "finished": ("finished", "3 steps in 1m05s; held-out accuracy 0.400 -> 0.875."),
+    "loading": ("reading the run's files", ""),
+}  # fmt: skip
+ENDS = {"stopped": "stop", "finished": "complete"}
+
+
+def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
+    return view.state(run, now=run.newest_time + later)["header"]
+
+
+@pytest.mark.parametrize("status", sorted(TEXTS.keys() - {"loading"}))
+def test_each_status_has_its_explanation(tmp_path: Path, status: str) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0 if status == "empty" else 3)
+    (folder / "summary.json").write_text(json.dumps(SAVED))
+    if event := ENDS.get(status):
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    if status == "crashed":
+        (folder / "lock").touch()
+    run = RunFiles(folder, live=status == "stalled")
+    run.refresh()
+    header = header_of(run, later=1.0 if status in ("empty", "training") else 40.0)
+    assert header["status"] == status
+    assert (header["status_text"], header["explanation"]) == TEXTS[status]
+
+
+def test_every_status_has_a_text() -> None:
+    assert TEXTS.keys() == view.STATUS_TEXTS.keys()
+
+
+def test_eta_ignores_pauses_and_equals_the_terminals(tmp_path: Path) -> None:
+    """Ten steps of 0.4 s, eight hours of pause, a resume, and steps of 2 s."""
+    folder = make_run(tmp_path / "hand", num_steps=10, max_steps=50, quiet=8 * 3600)
+    resumed = time.time() - 30.0
+    append(folder / "events.jsonl", {"time": resumed, "event": "resume", "step": 10})
+    replayed = row(10, when=resumed - 1.0, step_time=0.0)
+    live = [row(step, when=resumed + 2.0 * (step - 10), step_time=2.0) for step in range(11, 16)]
+    run = read_run(folder)
+    assert header_of(run)["eta"] == ""  # no step in this session yet
+    stream = io.StringIO()
+    with Terminal(50, stream) as terminal:
+        terminal.step(replayed)
+        for each in live:
+            terminal.step(each)
+            append(folder / "metrics.jsonl", each)
+            run.refresh()
+            assert stream.getvalue().rstrip().endswith(f"eta={header_of(run)['eta']}")
+    assert header_of(run)["eta"] == "1m10s"  # 35 steps of 2 s
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (1, "1 generator has joined; charts appear with the first step."),
+    (2, "2 generators have joined; charts appear with the first step."),
+])  # fmt: skip
+def test_joined_generators_are_counted_before_the_first_step(
+    tmp_path: Path, count: int, text: str
+) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    joins = [{"time": time.time(), "event": "join", "generator": str(n)} for n in range(count)]
+    append(folder / "events.jsonl", *joins)
+    assert header_of(read_run(folder))["explanation"] == text
+
+
+def test_generators_that_left_are_not_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    append(folder / "events.jsonl", *(
+        {"time": time.time(), "event": event, "generator": "ann", "incarnation": "1"}
+        for event in ("join", "leave")
+    ))  # fmt: skip
+    text = "All generators have left. Start one: bin/generator @ CONFIG"
+    assert header_of(read_run(folder))["explanation"] == text
+
+
+def test_partly_read_file_is_loading(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    append(folder / "metrics.jsonl", *(row(step, note="x" * 50_000) for step in range(2, 100)))
+    assert (folder / "metrics.jsonl").stat().st_size > 4 << 20
+    run = RunFiles(folder)
+    run.refresh(seconds=0.0)
+    header = header_of(run)
+    assert view.update(run, now=time.time())["loading"]
+    assert (header["status_text"], header["explanation"]) == TEXTS["loading"]
+    run.refresh(seconds=0.0)
+    assert header_of(run)["status"] == "training"
+
+
+def test_wait_card_and_verdict_use_the_same_steps(tmp_path: Path) -> None:
+    """Both ignore a session's first step and replayed steps."""
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    first = row(1, step_time=40.0) | {"time/wait_for_batch": 40.0}
+    append(folder / "metrics.jsonl", first, *map(row, range(2, 7)), row(7, step_time=0.0))
+    state = view.state(read_run(folder), now=time.time())
+    card = next(card for card in state["cards"] if card["id"] == "wait")
+    assert (card["value"], card["note"]) == ("50%", "of the last 5 steps")
+    assert "the trainer waits 50% of its time" in state["verdict"]["sentence"]
+
+
+def generators_of(run: RunFiles, *, later: float = 1.0) -> tuple[dict[str, str], str, str]:
+    """State of each generator by name; value and note of their card."""
+    state = view.state(run, now=run.newest_time + later)
+    card = next(card for card in state["cards"] if card["id"] == "generators")
+    states = {one["name"]: one["state"] for one in state["generators"]}
+    return states, card["value"], card["note"]
+
+
+def test_generator_that_left_or_stopped_reporting_is_gone(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    without_bob = {key: value for key, value in row(4).items() if "/bob/" not in key}
+    append(folder / "metrics.jsonl", without_bob)
+    assert generators_of(read_run(folder)) == ({"ann": "up", "bob": "gone"}, "1", "of 2 seen")
+    append(folder / "events.jsonl",
+           {"time": time.time(), "event": "leave", "generator": "ann",
+           "incarnation": "ann"})  # fmt: skip
+    assert generators_of(read_run(folder)) == (
+        {"ann": "gone", "bob": "gone"}, "0", "of 2 seen"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("event", [None, "stop", "complete"])
+def test_generators_of_an_ended_run_are_unknown(tmp_path: Path, event: str | None) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=3)
+    leave = {"time": time.time(), "event": "leave", "generator": "bob", "incarnation": "bob"}
+    append(folder / "events.jsonl", leave)
+    if event:
+        append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
+    run = read_run(folder)
+    generators = generators_of(run, later=40.0)
+    assert generators == ({"ann": "unknown", "bob": "gone"}, "-", "unknown, 2 seen")
+    assert "up" not in view.state(run, now=run.newest_time + 40.0)["verdict"]["sentence"].split()
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_crashed_run_is_not_evaluating(tmp_path: Path, num_steps: int) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=num_steps)
+    append(folder / "events.jsonl", {"time": time.time(), "event": "evaluate", "step": num_steps})
+    run = read_run(folder)
+    sentence = view.state(run, now=time.time() + 3600.0)["verdict"]["sentence"]
+    assert "evaluating" not in sentence
+    assert "still up" not in sentence
+
+
+def test_sample_without_prompt_uses_the_common_first_lines() -> None:
+    texts = ["<user>\nadd\n<assistant>\n3 + 4", "<user>\nadd\n<assistant>\n3 4 +"]
+    group = view.sample(1, {"step": 1, "texts": texts, "rewards": [1.0, math.nan]})
+    assert group["prompt"] == "<user>\nadd\n<assistant>\n"
+    assert [rollout["text"] for rollout in group["rollouts"]] == ["3 + 4", "3 4 +"]
+    assert [rollout["reward"] for rollout in group["rollouts"]] == [1.0, None]
+
+
+def test_event_shows_nested_fields(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=1)
+    info = {"device": "cpu", "threads": 1}
+    append(folder / "events.jsonl",
+           {"event": "hello", "generator": "ann", "hello": info},
+           {"event": "join", "generator": "bob", "hello": {}})  # fmt: skip
+    events = view.state(read_run(folder), now=0.0)["events"]
+    assert [event["text"] for event in events[:2]] == [
+        "generator=bob", "generator=ann  device=cpu  threads=1",
+    ]  # fmt: skip
