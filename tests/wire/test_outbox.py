@@ -1,4 +1,4 @@
-"""Nothing lost on the way: what is kept, what is sent again, and when."""
+"""Outbox: what it keeps, what it sends again, and when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from peralta_zmq.wire import Announcement, Outbox, outbox
 
-ME = "me/00"
+SENDER = "ann/00"
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +16,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def holding(*sequences: int, limit: int = 64) -> Outbox:
-    kept = Outbox(ME, limit=limit)
+def outbox_with(*sequences: int, limit: int = 64) -> Outbox:
+    frames = Outbox(SENDER, limit=limit)
     for sequence in sequences:
-        kept.add(sequence, b"%d" % sequence)
-    return kept
+        frames.add(sequence, b"%d" % sequence)
+    return frames
 
 
-def said(
+def acknowledging(
     durable: int,
     highest_received: int | None = None,
     *,
@@ -31,116 +31,106 @@ def said(
     incarnation: bytes = b"1",
     waiting: bool = False,
 ) -> Announcement:
-    """All that came is durable, unless `received` says that more came, and nothing is missing."""
+    """By default every received group is durable and no group is missing."""
     received = durable if received is None else received
     highest_received = received if highest_received is None else highest_received
     return Announcement(
-        "run",
-        incarnation=incarnation,
-        waiting=waiting,
-        received={ME: received},
-        durable={ME: durable},
-        highest_received={ME: highest_received},
-    )
+        "run", incarnation=incarnation, waiting=waiting, received={SENDER: received},
+        durable={SENDER: durable}, highest_received={SENDER: highest_received},
+    )  # fmt: skip
 
 
-def test_what_is_settled_is_forgotten() -> None:
-    kept = holding(0, 1, 2, 3)
-    assert kept.frames_to_resend(said(1)) == []
-    assert (len(kept), kept.min_sequence) == (2, 2)
+def test_outbox_forgets_durable_frames() -> None:
+    frames = outbox_with(0, 1, 2, 3)
+    assert frames.frames_to_resend(acknowledging(1)) == []
+    assert (len(frames), frames.min_sequence) == (2, 2)
 
 
-def test_what_has_come_frees_the_window_and_is_kept() -> None:
-    kept = holding(0, 1, 2, 3)
-    kept.frames_to_resend(said(0, received=2))
-    assert (kept.in_flight, len(kept), kept.min_sequence) == (1, 3, 1)
+def test_outbox_keeps_frames_that_are_received_but_not_durable() -> None:
+    frames = outbox_with(0, 1, 2, 3)
+    frames.frames_to_resend(acknowledging(0, received=2))
+    assert (frames.in_flight, len(frames), frames.min_sequence) == (1, 3, 1)
 
 
-def test_what_was_never_heard_of_fills_the_window() -> None:
-    kept = holding(0, 1, 2)
-    kept.frames_to_resend(Announcement("run", incarnation=b"1"))
-    assert kept.in_flight == 3
+def test_outbox_counts_unacknowledged_frames_as_in_flight() -> None:
+    frames = outbox_with(0, 1, 2)
+    frames.frames_to_resend(Announcement("run", incarnation=b"1"))
+    assert frames.in_flight == 3
 
 
-def test_window_stays_free_when_a_trainer_forgets_whom_it_has_not_heard_lately() -> None:
-    kept = holding(0, 1, 2)
-    kept.frames_to_resend(said(0, received=2))
-    kept.frames_to_resend(Announcement("run", incarnation=b"1"))
-    assert (kept.in_flight, len(kept)) == (0, 2)
+def test_outbox_remembers_received_when_the_trainer_omits_the_sender() -> None:
+    frames = outbox_with(0, 1, 2)
+    frames.frames_to_resend(acknowledging(0, received=2))
+    frames.frames_to_resend(Announcement("run", incarnation=b"1"))
+    assert (frames.in_flight, len(frames)) == (0, 2)
 
 
-def test_what_came_but_is_not_durable_is_not_sent_again_for_a_gap_behind_it() -> None:
-    kept = holding(0, 1, 2, 3, 4)
-    assert kept.frames_to_resend(said(0, received=1, highest_received=4)) == [b"2", b"3"]
-    assert kept.resent == 2
+def test_outbox_does_not_resend_received_frames_for_a_later_gap() -> None:
+    frames = outbox_with(0, 1, 2, 3, 4)
+    assert frames.frames_to_resend(acknowledging(0, 4, received=1)) == [b"2", b"3"]
+    assert frames.resent == 2
 
 
-def test_what_came_but_was_not_durable_is_sent_again_to_a_restarted_trainer() -> None:
-    kept = holding(0, 1, 2, 3)
-    kept.frames_to_resend(said(0, received=3))
-    assert kept.frames_to_resend(said(1, incarnation=b"2")) == [b"2", b"3"]
-    assert kept.in_flight == 2
+def test_outbox_resends_what_a_restarted_trainer_only_received() -> None:
+    frames = outbox_with(0, 1, 2, 3)
+    frames.frames_to_resend(acknowledging(0, received=3))
+    assert frames.frames_to_resend(acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
+    assert frames.in_flight == 2
+    assert frames.frames_to_resend(acknowledging(1, incarnation=b"2")) == []
 
 
-def test_what_is_merely_under_way_is_not_sent_again() -> None:
-    kept = holding(0, 1, 2, 3)
-    assert kept.frames_to_resend(said(0)) == []
-    assert kept.frames_to_resend(None) == []
+def test_outbox_does_not_resend_frames_in_flight() -> None:
+    frames = outbox_with(0, 1, 2, 3)
+    assert frames.frames_to_resend(acknowledging(0)) == []
+    assert frames.frames_to_resend(None) == []
 
 
-def test_a_gap_is_filled_in_order() -> None:
-    kept = holding(0, 1, 2, 3, 4)
-    assert kept.frames_to_resend(said(0, highest_received=3)) == [b"1", b"2"]
+def test_outbox_fills_a_gap_in_order() -> None:
+    assert outbox_with(0, 1, 2, 3, 4).frames_to_resend(acknowledging(0, 3)) == [b"1", b"2"]
 
 
-def test_a_gap_is_filled_once_until_an_announcement_can_tell_of_it(clock: list[float]) -> None:
-    kept = holding(0, 1, 2)
-    kept.frames_to_resend(said(0, highest_received=2))
-    assert kept.frames_to_resend(said(0, highest_received=2)) == []
+def test_outbox_fills_a_gap_once_per_resend_interval(clock: list[float]) -> None:
+    frames = outbox_with(0, 1, 2)
+    frames.frames_to_resend(acknowledging(0, 2))
+    assert frames.frames_to_resend(acknowledging(0, 2)) == []
     clock[0] += outbox.RESEND_SECONDS
-    assert kept.frames_to_resend(said(0, highest_received=2)) == [b"1"]
+    assert frames.frames_to_resend(acknowledging(0, 2)) == [b"1"]
 
 
-def test_the_last_ones_are_sent_again_when_a_trainer_goes_on_waiting(clock: list[float]) -> None:
-    kept, sent = holding(0, 1, 2), []
+def test_outbox_resends_the_last_frames_to_a_trainer_that_keeps_waiting(
+    clock: list[float],
+) -> None:
+    frames, resent = outbox_with(0, 1, 2), []
     for _ in range(40):
         clock[0] += 1.0
-        sent.append(kept.frames_to_resend(said(0, waiting=True)))
-    again = [at for at, frames in enumerate(sent) if frames]
-    assert sent[again[0]] == [b"1", b"2"]
-    assert again[0] <= 10 and again[1] - again[0] > outbox.IDLE_SECONDS
+        resent.append(frames.frames_to_resend(acknowledging(0, waiting=True)))
+    seconds = [second for second, batch in enumerate(resent) if batch]
+    assert resent[seconds[0]] == [b"1", b"2"]
+    assert seconds[0] <= 10 and seconds[1] - seconds[0] > outbox.IDLE_SECONDS
 
 
-@pytest.mark.parametrize("reason", ["not waiting", "not heard", "it comes", "more is sent"])
-def test_what_may_still_come_is_not_sent_again(clock: list[float], reason: str) -> None:
-    kept, old = holding(*range(100), limit=200), said(0, waiting=True)
+@pytest.mark.parametrize("case", ["not waiting", "no announcement", "receiving", "sending"])
+def test_outbox_does_not_resend_frames_that_may_still_arrive(clock: list[float], case: str) -> None:
+    frames, old = outbox_with(*range(100), limit=200), acknowledging(0, waiting=True)
     for number in range(1, 40):
         clock[0] += 1.0
-        heard = said(
-            0, received=number if reason == "it comes" else 0, waiting=reason != "not waiting"
-        )
-        if reason == "more is sent":
-            kept.add(99 + number, b"more")
-        assert kept.frames_to_resend(old if reason == "not heard" else heard) == []
+        received = number if case == "receiving" else 0
+        new = acknowledging(0, received=received, waiting=case != "not waiting")
+        if case == "sending":
+            frames.add(99 + number, b"more")
+        assert frames.frames_to_resend(old if case == "no announcement" else new) == []
 
 
-def test_a_restarted_trainer_gets_all_that_is_not_settled_at_once() -> None:
-    kept = holding(0, 1, 2, 3)
-    kept.frames_to_resend(said(1, incarnation=b"1"))
-    assert kept.frames_to_resend(said(0, incarnation=b"2")) == [b"2", b"3"]
-    assert kept.frames_to_resend(said(0, incarnation=b"2")) == []
+def test_outbox_takes_the_first_trainer_for_no_restarted_one() -> None:
+    assert outbox_with(0, 1).frames_to_resend(Announcement("run", incarnation=b"1")) == []
 
 
-def test_the_first_trainer_heard_is_not_a_restarted_one() -> None:
-    assert holding(0, 1).frames_to_resend(Announcement("run", incarnation=b"1")) == []
+def test_full_outbox_drops_its_oldest_frame_and_counts_it() -> None:
+    frames = outbox_with(0, 1, 2, limit=2)
+    assert (len(frames), frames.min_sequence, frames.lost) == (2, 1, 1)
 
 
-def test_a_full_outbox_gives_up_its_oldest_and_counts_it() -> None:
-    kept = holding(0, 1, 2, limit=2)
-    assert (len(kept), kept.min_sequence, kept.lost) == (2, 1, 1)
-
-
-def test_the_floor_of_an_empty_outbox_is_the_next_sequence() -> None:
-    kept = holding(0, 1)
-    kept.frames_to_resend(said(1))
-    assert kept.min_sequence == 2
+def test_min_sequence_of_an_empty_outbox_is_the_next_sequence() -> None:
+    frames = outbox_with(0, 1)
+    frames.frames_to_resend(acknowledging(1))
+    assert frames.min_sequence == 2
