@@ -1,4 +1,4 @@
-"""A bad network in a thread: a TCP proxy that delays, throttles, stalls and goes silent."""
+"""A TCP proxy that simulates a bad network: delay, low bandwidth, loss, interruptions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CHUNK = 1460  # bytes, as on Ethernet
 
 
 class Proxy:
-    """Listens on a port of its own and forwards to 127.0.0.1:`port`, both ways.
+    """Forwards a random port to 127.0.0.1:`port` in both directions.
 
-    `cut` set: bytes are neither taken nor delivered and connections stay open, as when a cable
-    is pulled. `half_open` set: only towards `port`. Each chunk waits `delay` seconds, its share
-    of `bits_per_s`, and with probability `loss` a retransmission of 0.2 s.
+    While `cut` is set, no bytes are forwarded and connections stay open, as with an unplugged
+    cable; with `half_open` only those to `port` are held back. Each chunk waits `delay` seconds,
+    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Proxy:
         self.cut, self.half_open = threading.Event(), threading.Event()
         self.num_connections = 0
         self._port, self._delay, self._rate, self._loss = port, delay, bits_per_s, loss
-        self._chance = random.Random(0)
+        self._random = random.Random(0)
         self._ended = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
@@ -40,7 +40,7 @@ class Proxy:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        for each in [self._listening, *self._open]:  # wakes whoever waits in it
+        for each in [self._listening, *self._open]:  # wakes threads blocked in them
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -68,13 +68,13 @@ class Proxy:
             self._threads.append(self._start(self._forward, far, near, False))
 
     def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
-        comes = select.poll()  # a timeout of the socket would be the other thread's too
-        comes.register(source, select.POLLIN)
-        with contextlib.suppress(OSError):  # an end is shut
+        readable = select.poll()  # a socket timeout would apply to both threads
+        readable.register(source, select.POLLIN)
+        with contextlib.suppress(OSError):  # one end is closed
             while not self._ended.is_set():
                 if self.cut.is_set() or (upward and self.half_open.is_set()):
                     self._ended.wait(0.02)
-                elif comes.poll(50):  # ms
+                elif readable.poll(50):  # ms
                     if not (chunk := source.recv(CHUNK)):
                         break
                     self._ended.wait(self._pause(chunk))
@@ -84,5 +84,5 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _pause(self, chunk: bytes) -> float:
-        lost = self._chance.random() < self._loss
+        lost = self._random.random() < self._loss
         return self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)

@@ -1,4 +1,4 @@
-"""Real sockets for tests of the wire: pairs on random ports, closed with a stack, and deadlines."""
+"""Sockets on random ports for tests, closed by an ExitStack, and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def receiver_at(address: str = ANYWHERE, **options: Any) -> wire.RolloutReceiver
 
 
 def sender_to(address: str, stack: ExitStack, **options: Any) -> wire.RolloutSender:
-    """A sender that leaves nothing behind."""
+    """A sender that is closed without lingering."""
     sender = wire.RolloutSender(address, **options)
     stack.callback(sender.close, linger_seconds=0)
     return sender
@@ -37,7 +37,7 @@ def pair(stack: ExitStack) -> tuple[wire.RolloutReceiver, wire.RolloutSender]:
 
 
 def raw_socket(stack: ExitStack, address: str, kind: int = zmq.PUSH) -> zmq.Socket[bytes]:
-    """A client that keeps no rule."""
+    """A bare socket that can send invalid messages."""
     opened = zmq.Context.instance().socket(kind)
     stack.callback(opened.close, linger=0)
     opened.connect(address)
@@ -45,13 +45,13 @@ def raw_socket(stack: ExitStack, address: str, kind: int = zmq.PUSH) -> zmq.Sock
 
 
 def address_of_nobody() -> str:
-    """A port that was free a moment ago."""
+    """An address on which nothing listens."""
     with zmq.Context() as context, context.socket(zmq.PULL) as probe:
         return f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"
 
 
 def bound_again(address: str, opens: Callable[..., Any] = receiver_at, **options: Any) -> Any:
-    """libzmq closes in the background, so the port may be ours for some milliseconds more."""
+    """Bind a port that was just closed: libzmq closes sockets in the background."""
     ends = monotonic() + DEADLINE
     while True:
         try:
@@ -69,29 +69,29 @@ def numbered(sequence: int, **fields: Any) -> bytes:
 def received(receiver: wire.RolloutReceiver, seconds: float = DEADLINE) -> RolloutGroup:
     """The next valid group within the deadline."""
     for _ in until(seconds):
-        if (got := receiver.receive(timeout=0.1)) is not None:
-            return got[0]
-    raise AssertionError("no group came")
+        if (message := receiver.receive(timeout=0.1)) is not None:
+            return message[0]
+    raise AssertionError("no group received")
 
 
 def drained(receiver: wire.RolloutReceiver, quiet: float = 0.5) -> list[RolloutGroup]:
-    """All that comes until nothing comes for `quiet` seconds."""
+    """All groups received until none arrives for `quiet` seconds."""
     groups = []
-    while (got := receiver.receive(timeout=quiet)) is not None:
-        groups.append(got[0])
+    while (message := receiver.receive(timeout=quiet)) is not None:
+        groups.append(message[0])
     return groups
 
 
 def until(seconds: float = DEADLINE) -> Iterator[None]:
-    """Rounds of a loop, until the time is up."""
+    """Iterations of a loop for `seconds`."""
     ends = monotonic() + seconds
     while monotonic() < ends:
         yield
 
 
 def eventually(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
-    """The first true value of `condition`, which waits a little itself."""
+    """The first true value of `condition`, which itself waits a little."""
     for _ in until(seconds):
         if value := condition():
             return value
-    raise AssertionError("it did not happen in time")
+    raise AssertionError("condition not met in time")

@@ -1,3 +1,5 @@
+"""Data types: joining completions to rollouts, groups, temperature schedules."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,41 +30,41 @@ def test_only_generated_tokens_are_in_the_loss_mask() -> None:
     assert rollout_of(COMPLETION, 1.0).loss_mask.tolist() == [False, False, False, True, True]
 
 
-def test_prompt_tokens_have_logprob_zero_and_generated_keep_theirs() -> None:
+def test_logprobs_are_zero_on_the_prompt() -> None:
     assert rollout_of(COMPLETION, 1.0).logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
 
 
-def test_arrays_keep_their_narrow_types() -> None:
+def test_arrays_keep_their_dtypes() -> None:
     rollout = rollout_of(COMPLETION, 1.0)
-    kinds = (rollout.token_ids.dtype, rollout.loss_mask.dtype, rollout.logprobs.dtype)
-    assert kinds == (np.int32, np.bool_, np.float32)
+    dtypes = (rollout.token_ids.dtype, rollout.loss_mask.dtype, rollout.logprobs.dtype)
+    assert dtypes == (np.int32, np.bool_, np.float32)
 
 
 def test_end_token_counts_as_generated() -> None:
     assert rollout_of(COMPLETION, 1.0).num_generated == 2
 
 
-def test_named_parts_of_a_reward_add_up_to_it() -> None:
+def test_reward_is_the_sum_of_its_named_terms() -> None:
     rollout = rollout_of(COMPLETION, {"right": 1.0, "short": 0.25})
     assert (rollout.reward, rollout.rewards) == (1.25, {"right": 1.0, "short": 0.25})
 
 
-def test_parts_of_a_reward_are_floats_whatever_the_task_returned() -> None:
-    parts = rollout_of(COMPLETION, {"right": True, "short": np.float32(0.5)}).rewards
-    assert [type(value) for value in parts.values()] == [float, float]
+def test_reward_terms_become_floats() -> None:
+    terms = rollout_of(COMPLETION, {"right": True, "short": np.float32(0.5)}).rewards
+    assert [type(value) for value in terms.values()] == [float, float]
 
 
-def test_single_reward_has_no_parts() -> None:
+def test_plain_reward_has_no_terms() -> None:
     assert rollout_of(COMPLETION, 0.5).rewards == {}
 
 
-def test_arrays_of_unequal_length_are_our_own_mistake() -> None:
+def test_rollout_refuses_arrays_of_unequal_length() -> None:
     rollout = rollout_with(1.0)
     with pytest.raises(AssertionError):
         dataclasses.replace(rollout, logprobs=rollout.logprobs[1:])
 
 
-def test_fields_cannot_be_set() -> None:
+def test_rollout_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout_with(1.0).reward = 2.0  # type: ignore[misc]
 
@@ -75,11 +77,11 @@ def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool
     assert group_of(rewards).has_signal is signal
 
 
-def test_rewards_of_a_group_keep_the_order_of_its_rollouts() -> None:
+def test_group_rewards_are_in_the_order_of_the_rollouts() -> None:
     assert group_of([0.25, 1, 0]).rewards == (0.25, 1, 0)
 
 
-def test_sender_names_the_generator_and_its_start() -> None:
+def test_sender_names_generator_and_incarnation() -> None:
     group = group_of([1.0], generator_id="ann", incarnation=bytes(range(8)))
     assert group.sender == "ann/0001020304050607"
 
@@ -96,19 +98,17 @@ def test_sender_names_the_generator_and_its_start() -> None:
         ("cosine", [1.5, 1.25, 0.75, 0.5, 0.5]),
     ],
 )
-def test_a_schedule_goes_from_start_to_end_over_the_steps_of_a_run(
-    kind: Any, expected: list[float]
-) -> None:
+def test_schedule_goes_from_start_to_end_of_a_run(kind: Any, expected: list[float]) -> None:
     schedule = TemperatureSchedule(kind, start=1.5, end=0.5, max_steps=4)
     assert [schedule(step) for step in range(5)] == pytest.approx(expected)
-    assert schedule(-1) == 1.5  # the mark of prompt tokens
+    assert schedule(-1) == 1.5  # the policy step of prompt tokens
 
 
-def test_a_run_of_one_step_is_at_the_start() -> None:
+def test_schedule_of_one_step_is_the_start() -> None:
     assert TemperatureSchedule("linear", start=1.5, end=0.5, max_steps=1)(0) == 1.5
 
 
-def test_sampling_at_a_step_has_its_temperature_and_all_else() -> None:
+def test_sampling_at_a_step_replaces_only_the_temperature() -> None:
     schedule = TemperatureSchedule("linear", start=1.0, end=0.5, max_steps=3)
     assert Sampling(schedule=schedule, top_k=4).at(1) == Sampling(temperature=0.75, top_k=4)
     assert Sampling(temperature=0.3).at(1) == Sampling(temperature=0.3)

@@ -219,13 +219,16 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         envelope, columns = _read_fields(message, frame)
     except MALFORMED as error:
         raise WireError(_malformed(error)) from None
-    identity, rest = envelope[:8], envelope[8:]
+    identity, (min_sequence, sample_index, evaluation_step) = envelope[:8], envelope[8:]
     try:
         rollouts = _decode_rollouts(message["policy_step"], vocab_size, *columns)
     except MALFORMED as error:
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=rest[0])
+        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
         raise InvalidGroupError(_malformed(error), group) from None
-    return RolloutGroup(*identity, rollouts, *rest, rollouts.summary)
+    return RolloutGroup(
+        *identity, rollouts=rollouts, min_sequence=min_sequence, sample_index=sample_index,
+        evaluation_step=evaluation_step, summary=rollouts.summary,
+    )  # fmt: skip
 
 
 def _malformed(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of everything that is decoded: `make fuzz SECONDS=60`.
+"""Coverage-guided fuzzing of all decoders: `make fuzz SECONDS=60`.
 
-Nothing but WireError or CorruptError may escape, and no token outside the vocabulary come back.
+Only WireError and CorruptError may be raised; no decoded token may be outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FOLDER = Path(tempfile.mkdtemp())
 
 
 def decode_all(content: bytes) -> None:
-    """As every kind of message; groups also with a checksum that agrees."""
+    """Decode as every kind of message, groups also with a valid checksum."""
     sealed = content[:-4] + zlib.crc32(content[:-4]).to_bytes(4, "little")
     for frame in (content, sealed):
         try:
             group = wire.decode_group(frame, vocab_size=VOCAB_SIZE)
         except WireError:
             continue
-        for each in group.rollouts:  # they are cut only now
+        for each in group.rollouts:  # builds the rollouts
             assert 0 <= each.token_ids.min() <= each.token_ids.max() < VOCAB_SIZE
     for decode in (
         wire.decode_announcement, wire.decode_generator_status,
@@ -58,16 +58,18 @@ def main() -> None:
     for number, lengths in enumerate(([4, 1, 7], [1], [30, 30, 30, 30])):
         group = group_of([float(each % 2) for each in lengths], lengths=lengths)
         (corpus / f"group{number}").write_bytes(wire.encode_group(group))
-        alike = replace(group, rollouts=group.rollouts[:1] * 5)  # so that they share a prompt
-        (corpus / f"alike{number}").write_bytes(wire.encode_group(alike))
-    said = wire.Announcement("run", incarnation=bytes(8), received={"a/00": 1}, durable={"a/00": 0})
-    (corpus / "announcement").write_bytes(wire.encode_announcement(said))
-    counted = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})
-    (corpus / "counters").write_bytes(wire.encode_generator_status(counted))
-    greeting = wire.ProbeReply(
+        equal = replace(group, rollouts=group.rollouts[:1] * 5)  # with a shared prompt
+        (corpus / f"equal{number}").write_bytes(wire.encode_group(equal))
+    announcement = wire.Announcement(
+        "run", incarnation=bytes(8), received={"a/00": 1}, durable={"a/00": 0}
+    )
+    (corpus / "announcement").write_bytes(wire.encode_announcement(announcement))
+    status = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})
+    (corpus / "status").write_bytes(wire.encode_generator_status(status))
+    reply = wire.ProbeReply(
         "run", run_id="run-00", worker_info={"python": "3.11"}, created_file="file"
     )
-    (corpus / "greeting").write_bytes(probe.encode_probe_reply(greeting))
+    (corpus / "reply").write_bytes(probe.encode_probe_reply(reply))
     (corpus / "request").write_bytes(probe.encode_probe_request("discard", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)

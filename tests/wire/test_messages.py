@@ -1,4 +1,4 @@
-"""A group as bytes: every field comes back, every broken rule is refused, nothing else escapes."""
+"""Groups as bytes: round trips, refused messages, bounded memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from peralta_zmq.wire import messages, probe, validation
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
 BUFFERS = [name for name, value in msgpack.unpackb(FRAME).items() if isinstance(value, bytes)]
-LATER = ("sample_index", "evaluation_step")  # fields that older generators do not send
+OPTIONAL = ("sample_index", "evaluation_step")  # may be missing
 
 
 def decoded(frame: bytes) -> RolloutGroup:
@@ -38,28 +38,28 @@ def decoded(frame: bytes) -> RolloutGroup:
 
 
 def sealed(fields: dict[Any, Any]) -> bytes:
-    """A frame of these fields with the checksum made to agree, if it is the last of them."""
+    """A frame of these fields with a valid checksum if `crc32` is the last of them."""
     frame = msgpack.packb(fields)
     return frame[:-4] + zlib.crc32(frame[:-4]).to_bytes(4, "little")
 
 
 def changed(group: RolloutGroup = GROUP, **fields: Any) -> bytes:
-    """The group's frame with some wire fields replaced and the checksum made to agree."""
-    said = {**msgpack.unpackb(wire.encode_group(group)), **fields}
-    return msgpack.packb(said) if "crc32" in fields else sealed(said)
+    """The frame of a group with some fields replaced and a valid checksum."""
+    message = {**msgpack.unpackb(wire.encode_group(group)), **fields}
+    return msgpack.packb(message) if "crc32" in fields else sealed(message)
 
 
-def same(ours: RolloutGroup, theirs: RolloutGroup) -> bool:
+def equal(first: RolloutGroup, second: RolloutGroup) -> bool:
     """Equal in every field, every array bit and every dtype."""
-    plain = dataclasses.replace(ours, rollouts=()) == dataclasses.replace(theirs, rollouts=())
-    return plain and all(
+    envelopes = dataclasses.replace(first, rollouts=()) == dataclasses.replace(second, rollouts=())
+    return envelopes and all(
         (a.reward, a.rewards, a.finish_reason) == (b.reward, b.rewards, b.finish_reason)
         and all(
             x.dtype == y.dtype and x.tobytes() == y.tobytes()
             for x, y in ((a.token_ids, b.token_ids), (a.loss_mask, b.loss_mask),
                          (a.logprobs, b.logprobs), (a.policy_steps, b.policy_steps))
         )
-        for a, b in zip(ours.rollouts, theirs.rollouts, strict=True)
+        for a, b in zip(first.rollouts, second.rollouts, strict=True)
     )  # fmt: skip
 
 
@@ -67,12 +67,12 @@ def same(ours: RolloutGroup, theirs: RolloutGroup) -> bool:
 
 
 def test_round_trip_keeps_every_field() -> None:
-    assert same(decoded(wire.encode_group(GROUP)), GROUP)
+    assert equal(decoded(wire.encode_group(GROUP)), GROUP)
 
 
-def test_admission_cuts_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_builds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
-    monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout is cut"))
+    monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout was built"))
     assert admission.Admission(8).admit(group, step=1) == "trained"
     assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
 
@@ -83,7 +83,7 @@ def test_round_trip_keeps_parts_and_finish_reasons() -> None:
         rollout_with(0.0, policy_step=4, finish_reason="length"),
     )
     group = dataclasses.replace(GROUP, rollouts=rollouts)
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
 def test_round_trip_keeps_the_largest_sequence() -> None:
@@ -93,21 +93,21 @@ def test_round_trip_keeps_the_largest_sequence() -> None:
 
 def test_round_trip_keeps_names_beyond_ascii() -> None:
     group = dataclasses.replace(GROUP, problem_id="π/7", generator_id="jürgen's mac")
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
-def test_group_without_rollouts_cannot_be_sent() -> None:
+def test_encode_refuses_a_group_without_rollouts() -> None:
     with pytest.raises(WireError, match="cannot be sent: it has no rollouts"):
         wire.encode_group(dataclasses.replace(GROUP, rollouts=()))
 
 
-def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> None:
+def test_generator_name_has_one_limit_in_all_messages() -> None:
     longest = "ü" * 64
     group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
-    said = wire.Announcement(RUN, received={group.sender: 5})
-    assert wire.decode_announcement(wire.encode_announcement(said)) == said
-    report = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
-    assert wire.decode_generator_status(wire.encode_generator_status(report)).sender == group.sender
+    announcement = wire.Announcement(RUN, received={group.sender: 5})
+    assert wire.decode_announcement(wire.encode_announcement(announcement)) == announcement
+    status = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
+    assert wire.decode_generator_status(wire.encode_generator_status(status)).sender == group.sender
     longer = longest + "x"
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
@@ -115,11 +115,11 @@ def test_longest_name_of_a_generator_is_spoken_of_and_a_longer_one_nowhere() -> 
         decoded(changed(generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.decode_generator_status(
-            wire.encode_generator_status(dataclasses.replace(report, generator_id=longer))
+            wire.encode_generator_status(dataclasses.replace(status, generator_id=longer))
         )
 
 
-def test_message_holds_little_endian_buffers_on_every_machine() -> None:
+def test_frame_is_little_endian_for_any_input() -> None:
     rollout = rollout_with(1.0, policy_step=3)
     foreign = dataclasses.replace(rollout, token_ids=rollout.token_ids.astype(">i4"))
     group = dataclasses.replace(GROUP, rollouts=(foreign,))
@@ -127,17 +127,17 @@ def test_message_holds_little_endian_buffers_on_every_machine() -> None:
     assert wire.encode_group(group) == wire.encode_group(native)
 
 
-def test_round_trip_keeps_a_prompt_that_all_share_and_sends_it_once() -> None:
-    apart = group_of([1.0, 0.0, 1.0], num_prompt=50)
-    prompt = apart.rollouts[0].token_ids[:50]
-    together = tuple(
+def test_shared_prompt_is_sent_once() -> None:
+    separate = group_of([1.0, 0.0, 1.0], num_prompt=50)
+    prompt = separate.rollouts[0].token_ids[:50]
+    shared = tuple(
         dataclasses.replace(each, token_ids=np.concatenate([prompt, each.token_ids[50:]]))
-        for each in apart.rollouts
+        for each in separate.rollouts
     )
-    group = dataclasses.replace(apart, rollouts=together)
+    group = dataclasses.replace(separate, rollouts=shared)
     frame = wire.encode_group(group)
-    assert same(decoded(frame), group)
-    assert len(wire.encode_group(apart)) - len(frame) == pytest.approx(2 * 50 * 4, abs=4)
+    assert equal(decoded(frame), group)
+    assert len(wire.encode_group(separate)) - len(frame) == pytest.approx(2 * 50 * 4, abs=4)
 
 
 def test_round_trip_keeps_several_turns() -> None:
@@ -149,7 +149,7 @@ def test_round_trip_keeps_several_turns() -> None:
         policy_steps=np.where(mask, 3, -1).astype(np.int32),
     )
     group = dataclasses.replace(GROUP, rollouts=(turns, rollout_with(0.0, policy_step=3)))
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
 def test_round_trip_keeps_weights_that_change_within_a_completion() -> None:
@@ -157,7 +157,7 @@ def test_round_trip_keeps_weights_that_change_within_a_completion() -> None:
     steps = np.array([-1, -1, 3, 3, 4, 70_003, 70_003], np.int32)
     rollouts = (dataclasses.replace(first, policy_steps=steps), rollout_with(0.0, policy_step=5))
     group = dataclasses.replace(GROUP, rollouts=rollouts)
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
 def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
@@ -167,7 +167,7 @@ def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
         rollout_with(0.0, policy_step=3),
     )
     group = dataclasses.replace(GROUP, rollouts=rollouts)
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
 @given(
@@ -179,7 +179,7 @@ def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
     turns=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
 )
 @settings(max_examples=100, deadline=None, database=None)
-def test_any_group_comes_back_exactly(
+def test_round_trip_keeps_any_group(
     rewards: list[float],
     sequence: int,
     step: int,
@@ -202,13 +202,13 @@ def test_any_group_comes_back_exactly(
         for each in group.rollouts
     )
     group = dataclasses.replace(group, rollouts=rollouts)
-    assert same(decoded(wire.encode_group(group)), group)
+    assert equal(decoded(wire.encode_group(group)), group)
 
 
-# What a sender refuses, because the receiver would.
+# Groups that the sender refuses.
 
 
-def test_group_above_the_limit_is_refused_by_its_sender(
+def test_encode_refuses_a_group_above_the_size_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME) - 1)
@@ -216,14 +216,14 @@ def test_group_above_the_limit_is_refused_by_its_sender(
         wire.encode_group(GROUP)
 
 
-def test_group_at_the_limit_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_accepts_a_group_at_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME))
     assert wire.encode_group(GROUP) == FRAME
 
 
 @pytest.mark.parametrize("field", ["run_id", "weights_id", "problem_id", "task"])
 @pytest.mark.parametrize("letter", ["x", "\N{EURO SIGN}"])
-def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
+def test_encode_limits_names_to_1024_bytes(field: str, letter: str) -> None:
     longest = letter * (1024 // len(letter.encode()))
     decoded(wire.encode_group(dataclasses.replace(GROUP, **{field: longest})))
     with pytest.raises(WireError, match="longer than 1024 bytes"):
@@ -243,7 +243,7 @@ def test_name_is_sent_up_to_1024_bytes(field: str, letter: str) -> None:
         ({"policy_steps": np.full(7, 2, np.int32)}, "cannot be sent"),  # older than the group's
     ],
 )
-def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason: str) -> None:
+def test_encode_refuses_an_invalid_rollout(rollout: dict[str, Any], reason: str) -> None:
     wrong = dataclasses.replace(rollout_with(1.0, policy_step=3), **rollout)
     with pytest.raises(WireError, match=reason):
         wire.encode_group(dataclasses.replace(GROUP, rollouts=(wrong,)))
@@ -253,17 +253,17 @@ def test_sender_refuses_what_the_receiver_would(rollout: dict[str, Any], reason:
     "envelope", [{"incarnation": b"short"}, {"min_sequence": 10**6}, {"min_sequence": -1},
                  {"sample_index": -2}, {"evaluation_step": 2**31}],
 )  # fmt: skip
-def test_sender_refuses_an_envelope_that_the_receiver_would(envelope: dict[str, Any]) -> None:
+def test_encode_refuses_an_invalid_envelope(envelope: dict[str, Any]) -> None:
     with pytest.raises(WireError, match="cannot be sent"):
         wire.encode_group(dataclasses.replace(GROUP, **envelope))
 
 
-def test_sender_refuses_text_that_is_not_unicode() -> None:
+def test_encode_refuses_text_that_is_not_unicode() -> None:
     with pytest.raises(WireError, match="cannot be sent"):
-        wire.encode_group(dataclasses.replace(GROUP, problem_id="half a pair: \ud800"))
+        wire.encode_group(dataclasses.replace(GROUP, problem_id="surrogate: \ud800"))
 
 
-def test_no_group_is_sent_with_more_parts_of_rewards_than_are_taken() -> None:
+def test_encode_limits_the_number_of_named_rewards() -> None:
     parts = {f"{number:x}": 0.0 for number in range(256)}
     one = dataclasses.replace(GROUP.rollouts[0], rewards=parts)
     decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 256)))
@@ -271,32 +271,32 @@ def test_no_group_is_sent_with_more_parts_of_rewards_than_are_taken() -> None:
         wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 257))
 
 
-# What a receiver refuses, and by which rule.
+# Messages that the receiver refuses.
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in LATER])
-def test_missing_field_is_refused(name: str) -> None:
-    said = msgpack.unpackb(FRAME)
-    del said[name]
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in OPTIONAL])
+def test_decode_refuses_a_missing_field(name: str) -> None:
+    message = msgpack.unpackb(FRAME)
+    del message[name]
     with pytest.raises(WireError, match=name):
-        decoded(msgpack.packb(said) if name == "crc32" else sealed(said))
+        decoded(msgpack.packb(message) if name == "crc32" else sealed(message))
 
 
-def test_a_group_of_an_older_generator_has_no_draw_and_is_trained() -> None:
-    said = msgpack.unpackb(
+def test_optional_fields_default_to_none() -> None:
+    message = msgpack.unpackb(
         wire.encode_group(dataclasses.replace(GROUP, sample_index=5, evaluation_step=7))
     )
-    assert (decoded(sealed(said)).sample_index, decoded(sealed(said)).evaluation_step) == (5, 7)
-    older = {name: value for name, value in said.items() if name not in LATER}
+    group = decoded(sealed(message))
+    assert (group.sample_index, group.evaluation_step) == (5, 7)
+    older = {name: value for name, value in message.items() if name not in OPTIONAL}
     assert (decoded(sealed(older)).sample_index, decoded(sealed(older)).evaluation_step) == (-1, -1)
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", b"x", [], {}, [None], {"x": 1}])
 @pytest.mark.parametrize("name", FIELDS)
-def test_field_of_another_type_is_refused(name: str, value: Any) -> None:
-    fits = name in ("run_id", "generator_id", "weights_id", "problem_id", "task") and value == "x"
-    fits = fits or (name in LATER and value == -1)
-    if not fits:
+def test_decode_refuses_a_field_of_another_type(name: str, value: Any) -> None:
+    names = ("run_id", "generator_id", "weights_id", "problem_id", "task")
+    if not ((name in names and value == "x") or (name in OPTIONAL and value == -1)):
         with pytest.raises(WireError):
             decoded(changed(**{name: value}))
 
@@ -365,14 +365,14 @@ def doubles(*numbers: float) -> bytes:
         ({"finish_reasons": b"\0\0\0\0"}, "finish"),
     ],
 )
-def test_broken_rule_is_named(fields: dict[str, Any], reason: str) -> None:
+def test_decode_names_the_broken_rule(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         decoded(changed(**fields))
 
 
 @pytest.mark.parametrize(("prompt", "num"), [(1, 5), (2, 3), (3, 5)])
-def test_no_token_outside_the_vocabulary_hides_behind_half_a_token(prompt: int, num: int) -> None:
-    """As prompt + tokens lie all are 5 at most, as the siblings are cut some are 5 << 8."""
+def test_prompt_of_partial_tokens_hides_no_token_id(prompt: int, num: int) -> None:
+    """In prompt + tokens every id is at most 5; cut into rollouts some would be 5 << 8."""
     tokens = bytearray(8 * num - prompt * num)  # a context token and a generated one in each
     tokens[4 - prompt :: 4] = b"\5" * len(tokens[4 - prompt :: 4])
     with pytest.raises(WireError, match="not whole tokens"):
@@ -408,30 +408,30 @@ TOKENS = np.array([3, 4, 5, 6, 7, 8, 9], "<i4")
         ({"logprobs": LOGPROBS[:3]}, "unequal"),
     ],
 )
-def test_array_that_breaks_a_rule_is_refused(arrays: dict[str, Any], reason: str) -> None:
+def test_decode_refuses_an_invalid_array(arrays: dict[str, Any], reason: str) -> None:
     decoded(with_arrays(tokens=TOKENS, logprobs=LOGPROBS))
     with pytest.raises(WireError, match=reason):
         decoded(with_arrays(**{"tokens": TOKENS, "logprobs": LOGPROBS, **arrays}))
 
 
-def test_logprob_a_rounding_above_zero_is_accepted() -> None:
+def test_logprob_may_exceed_zero_by_rounding() -> None:
     slack = np.float32(1e-3)
-    slightly = np.array([slack, -0.0, -3.4e38, -1], "<f4")
-    group = decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
-    assert group.rollouts[0].logprobs[3:].tolist() == slightly.tolist()
-    slightly[0] = np.nextafter(slack, np.float32(1))
+    logprobs = np.array([slack, -0.0, -3.4e38, -1], "<f4")
+    group = decoded(with_arrays(tokens=TOKENS, logprobs=logprobs))
+    assert group.rollouts[0].logprobs[3:].tolist() == logprobs.tolist()
+    logprobs[0] = np.nextafter(slack, np.float32(1))
     with pytest.raises(WireError, match="above zero"):
-        decoded(with_arrays(tokens=TOKENS, logprobs=slightly))
+        decoded(with_arrays(tokens=TOKENS, logprobs=logprobs))
 
 
-def test_checksum_that_is_not_the_end_of_the_frame_is_refused() -> None:
-    said = msgpack.unpackb(FRAME)
-    assert same(decoded(sealed(said)), GROUP)
+def test_checksum_must_be_at_the_end_of_the_frame() -> None:
+    message = msgpack.unpackb(FRAME)
+    assert equal(decoded(sealed(message)), GROUP)
     with pytest.raises(WireError, match="checksum"):
-        decoded(sealed({**said, "later": bytes(4)}))
+        decoded(sealed({**message, "added": bytes(4)}))
 
 
-def test_any_damaged_byte_is_caught() -> None:
+def test_decode_detects_any_damaged_byte() -> None:
     for position in range(len(FRAME)):
         damaged = bytearray(FRAME)
         damaged[position] ^= 1
@@ -460,7 +460,7 @@ def test_any_damaged_byte_is_caught() -> None:
     ],
     ids=lambda frame: f"{len(frame)}_bytes",
 )
-def test_what_is_not_a_message_is_refused(frame: bytes) -> None:
+def test_decode_refuses_what_is_no_message(frame: bytes) -> None:
     with pytest.raises(WireError):
         decoded(frame)
 
@@ -470,54 +470,54 @@ def only_wire_error(frame: bytes) -> None:
         group = decoded(frame)
     except WireError:
         return
-    assert same(decoded(wire.encode_group(group)), group)  # what passes is a group
+    assert equal(decoded(wire.encode_group(group)), group)  # an accepted message is a valid group
 
 
-def mutant_of(fields: dict[str, Any], chance: random.Random) -> bytes:
-    """A frame with some bytes replaced, half of them in one or two buffers; the checksum agrees."""
-    if chance.random() < 0.5:
-        names = chance.sample(BUFFERS, chance.randint(1, 2))
-        return sealed({**fields, **{name: mutated(fields[name], chance) for name in names}})
-    mutant = mutated(msgpack.packb(fields), chance)
-    return mutant[:-4] + zlib.crc32(mutant[:-4]).to_bytes(4, "little")
+def damaged_frame(fields: dict[str, Any], rng: random.Random) -> bytes:
+    """A frame with some bytes replaced, half the time in one or two buffers; valid checksum."""
+    if rng.random() < 0.5:
+        names = rng.sample(BUFFERS, rng.randint(1, 2))
+        return sealed({**fields, **{name: mutated(fields[name], rng) for name in names}})
+    damaged = mutated(msgpack.packb(fields), rng)
+    return damaged[:-4] + zlib.crc32(damaged[:-4]).to_bytes(4, "little")
 
 
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    mutant = bytearray(content)
-    for _ in range(chance.randint(1, 4)):
-        position, length = chance.randrange(len(mutant) + 1), chance.randint(0, 3)
-        mutant[position : position + length] = chance.randbytes(chance.randint(0, 3))
-    return bytes(mutant)
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        position, length = rng.randrange(len(damaged) + 1), rng.randint(0, 3)
+        damaged[position : position + length] = rng.randbytes(rng.randint(0, 3))
+    return bytes(damaged)
 
 
-def peak() -> int:
-    """The most KiB that this process has had in memory."""
+def peak_memory() -> int:
+    """Peak resident memory of this process in KiB."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    (most,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
-    return int(most)
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return int(peak)
 
 
-def peak_from_now() -> int:
-    """The same, of now alone where the system can forget what was before."""
+def reset_peak_memory() -> int:
+    """Reset the peak where the system can, and return it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return peak()
+    return peak_memory()
 
 
-def test_100_000_random_and_mutated_messages_raise_nothing_else_and_leave_nothing() -> None:
-    chance, fields = random.Random(0), msgpack.unpackb(FRAME)
-    before = peak_from_now()
+def test_100_000_mutated_messages_raise_only_wire_error() -> None:
+    rng, fields = random.Random(0), msgpack.unpackb(FRAME)
+    before = reset_peak_memory()
     for _ in range(80_000):
-        only_wire_error(mutant_of(fields, chance))
+        only_wire_error(damaged_frame(fields, rng))
     for _ in range(20_000):
-        only_wire_error(chance.randbytes(chance.randint(0, 60)))
-    grown = peak() - before
-    assert grown * 1024 < 50e6
+        only_wire_error(rng.randbytes(rng.randint(0, 60)))
+    growth = peak_memory() - before
+    assert growth * 1024 < 50e6
 
 
-STRANGE = st.recursive(
+ANY_VALUE = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers(-(2**63), 2**64 - 1)
     | st.text(max_size=5) | st.binary(max_size=60),
     lambda inner: st.lists(inner, max_size=4)
@@ -526,9 +526,9 @@ STRANGE = st.recursive(
 )  # fmt: skip
 
 
-@given(fields=st.dictionaries(st.sampled_from(FIELDS), STRANGE, min_size=1))
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), ANY_VALUE, min_size=1))
 @settings(max_examples=200, deadline=None, database=None)
-def test_no_strange_field_raises_anything_else(fields: dict[str, Any]) -> None:
+def test_any_field_value_raises_only_wire_error(fields: dict[str, Any]) -> None:
     only_wire_error(changed(**fields))
 
 
@@ -572,9 +572,7 @@ def maps_of(element: bytes) -> bytes:
 
 
 def open_maps(key: str, count: int, size: int) -> bytes:
-    """Maps of `count` keys, each the last value of the one before, up to so many bytes or 1,000
-    maps; they do not end.
-    """
+    """Nested maps without an end, each of `count` keys, up to `size` bytes or 1,000 maps."""
     content, number = bytearray(), 0
     for _ in range(1000):
         keys = [msgpack.packb(key.format(number + n)) for n in range(count)]
@@ -586,9 +584,9 @@ def open_maps(key: str, count: int, size: int) -> bytes:
     return bytes(content)
 
 
-OTHERS: dict[str, Callable[[bytes], object]] = {
-    "announcement": wire.decode_announcement, "counters": wire.decode_generator_status,
-    "greeting": probe.decode_probe_reply, "request": probe.decode_probe_request,
+OTHER_DECODERS: dict[str, Callable[[bytes], object]] = {
+    "announcement": wire.decode_announcement, "status": wire.decode_generator_status,
+    "reply": probe.decode_probe_reply, "request": probe.decode_probe_request,
 }  # fmt: skip
 OPEN_MAPS = {
     "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),
@@ -603,9 +601,9 @@ OPEN_MAPS = {
 
 
 @pytest.mark.parametrize("name", OPEN_MAPS)
-def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(name: str) -> None:
+def test_other_decoders_refuse_a_bomb_within_50_mb(name: str) -> None:
     frame = OPEN_MAPS[name]()
-    for decoder, decode in OTHERS.items():
+    for decoder, decode in OTHER_DECODERS.items():
         tracemalloc.start()
         with pytest.raises(WireError):
             decode(frame)
@@ -615,7 +613,7 @@ def test_bomb_is_refused_within_50_megabytes_by_the_other_decoders(name: str) ->
 
 
 @pytest.mark.parametrize("name", list(BOMBS))
-def test_bomb_is_refused_within_50_megabytes(name: str) -> None:
+def test_decode_group_refuses_a_bomb_within_50_mb(name: str) -> None:
     frame = BOMBS[name]()
     assert len(frame) <= validation.MAX_MESSAGE
     tracemalloc.start()
@@ -626,7 +624,7 @@ def test_bomb_is_refused_within_50_megabytes(name: str) -> None:
     assert peak < 50e6
 
 
-def test_largest_group_takes_50_megabytes_at_most() -> None:
+def test_largest_group_decodes_within_50_mb() -> None:
     frame = prompt_for_thousands(255)
     tracemalloc.start()
     assert sum(len(each.token_ids) for each in decoded(frame).rollouts) == 1 << 20
