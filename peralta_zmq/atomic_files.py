@@ -1,7 +1,7 @@
 """Atomic files and folders: written under a temporary name, fsynced, renamed, verified on reading.
 
 A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
-last, with the manifest's hash. Also file locks and private token files.
+last, with the manifest's hash. Also file locks, private token files and `is_loopback`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -39,7 +40,6 @@ MALFORMED = (
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 MIN_TOKEN = 16  # characters
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")  # servers on these need no password
 
 
 class CorruptError(ValueError):
@@ -217,6 +217,14 @@ def is_held(lock: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`, so that it needs no password."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a host name, a network interface, or *
+        return False
 
 
 def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
@@ -31,7 +31,7 @@ from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.losses import MASK_BOUNDS, TokenLoss, Tokens, with_entropy_bonus
+from peralta_zmq.learning.losses import TokenLoss, Tokens, check_loss_options, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, TeacherModel
 from peralta_zmq.models import lora
@@ -151,11 +151,14 @@ def size_of(config: Config, group: RolloutGroup) -> int:
 def make_loss(config: Config) -> TokenLoss:
     """The configured loss with its options bound. Raises ConfigError for an unknown option."""
     section = config.loss
-    function = _load_function("loss", section.name, _check_finite)
+    function = registry.load_function("loss", section.name, _check_finite)
     settings = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_defaults=True)
     options = registry.bind_options("loss", section.name, function, settings, section.kwargs)
-    _check_bounds(function, options)
-    _check_effect(section.name, {**options, "entropy_coef": section.entropy_coef})
+    check_loss_options(
+        section.name,
+        {**options, "entropy_coef": section.entropy_coef},
+        defaults=registry.defaults(function),
+    )
     loss = functools.partial(function, **options)
     return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
 
@@ -163,7 +166,7 @@ def make_loss(config: Config) -> TokenLoss:
 def make_advantage(config: Config) -> AdvantageFunction:
     """The configured advantage with its options bound. Raises ConfigError for an unknown option."""
     section = config.advantage
-    function = _load_function("advantage", section.name, _to_floats)
+    function = registry.load_function("advantage", section.name, _to_floats)
     settings = section.model_dump(exclude={"name", "kwargs"}, exclude_defaults=True)
     options = registry.bind_options("advantage", section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
@@ -186,30 +189,12 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
         sections[name] = section.enforce, section.kwargs
     filters: list[Filter] = []
     for name, (enforce, kwargs) in sections.items():
-        function = _load_function("filter", name, _to_bool)
+        function = registry.load_function("filter", name, _to_bool)
         accepted = registry.option_names("filter", function)
         options = {key: value for key, value in run_values.items() if key in accepted} | kwargs
         registry.check_options("filter", name, function, options)
         filters.append(Filter(name, functools.partial(function, **options), enforce))
     return filters
-
-
-def _load_function(
-    kind: Literal["loss", "advantage", "filter"],
-    name: str,
-    convert: Callable[..., Any],
-) -> Callable[..., Any]:
-    """A shipped function as it is; a user's with a timeout and with its result converted."""
-    function: Callable[..., Any] = registry.resolve(kind, name)
-    if registry.is_shipped(kind, name):
-        return function
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        return convert(name, function(*arguments, **options), *arguments)
-
-    seconds = registry.CALL_TIMEOUT_SECONDS
-    return registry.call_with_timeout(f"{kind} '{name}'", call, seconds=seconds)
 
 
 def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
@@ -235,38 +220,6 @@ def _to_bool(name: str, result: Any, *_: object) -> bool:
     if not isinstance(result, (bool, np.bool_)):
         raise UserCodeError(f"filter '{name}' returned {result!r:.80}; return True or False")
     return bool(result)
-
-
-def _check_bounds(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a lower bound that is not below its upper bound."""
-    parameters = inspect.signature(function).parameters
-    for low, high in MASK_BOUNDS:
-        if low in parameters and high in parameters:
-            bounds = [options.get(name, parameters[name].default) for name in (low, high)]
-            if not bounds[0] < bounds[1]:
-                raise ConfigError(
-                    f"loss.{low} {bounds[0]} is not below loss.{high} {bounds[1]}; "
-                    "all tokens would be masked"
-                )
-
-
-def _check_effect(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that have no effect in combination with the others."""
-    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
-        raise ConfigError(
-            "loss.sequence_clip_high needs loss.ratio_type sequence; set both or remove it"
-        )
-    if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
-        raise ConfigError(
-            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
-            "every weight is 1; remove one of them"
-        )
-    others = ("teacher_tau", "kl_tau", "entropy_coef")
-    if name == "importance" and options.get("adv_tau") == 0 and not any(map(options.get, others)):
-        raise ConfigError(
-            "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so the "
-            "gradient would be 0; set one of them"
-        )
 
 
 # Reference model and teacher.

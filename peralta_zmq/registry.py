@@ -211,6 +211,22 @@ def resolve(kind: Kind, name: str) -> Any:
     return plugin
 
 
+def load_function(kind: Kind, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+    """A shipped function as it is; a user's with a timeout and with a converted result.
+
+    `convert` gets the name, the result and the arguments; it may raise UserCodeError.
+    """
+    function: Callable[..., Any] = resolve(kind, name)
+    if is_shipped(kind, name):
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return convert(name, function(*arguments, **options), *arguments)
+
+    return call_with_timeout(f"{kind} '{name}'", call, seconds=CALL_TIMEOUT_SECONDS)
+
+
 def is_shipped(kind: Kind, name: str) -> bool:
     """Whether the name is one of TABLES."""
     return name in TABLES[kind]
@@ -279,6 +295,16 @@ def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
     """The names of a function's options, by its signature."""
     parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
     return [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The default values of a function's options."""
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
 
 
 def check_options(

@@ -1,9 +1,9 @@
-"""The layers table of the architecture, kept by reading the imports of every module."""
+"""Layers of docs/architecture.md: imports of every module, also lazy and type-checking ones."""
 
 from __future__ import annotations
 
 import ast
-import functools
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,136 +11,162 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
 TYPES = {"rollout", "errors", "atomic_files", "failpoints"}
-LEAVES = {"config", "registry", "wire", "weights", "models", "learning", "environments",
-          "observe"}  # fmt: skip
-BUILD = {"build"}
+LEAVES = {
+    *("config", "registry", "wire", "weights"),
+    *("models", "learning", "environments", "observe"),
+}
 LOOPS = {"generator", "trainer"}
-BELOW = TYPES | LEAVES | {"engines"}
+BELOW_LOOPS = TYPES | LEAVES | {"engines", "build"}
 MAY_IMPORT = {
     **dict.fromkeys(TYPES, TYPES),
     **dict.fromkeys(LEAVES, TYPES),
     "engines": TYPES | {"models"},
-    **dict.fromkeys(BUILD, BELOW | BUILD),
-    **dict.fromkeys(LOOPS, BELOW | BUILD),
+    "build": BELOW_LOOPS,
+    **dict.fromkeys(LOOPS, BELOW_LOOPS),
     "operate": TYPES | {"config", "observe", "wire"},
 }
-# A module that may import more than its layer, and why.
+LAZILY = {"operate": BELOW_LOOPS | LOOPS}  # a command imports what it needs, for a fast --help
 EXCEPTIONS = {
-    "environments.verifier_service": BUILD | {"config"},  # a program of its own: a third loop
+    "environments.verifier_service": {"build", "config"},  # a program with its own loop
 }
-LAZILY = {"operate": LOOPS | BUILD | {"wire", "models", "weights"}}  # each when a command needs it
-LIBRARIES = {  # which modules may import a library; all others go through these
+LIBRARIES = {  # the only modules that may import a library
     "zmq": {"wire"},
     "msgpack": {"wire"},
-    "isal": {"wire", "trainer.journal", "weights"},
+    "isal": {"wire", "weights", "trainer.journal"},
     "watchdog": {"weights"},
-    "safetensors": {"weights", "trainer.checkpoint", "models"},  # models: its error only
-    "peft": {"models.lora"},
-    "bitsandbytes": {"learning.optimizer"},
-    "transformers": {"models", "engines"},
     "zstandard": {"weights"},
     "obstore": {"weights"},
+    "safetensors": {"weights", "trainer.checkpoint", "models"},
+    "transformers": {"models", "engines"},
     "huggingface_hub": {"models"},
+    "peft": {"models.lora"},
+    "bitsandbytes": {"learning.optimizer"},
+    "math_verify": {"environments.math_answers"},
     "pydantic": {"config"},
     "pydantic_config": {"config"},
     "rich": {"observe", "operate"},
     "matplotlib": {"observe"},
+    "starlette": {"observe.dashboard"},
+    "uvicorn": {"observe.dashboard"},
 }
-WITHOUT_TORCH = {*TYPES, "config", "registry", "wire", "environments", "observe",
-                 "operate"}  # fmt: skip
+WITHOUT_TORCH = TYPES | {"config", "registry", "wire", "environments", "observe", "operate"}
 
 
 class Import(NamedTuple):
-    """One imported module; lazy when inside a function."""
+    """One imported module; lazy if inside a function or for type checking only."""
 
     name: str
     lazy: bool
+    in_function: bool
 
 
-parsed = functools.cache(ast.parse)  # by all who look at a module
+def module_name(file: Path) -> str:
+    """peralta_zmq/weights/store.py -> weights.store; the __init__ of a folder -> the folder."""
+    name = ".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
-def imports_of(source: str) -> Iterator[Import]:
-    """Every import, also those for the type checker only."""
-    todo: list[tuple[ast.AST, bool]] = [(parsed(source), False)]
+TREES = {
+    module_name(file): ast.parse(file.read_text("utf-8"))
+    for file in sorted((ROOT / PACKAGE).rglob("*.py"))
+}
+PROGRAMS = [file for file in sorted((ROOT / "bin").glob("*")) if file.is_file() and not file.suffix]
+
+
+def imports_of(tree: ast.AST) -> Iterator[Import]:
+    """Every import; `from package import module` is the module."""
+    todo = [(tree, False, False)]
     while todo:
-        node, lazy = todo.pop()
+        node, lazy, in_function = todo.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             lazy = True
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            lazy = in_function = True
         if isinstance(node, ast.Import):
-            yield from (Import(each.name, lazy) for each in node.names)
+            yield from (Import(alias.name, lazy, in_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are written in full"
-            within = node.module == PACKAGE
-            names = [f"{node.module}.{each.name}" for each in node.names] if within else []
-            yield from (Import(name, lazy) for name in names or [str(node.module)])
-        lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        todo.extend((child, lazy) for child in ast.iter_child_nodes(node))
+            assert node.level == 0, "relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                is_module = name.removeprefix(f"{PACKAGE}.") in TREES
+                yield Import(name if is_module else str(node.module), lazy, in_function)
+        todo.extend((child, lazy, in_function) for child in ast.iter_child_nodes(node))
 
 
-def module_of(file: Path) -> str:
-    """peralta_zmq/weights/watch.py -> stores.watch; a folder's __init__ is the folder."""
-    return ".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts).removesuffix(
-        ".__init__"
-    )
+IMPORTS = {module: list(imports_of(tree)) for module, tree in TREES.items()}
 
 
-MODULES = {
-    module_of(file): file.read_text("utf-8") for file in sorted((ROOT / PACKAGE).rglob("*.py"))
-}
-PROGRAMS = [each for each in sorted((ROOT / "bin").glob("*")) if each.is_file() and not each.suffix]
-every_module = pytest.mark.parametrize("module", list(MODULES))
+def top(name: str) -> str:
+    return name.partition(".")[0]
 
 
-def is_in(module: str, places: set[str]) -> bool:
-    return any(module == place or module.startswith(f"{place}.") for place in places)
+def is_in(module: str, packages: set[str]) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def room(module: str) -> str:
-    return module.partition(".")[0]
+def is_forbidden(module: str, imported: Import) -> bool:
+    library, _, inside = imported.name.partition(".")
+    if library != PACKAGE:
+        return library in LIBRARIES and not is_in(module, LIBRARIES[library])
+    allowed = {top(module)} | MAY_IMPORT.get(top(module), set()) | EXCEPTIONS.get(module, set())
+    if imported.lazy:
+        allowed |= LAZILY.get(top(module), set())
+    return top(inside) not in allowed
 
 
-def forbidden(module: str, imported: Import) -> bool:
-    package, _, inside = imported.name.partition(".")
-    if package != PACKAGE:
-        return is_in(package, set(LIBRARIES)) and not is_in(module, LIBRARIES[package])
-    own = room(module)
-    allowed = MAY_IMPORT.get(own, set()) | {own}
-    lazily = LAZILY.get(own, set[str]()) if imported.lazy else set[str]()
-    return room(inside) not in allowed | lazily | EXCEPTIONS.get(module, set[str]())
+def test_top_level_has_the_documented_entries() -> None:
+    entries = {path.stem for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"}
+    assert entries == {"__init__", "build", "engines", "operate"} | TYPES | LEAVES | LOOPS
 
 
-@every_module
-def test_module_imports_only_what_its_layer_may(module: str) -> None:
-    assert [each.name for each in imports_of(MODULES[module]) if forbidden(module, each)] == []
+def test_modules_import_only_lower_layers() -> None:
+    forbidden = [
+        f"{module}: {imported.name}"
+        for module, imports in IMPORTS.items()
+        for imported in imports
+        if is_forbidden(module, imported)
+    ]
+    assert forbidden == []
 
 
-@every_module
-def test_module_says_what_it_does(module: str) -> None:
-    assert ast.get_docstring(parsed(MODULES[module])), f"{module} has no docstring"
+def test_modules_have_no_import_cycle() -> None:
+    """Includes type checking; a function may import an implementation that it chooses."""
+    graph = {
+        module: {
+            imported.name.removeprefix(f"{PACKAGE}.")
+            for imported in imports
+            if imported.name.startswith(f"{PACKAGE}.") and not imported.in_function
+        }
+        for module, imports in IMPORTS.items()
+    }
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-@pytest.mark.parametrize("module", [each for each in MODULES if is_in(each, WITHOUT_TORCH)])
-def test_module_does_without_torch(module: str) -> None:
-    assert "torch" not in {room(each.name) for each in imports_of(MODULES[module])}
+def test_modules_have_a_docstring() -> None:
+    assert [module for module, tree in TREES.items() if not ast.get_docstring(tree)] == []
+
+
+@pytest.mark.parametrize("package", sorted(WITHOUT_TORCH))
+def test_package_does_not_import_torch(package: str) -> None:
+    modules = [module for module in IMPORTS if is_in(module, {package})]
+    assert modules
+    for module in modules:
+        assert "torch" not in {top(imported.name) for imported in IMPORTS[module]}, module
 
 
 @pytest.mark.parametrize("module", sorted(TYPES))
-def test_types_need_numpy_at_most(module: str) -> None:
-    known = sys.stdlib_module_names | {"numpy", PACKAGE}
-    assert {room(each.name) for each in imports_of(MODULES[module])} <= known
+def test_layer_0_imports_only_numpy(module: str) -> None:
+    allowed = sys.stdlib_module_names | {"numpy", PACKAGE}
+    assert {top(imported.name) for imported in IMPORTS[module]} <= allowed
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.name)
-def test_program_is_at_most_20_lines(program: Path) -> None:
-    assert len(program.read_text("utf-8").splitlines()) <= 20
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.name)
-def test_program_parses_its_arguments_before_it_imports_a_library(program: Path) -> None:
-    eager = {each.name for each in imports_of(program.read_text("utf-8")) if not each.lazy}
-    assert not {room(name) for name in eager} & {"torch", "zmq", "transformers"}
-    assert not eager & {f"{PACKAGE}.{loop}" for loop in LOOPS | {"models", "wire"}}
+def test_program_parses_arguments_before_it_imports_a_library(program: Path) -> None:
+    text = program.read_text("utf-8")
+    assert len(text.splitlines()) <= 20
+    eager = {imported.name for imported in imports_of(ast.parse(text)) if not imported.lazy}
+    assert not {top(name) for name in eager} & {"torch", "zmq", "transformers"}
+    assert not eager & {f"{PACKAGE}.{package}" for package in LOOPS | {"models", "wire"}}

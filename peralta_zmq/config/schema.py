@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from peralta_zmq.atomic_files import MAX_NAME
+from peralta_zmq.atomic_files import MAX_NAME, is_loopback
 from peralta_zmq.config.foreign_names import refuse_unknown_rows, refuse_unknown_settings
 from peralta_zmq.config.sections import (
     PLAIN_NAME,
@@ -263,21 +262,12 @@ def _check_ranges(config: Config) -> None:
 
 def _check_security(config: Config) -> None:
     bind, security = config.wire.bind, config.security
-    if not (_is_loopback(bind) or security.keys or security.insecure):
+    if not (is_loopback(bind) or security.keys or security.insecure):
         raise ConfigError(
             f"wire.bind {bind} accepts connections from other machines, and there are no keys; "
             "make them with bin/doctor keygen --security.keys DIR, "
             "or allow unauthenticated connections with --security.insecure"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name, a network interface, or *
-        return False
 
 
 def _check_environments(config: Config) -> None:

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from peralta_zmq.atomic_files import LOOPBACK_HOSTS, read_private_token
+from peralta_zmq.atomic_files import is_loopback, read_private_token
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
@@ -62,7 +62,7 @@ class Verifier:
     """
 
     def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
-        if token is None and host not in LOOPBACK_HOSTS:
+        if token is None and not is_loopback(host):
             raise ConfigError(
                 f"verifier.host {host} is open to other machines without a password; "
                 "set verifier.token_file on every machine"

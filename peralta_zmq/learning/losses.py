@@ -16,9 +16,9 @@ of the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -314,3 +314,34 @@ def _required(logprobs: Tensor | None, loss: str, *, option: str, model: str) ->
             f"but this run has none; set loss.{option} to 0"
         )
     return logprobs
+
+
+def check_loss_options(
+    name: str, options: Mapping[str, Any], *, defaults: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError for bounds in the wrong order and for options without effect.
+
+    `options` are those that the config sets, with `entropy_coef`; `defaults` those of the loss.
+    """
+    values = {**defaults, **options}
+    for low, high in MASK_BOUNDS:
+        if low in values and high in values and not values[low] < values[high]:
+            raise ConfigError(
+                f"loss.{low} {values[low]} is not below loss.{high} {values[high]}; "
+                "all tokens would be masked"
+            )
+    if options.get("sequence_clip_high") is not None and options.get("ratio_type") != "sequence":
+        raise ConfigError(
+            "loss.sequence_clip_high needs loss.ratio_type sequence; set both or remove it"
+        )
+    if options.get("behav_imp_weight_cap") and not options.get("use_decoupled_loss", True):
+        raise ConfigError(
+            "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
+            "every weight is 1; remove one of them"
+        )
+    others = ("teacher_tau", "kl_tau", "entropy_coef")
+    if name == "importance" and options.get("adv_tau") == 0 and not any(map(options.get, others)):
+        raise ConfigError(
+            "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so the "
+            "gradient would be 0; set one of them"
+        )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peralta_zmq.atomic_files import LOOPBACK_HOSTS
+from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
@@ -248,7 +248,7 @@ def check_addresses(hosts: Hosts, config: Config) -> None:
                 f"host {host.name}: weights_dir is missing; set it to the shared folder as "
                 "that machine has it mounted"
             )
-    if len({host.ssh for host in hosts.host}) > 1 and config.wire.host in LOOPBACK_HOSTS:
+    if len({host.ssh for host in hosts.host}) > 1 and is_loopback(config.wire.host):
         raise ConfigError(
             f"wire.host {config.wire.host} means each machine itself; set wire.host in "
             f"{hosts.config} to the address of {hosts.trainer.name}"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, LOOPBACK_HOSTS, PLAIN_NAME
+from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME, is_loopback
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.backends import LocalBackend
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
@@ -113,7 +113,7 @@ class WeightServer:
     """
 
     def __init__(self, folder: Path, *, host: str, port: int, token: str | None) -> None:
-        if token is None and host not in LOOPBACK_HOSTS:
+        if token is None and not is_loopback(host):
             raise ConfigError(
                 f"weights.serve_port {port} on {host} is open to other machines without a "
                 "password; set weights.token_file on every machine"

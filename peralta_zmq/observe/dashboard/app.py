@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
@@ -256,14 +257,6 @@ class AccessControl:
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), (self.token or "").encode())
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:
