@@ -57,7 +57,7 @@ class ServedWeights:
 
     def reject(self) -> None:
         """Quarantine the served version; `refresh` then applies the newest other one."""
-        self._subscriber.reject()
+        self._subscriber.reject_accepted()
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
         """Apply the newest pending version in place, if there is one and it may be applied now.

@@ -105,15 +105,20 @@ class WeightSubscriber:
         self._wake.set()  # a newer version may wait for this
 
     def reject(self) -> None:
-        """Quarantine the version polled last, accepted or not; the newest other one is offered."""
+        """Quarantine the version polled last; the newest other one is offered."""
         with self._changed:
-            if self._polled:
-                version, self._polled = self._polled.version, None
-            else:
-                version, self._accepted = self._accepted, None
-            assert version is not None
-            self._store.quarantine(version)
+            assert self._polled is not None
+            self._store.quarantine(self._polled.version)
+            self._polled = None
             self._changed.notify_all()
+        self._wake.set()
+
+    def reject_accepted(self) -> None:
+        """Quarantine the accepted version, which failed in use; the newest other one is offered."""
+        with self._changed:
+            assert self._accepted is not None
+            self._store.quarantine(self._accepted)
+            self._accepted = None
         self._wake.set()
 
     def close(self) -> None:
@@ -283,8 +288,9 @@ class WeightSubscriber:
             self._replica.version = None
             self._log_once(str(error))
             return
-        self._log_once(f"no store at {self._store.address}: serving version={version.number} of "
-                       "an earlier process")  # fmt: skip
+        self._log_once(
+            f"no store at {self._store.address}: serving version={version.number} of the local copy"
+        )
         self._noticed = version.number, time.monotonic()
         self._offer(version, tensors, 0)
 

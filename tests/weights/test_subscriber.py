@@ -194,8 +194,20 @@ def test_rejecting_the_accepted_version_offers_the_one_before(
     second = publish(store, 1)
     subscriber = subscribe()
     assert accepts(subscriber, second)
-    subscriber.reject()
+    subscriber.reject_accepted()
     assert accepts(subscriber, first)
+
+
+def test_rejecting_the_accepted_version_keeps_the_polled_one(
+    store: WeightStore, subscribe: Opener
+) -> None:
+    subscriber = subscribe()
+    assert accepts(subscriber, publish(store, 0))
+    second = publish(store, 1)
+    weights = pending(subscriber)
+    subscriber.reject_accepted()
+    assert subscriber.poll() is weights
+    assert accepts(subscriber, second)
 
 
 def test_version_of_another_model_is_not_offered(store: WeightStore, subscribe: Opener) -> None:
