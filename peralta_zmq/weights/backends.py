@@ -34,17 +34,21 @@ class StorageBackend(Protocol):
 
     def names(self) -> list[str]:
         """Names at the top level, including those of other programs."""
+        ...
 
     def path(self, name: str) -> Path:
         """Path of a folder; only its name if it is not on this machine."""
+        ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
         """The bytes of NAME or FOLDER/NAME from offset `start`, in chunks."""
+        ...
 
     def write_folder(
         self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
     ) -> Manifest:
         """Write a folder with its manifest; it appears complete or not at all."""
+        ...
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write one small file atomically."""
@@ -57,6 +61,7 @@ class StorageBackend(Protocol):
 
     def acquire_lease(self, run_id: str) -> str | None:
         """Acquire the publishing lease; returns its holder if another trainer has it."""
+        ...
 
     def release_lease(self) -> None:
         """Let another trainer publish here at once."""
@@ -66,12 +71,15 @@ class StorageBackend(Protocol):
 
     def free_bytes(self) -> int:
         """Free space."""
+        ...
 
     def reading(self, name: str) -> AbstractContextManager[None]:
         """Mark a folder as being read, where the backend supports it."""
+        ...
 
     def being_read(self) -> set[str]:
         """Names of the folders that are marked as being read."""
+        ...
 
 
 def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
