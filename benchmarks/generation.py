@@ -1,10 +1,10 @@
-"""Generation: our engine, transformers' batched generate, and the original's way, side by side.
+"""Generation: the native engine against batched transformers and the original program.
 
-The Qwen3-0.6B shape with random weights, prompts of 110 tokens (90 of them common, as with a
-system prompt and a worked example), 4 completions each, 48 new tokens or 8 to 48. `--quick` takes
-a shape a tenth as large. The original samples one prompt at a time in fp32 and takes the logprobs
-with a second forward; batched transformers gives no logprobs. On a GPU a step is a recording, so
-that nothing tells its parts apart.
+A model with the Qwen3-0.6B shape and random weights; prompts of 110 tokens (90 of them common, as
+with a system prompt and a worked example), 4 completions each, 48 new tokens or 8 to 48. `--quick`
+uses a shape a tenth as large. The original samples one prompt at a time in fp32 and computes the
+logprobs in a second forward; batched transformers returns no logprobs. On a GPU a step is one CUDA
+graph, so its parts cannot be timed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.weights.tensors import MappedTensors, check_finite
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
-LENGTHS = (8, NUM_NEW)  # of the varied variant, uniform
-NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; of its steps 10 are timed
+LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
+NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 10 of its steps are timed
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -47,10 +47,10 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
                "vocab_size": 32000}  # fmt: skip
-# as in the original's configuration
-DRAWN = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
+# The sampling of the original program.
+SAMPLING = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
 TINY_GROUPS, TINY_SIBLINGS = 24, 8
-MAX_STALL = 0.1  # seconds of the decode loop at newer weights, beyond the copy itself
+MAX_STALL = 0.1  # seconds that newer weights may stop the decode loop, beyond the copy itself
 CPU = torch.device("cpu")
 REQUIRED = {
     "native_8x4_vs_original": 20.0, "native_varied_vs_original_varied": 30.0,
@@ -59,14 +59,14 @@ REQUIRED = {
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
-    """Measure; the claims' names are those of the architecture."""
+    """Measure all claims of this bench."""
     models.keep_memory()
     models.use_threads()
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
     progress("warming up")
     setting.original(4)
     setting.hf_batched(1, 4)
-    list(setting.native.generate(requests(1, 4), DRAWN))
+    list(setting.native.generate(requests(1, 4), SAMPLING))
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
@@ -85,29 +85,29 @@ class Step(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """Norms and what else is between the layers, the sampler."""
+        """Norms, activations, rotary embedding and the sampler."""
         return self.whole - self.products - self.attention
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds counted so far."""
+    """Accumulated seconds."""
 
     seconds: float = 0.0
 
 
 class Setting:
-    """The same weights three times: fp32 as the original has them, and twice in our dtype."""
+    """The same weights three times: in fp32 for the original, twice in the engine's dtype."""
 
     def __init__(self, shape: dict[str, Any], device: torch.device = CPU) -> None:
         tokenizer = models.load_tokenizer(models.EMBEDDED)
         self.device, (self.dtype, _) = device, models.choose_dtype(device)
-        self.plain = without_end(shape).to(device)
+        self.plain = endless_model(shape).to(device)
         self.hf = copy.deepcopy(self.plain).to(self.dtype)
         own = copy.deepcopy(self.hf)
         self.num_parameters = sum(each.numel() for each in models.weights_of(own).values())
         self.native = NativeEngine(own, tokenizer, slots=32, max_model_len=NUM_PROMPT + NUM_NEW)
-        self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  lengths as planned
+        self.native._end_ids = []  # pyright: ignore[reportPrivateUsage]  only lengths end completions
 
     def original(self, num_new: int) -> float:
         """Seconds of one prompt x 4 in fp32, then a second forward for the logprobs."""
@@ -125,57 +125,60 @@ class Setting:
             return seconds(lambda: generated(self.hf, num_prompts, num_new))
 
     def ours(self, num_prompts: int, num_new: int | Sequence[int] = NUM_NEW) -> float:
-        """Tokens per second of our engine; the weights count as new, so no prefix is kept."""
-        asked = requests(num_prompts, num_new)
+        """Tokens per second of the native engine, without a prefix cache from earlier calls."""
+        batch = requests(num_prompts, num_new)
         started = time.perf_counter()
-        completions = list(self.native.generate(asked, DRAWN))
+        completions = list(self.native.generate(batch, SAMPLING))
         seconds = time.perf_counter() - started
-        num_made = sum(len(each.token_ids) for each in completions)
-        assert num_made == sum(each.max_completion_length or 0 for each in asked)
-        return num_made / seconds
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        assert num_tokens == sum(request.max_completion_length or 0 for request in batch)
+        return num_tokens / seconds
 
     def step(self, num_prompts: int) -> Step:
-        """The medians of decode steps with 4 rows for each prompt."""
-        at: list[tuple[float, ...]] = []
+        """Median times of a decode step with 4 rows per prompt."""
+        times: list[tuple[float, ...]] = []
         linear = (linears.PackedLinear, "forward"), (torch.nn.Linear, "forward")
-        between = (decode_layer.CompiledLayerOps, "attend"), (decoder.TorchLayerOps, "attend")
-        with timed(*linear) as products, timed(*between) as attention:
+        attend = (decode_layer.CompiledLayerOps, "attend"), (decoder.TorchLayerOps, "attend")
+        with timed(*linear) as products, timed(*attend) as attention:
             self._decode(
                 num_prompts,
-                lambda: at.append((time.perf_counter(), products.seconds, attention.seconds)),
+                lambda: times.append((time.perf_counter(), products.seconds, attention.seconds)),
             )
-        taken = np.diff(np.array(at), axis=0)
-        return Step(*np.median(taken, axis=0).tolist())
+        return Step(*np.median(np.diff(np.array(times), axis=0), axis=0).tolist())
 
     def step_by_torch(self, num_prompts: int) -> Step:
-        """The same without decode_layer.c."""
+        """The same with torch's operators instead of decode_layer.c."""
         decoder = self.native._decoder  # pyright: ignore[reportPrivateUsage]
         assert decoder is not None
-        attend, decoder._library = decoder._library, None  # pyright: ignore[reportPrivateUsage]
+        library, decoder._library = decoder._library, None  # pyright: ignore[reportPrivateUsage]
         try:
             return self.step(num_prompts)
         finally:
-            decoder._library = attend  # pyright: ignore[reportPrivateUsage]
+            decoder._library = library  # pyright: ignore[reportPrivateUsage]
 
-    def stall(self, staged: Mapping[str, torch.Tensor], *, looks: bool = False) -> float:
-        """How many seconds longer a decode step takes before which newer weights come, and are
-        looked through if not before."""
-        at: list[float] = []
+    def stall(self, weights: Mapping[str, torch.Tensor], *, check: bool = False) -> float:
+        """Extra seconds of the decode step before which newer weights are applied.
+
+        With `check` they are checked for non-finite values in the decode loop, too.
+        """
+        times: list[float] = []
 
         def between_steps() -> None:
-            at.append(time.perf_counter())
-            if len(at) == NUM_STEPS // 2:
-                if looks:
-                    check_finite(staged)
-                self.native.apply(staged, step=self.native.step + 1)
+            times.append(time.perf_counter())
+            if len(times) == NUM_STEPS // 2:
+                if check:
+                    check_finite(weights)
+                self.native.apply(weights, step=self.native.step + 1)
 
         self._decode(1, between_steps)
-        steps = [after - before for before, after in pairwise(at)]
+        steps = [after - before for before, after in pairwise(times)]
         return steps[NUM_STEPS // 2 - 1] - statistics.median(steps)
 
-    def copy(self, staged: Mapping[str, torch.Tensor]) -> float:
-        """Seconds of packing every matrix that is multiplied, one after another, and of copying
-        the others into a model that is there; the head is the embedding, so it is both."""
+    def copy(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Seconds of packing all weights of linear layers and copying all others in place.
+
+        The tied head is both copied and packed.
+        """
         matrices = {
             f"{name}.weight" for name, module in self.hf.named_modules()
             if isinstance(module, torch.nn.Linear)
@@ -185,27 +188,27 @@ class Setting:
         def work() -> None:
             for name, tensor in models.weights_of(self.hf).items():
                 if name in matrices:
-                    gemm.pack(staged[name])
+                    gemm.pack(weights[name])
                 else:
-                    tensor.copy_(staged[name])
+                    tensor.copy_(weights[name])
             if matrices:
-                gemm.pack(staged["model.embed_tokens.weight"])
+                gemm.pack(weights["model.embed_tokens.weight"])
 
         return seconds(work)
 
     def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
-        asked = requests(num_prompts, NUM_STEPS, longer=(NUM_NEW - NUM_STEPS) // 2)
-        drawn = replace(DRAWN, max_completion_length=NUM_STEPS)
-        list(self.native.generate(asked, drawn, between_steps))
+        batch = requests(num_prompts, NUM_STEPS, longer=(NUM_NEW - NUM_STEPS) // 2)
+        sampling = replace(SAMPLING, max_completion_length=NUM_STEPS)
+        list(self.native.generate(batch, sampling, between_steps))
 
 
 @contextmanager
 def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
-    """What counts the seconds in these functions, by owner and name, while this lasts."""
+    """Accumulate the time spent in functions, given by owner and name."""
     plain = [getattr(owner, name) for owner, name in functions]
     watch = Stopwatch()
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
             started = time.perf_counter()
@@ -216,7 +219,7 @@ def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
         return call
 
     for (owner, name), function in zip(functions, plain, strict=True):
-        setattr(owner, name, counted(function))
+        setattr(owner, name, wrap(function))
     try:
         yield watch
     finally:
@@ -224,24 +227,24 @@ def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
             setattr(owner, name, function)
 
 
-def without_end(shape: dict[str, Any]) -> Any:
-    """A random model that never ends a completion."""
+def endless_model(shape: dict[str, Any]) -> Any:
+    """A random model without an end token."""
     model = cast(Any, models.new_model(shape, seed=0).eval())
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
 
 
 def prompts(count: int, longer: int = 0) -> list[Int32Array]:
-    """Prompts whose first tokens are common, some tokens longer than elsewhere if asked for."""
+    """Prompts with a common prefix, `longer` tokens longer than NUM_PROMPT."""
     random = np.random.default_rng(0)
     common = random.integers(3, 30000, NUM_COMMON)
-    rest = random.integers(3, 30000, (count, NUM_PROMPT + longer - NUM_COMMON))
-    return [np.concatenate([common, each]).astype(np.int32) for each in rest]
+    suffixes = random.integers(3, 30000, (count, NUM_PROMPT + longer - NUM_COMMON))
+    return [np.concatenate([common, suffix]).astype(np.int32) for suffix in suffixes]
 
 
 def requests(num_prompts: int, num_new: int | Sequence[int], longer: int = 0) -> list[Request]:
-    """Four for each prompt, of one length or of their own."""
-    arrays = [each for each in prompts(num_prompts, longer) for _ in range(SIBLINGS)]
+    """Four requests per prompt, of one length or with a length each."""
+    arrays = [prompt for prompt in prompts(num_prompts, longer) for _ in range(SIBLINGS)]
     lengths = [num_new] * len(arrays) if isinstance(num_new, int) else num_new
     return [
         Request(index, array, length)
@@ -254,30 +257,34 @@ def generated(model: Any, num_prompts: int, num_new: int) -> torch.Tensor:
     ids = torch.from_numpy(np.stack(prompts(num_prompts))).long().repeat_interleave(SIBLINGS, 0)
     ids = ids.to(model.device)
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=DRAWN.temperature,
-        top_p=DRAWN.top_p, top_k=DRAWN.top_k, max_new_tokens=num_new,
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=SAMPLING.temperature,
+        top_p=SAMPLING.top_p, top_k=SAMPLING.top_k, max_new_tokens=num_new,
     )  # fmt: skip
 
 
-def planned() -> dict[str, list[int]]:
-    """New tokens of each completion where lengths vary, by whose they are. Ours are of 32 groups,
-    four for each that our slots hold: a generator's pace while it refills, with little of the end,
-    when slots fall empty. Transformers' are of the first 16, the original's of the first four."""
+def varying_lengths() -> dict[str, list[int]]:
+    """New tokens of each completion for each program in the variant with varying lengths.
+
+    The native engine samples 32 groups, four times as many as its slots hold, so that most of the
+    time slots are refilled; transformers the first 16 of them, the original the first four.
+    """
     random = np.random.default_rng(1)
     lengths = random.integers(*LENGTHS, size=32 * SIBLINGS, endpoint=True).tolist()
     return {"ours": lengths, "hf": lengths[: 16 * SIBLINGS], "original": lengths[: 4 * SIBLINGS]}
 
 
 def variants(setting: Setting) -> dict[str, Callable[[], float]]:
-    """Tokens per second of each way, prompts included. Where lengths vary, whoever cannot refill
-    computes up to the longest of a batch and is paid for the planned ones: transformers with 8
-    groups together, the original with one."""
-    plans = planned()
+    """Tokens per second of each program, prompts included.
 
-    def batched(name: str, num_groups: int, taking: Callable[[int], float]) -> float:
-        lengths, size = plans[name], num_groups * SIBLINGS
+    With varying lengths, programs that cannot refill compute up to the longest completion of a
+    batch (transformers 8 groups, the original one); only the requested tokens count.
+    """
+    lengths_of = varying_lengths()
+
+    def batched(name: str, num_groups: int, measure: Callable[[int], float]) -> float:
+        lengths, size = lengths_of[name], num_groups * SIBLINGS
         batches = (lengths[first : first + size] for first in range(0, len(lengths), size))
-        return sum(lengths) / sum(taking(max(each)) for each in batches)
+        return sum(lengths) / sum(measure(max(batch)) for batch in batches)
 
     return {
         "original": lambda: SIBLINGS * NUM_NEW / setting.original(NUM_NEW),
@@ -287,12 +294,12 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
         "native_1x4": lambda: setting.ours(1),
         "native_4x4": lambda: setting.ours(4),
         "native_8x4": lambda: setting.ours(8),
-        "native_varied": lambda: setting.ours(32, plans["ours"]),
+        "native_varied": lambda: setting.ours(32, lengths_of["ours"]),
     }
 
 
 def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
-    """Ratios of the same round, of which the median counts."""
+    """Median ratios of measurements of the same round."""
     for name, ours, peer in (
         ("native_1x4_vs_original", "native_1x4", "original"),
         ("native_4x4_vs_original", "native_4x4", "original"),
@@ -306,8 +313,9 @@ def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
 
 
 def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
-    """Short rounds of decode steps against what the machine's memory and multipliers allow just
-    before and after; and how the steps divide into products of matrices, attention and the rest."""
+    """Decode steps against the machine's memory bandwidth and arithmetic throughput, measured just
+    before and after each round; and the shares of matmuls, attention and the rest of a step.
+    """
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
     read = reader(size, setting.device)
     per_token = 2 * setting.num_parameters  # operations
@@ -318,59 +326,60 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
         rows = num_prompts * SIBLINGS
         steps, by_torch, bounds = list[Step](), list[Step](), list[float]()
         for _ in range(rounds):
-            step, allowed = beside(bound, functools.partial(setting.step, num_prompts))
+            step, limit = with_bound(bound, functools.partial(setting.step, num_prompts))
             steps.append(step)
-            bounds.append(allowed)
+            bounds.append(limit)
             if setting.device == CPU:
                 by_torch.append(setting.step_by_torch(num_prompts))
-            progress(f"{name}: {rows / step.whole:.4g} of {allowed:.4g} tokens/s")
-        rates = [rows / each.whole for each in steps]
+            progress(f"{name}: {rows / step.whole:.4g} of {limit:.4g} tokens/s")
+        rates = [rows / step.whole for step in steps]
         yield bounded(f"{name}_{rows}_rows", rates, bounds, "tokens/s")
         if setting.device != CPU:
             continue
-        products = [rows / each.products for each in steps]
+        products = [rows / step.products for step in steps]
         yield bounded(f"products_alone_{rows}_rows", products, bounds, "tokens/s")
-        yield from divided(f"step_{rows}_rows", steps)
-        before = [rows / each.whole for each in by_torch]
-        yield compared(f"compiled_vs_torch_{rows}_rows", rates, before, "tokens/s")
+        yield from step_parts(f"step_{rows}_rows", steps)
+        torch_rates = [rows / step.whole for step in by_torch]
+        yield compared(f"compiled_vs_torch_{rows}_rows", rates, torch_rates, "tokens/s")
 
 
-def beside(bound: Callable[[], float], work: Callable[[], Step]) -> tuple[Step, float]:
-    """What `work` returns, and the mean of the bound just before it and just after: what others
-    leave of a shared machine's memory changes within minutes."""
-    before, done = bound(), work()
-    return done, (before + bound()) / 2
+def with_bound(bound: Callable[[], float], work: Callable[[], Step]) -> tuple[Step, float]:
+    """The result of `work`, and the mean of the bound before and after it: the bandwidth available
+    on a shared machine changes within minutes.
+    """
+    before, step = bound(), work()
+    return step, (before + bound()) / 2
 
 
-def divided(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
-    """The seconds of each part; their share is that of the step."""
+def step_parts(name: str, steps: Sequence[Step]) -> Iterator[Claim]:
+    """The seconds of each part and its share of the step."""
     for part in ("products", "attention", "rest"):
-        taken = [float(getattr(each, part)) for each in steps]
-        shares = [each / step.whole for each, step in zip(taken, steps, strict=True)]
+        times = [float(getattr(step, part)) for step in steps]
+        shares = [time / step.whole for time, step in zip(times, steps, strict=True)]
         yield Claim(
-            f"{name}_{part}", statistics.median(taken), "s", share=statistics.median(shares),
-            n=len(taken), spread=spread(taken),
+            f"{name}_{part}", statistics.median(times), "s", share=statistics.median(shares),
+            n=len(times), spread=spread(times),
         )  # fmt: skip
 
 
 def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
-    """All weights multiplied in the order that is taken here, by turns with oneDNN's."""
+    """Matmuls with all weights in the memory order used here, alternating with oneDNN's order."""
     if setting.device != CPU or not gemm.can_pack(setting.dtype):
         return
-    linear = [each for each in setting.hf.modules() if isinstance(each, torch.nn.Linear)]
+    layers = [layer for layer in setting.hf.modules() if isinstance(layer, torch.nn.Linear)]
     with torch.inference_mode():
-        packed = [gemm.pack(each.weight) for each in linear]
-        ordered = [gemm.OnednnWeight(each.weight) for each in linear]
+        packed = [gemm.pack(layer.weight) for layer in layers]
+        onednn = [gemm.OnednnWeight(layer.weight) for layer in layers]
 
     @torch.inference_mode()
     def rate(weights: Sequence[gemm.PackedWeight], rows: int) -> float:
-        taken = [torch.ones(rows, each.in_features, dtype=setting.dtype) for each in linear]
-        pairs = list(zip(weights, taken, strict=True))
-        return rows / seconds(lambda: [each.multiply(own, None) for each, own in pairs])
+        inputs = [torch.ones(rows, layer.in_features, dtype=setting.dtype) for layer in layers]
+        pairs = list(zip(weights, inputs, strict=True))
+        return rows / seconds(lambda: [weight.multiply(batch, None) for weight, batch in pairs])
 
     for rows in (SIBLINGS, 8 * SIBLINGS):
-        ways = {"ours": packed, "oneDNN": ordered}
-        measures = {way: functools.partial(rate, own, rows) for way, own in ways.items()}
+        orders = {"ours": packed, "oneDNN": onednn}
+        measures = {name: functools.partial(rate, order, rows) for name, order in orders.items()}
         for warm_up in measures.values():
             warm_up()
         rates = interleaved(measures, repeats=rounds)
@@ -379,23 +388,24 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
 
 
 def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
-    """Newer weights between two decode steps, by turns with the copy alone and with the look at
-    every number that was once taken there."""
+    """Newer weights between two decode steps, alternating with the copy alone and with a check for
+    non-finite values in the decode loop, as an earlier version did.
+    """
     with TemporaryDirectory(prefix="bench-generation-") as folder:
         save_file(models.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
-        staged = MappedTensors(file)
-        check_finite(staged)  # as is done beside the sampling, which brings the pages here
-        taken = interleaved(
+        weights = MappedTensors(file)
+        check_finite(weights)  # as the subscriber's thread does; it also reads the pages
+        times = interleaved(
             {
-                "copy": lambda: setting.copy(staged),
-                "stall": lambda: setting.stall(staged),
-                "stall with looks": lambda: setting.stall(staged, looks=True),
+                "copy": lambda: setting.copy(weights),
+                "stall": lambda: setting.stall(weights),
+                "stall with check": lambda: setting.stall(weights, check=True),
             },
             repeats=rounds,
         )
-    stalls, copies, looks = taken["stall"], taken["copy"], taken["stall with looks"]
+    stalls, copies, checked = times["stall"], times["copy"], times["stall with check"]
     yield replace(
-        compared("apply_stall", stalls, looks, "s", less_is_better=True),
+        compared("apply_stall", stalls, checked, "s", less_is_better=True),
         bound=statistics.median(copies),
         share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
     )
@@ -406,10 +416,10 @@ def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
 
 
 def tiny(*, repeats: int, device: torch.device) -> Claim:
-    """The embedded model on its own task, 24 groups of 8 through 32 slots."""
+    """The embedded model on its own task: 24 groups of 8 in 32 slots."""
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     dtype, _ = models.choose_dtype(device)
-    asked = [
+    batch = [
         Request(index, np.array(models.chat_prompt(tokenizer, problem.messages), np.int32))
         for index, problem in enumerate(
             problem
@@ -420,13 +430,13 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
     rates: dict[str, Callable[[], float]] = {}
     for kind in (NativeEngine, HfEngine):
         model = models.load_model(models.EMBEDDED, device=device, dtype=dtype)
-        rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), asked)
+        rates[kind.__name__] = functools.partial(rate, kind(model, tokenizer), batch)
         rates[kind.__name__]()
-    taken = interleaved(rates, repeats=repeats)
-    ours, peer = taken["NativeEngine"], taken["HfEngine"]
+    results = interleaved(rates, repeats=repeats)
+    ours, peer = results["NativeEngine"], results["HfEngine"]
     return compared("native_tiny_vs_hf_batched", ours, peer, "rollouts/s")
 
 
-def rate(engine: NativeEngine | HfEngine, asked: Sequence[Request]) -> float:
+def rate(engine: NativeEngine | HfEngine, batch: Sequence[Request]) -> float:
     """Completions per second."""
-    return len(asked) / seconds(lambda: list(engine.generate(asked, Sampling())))
+    return len(batch) / seconds(lambda: list(engine.generate(batch, Sampling())))

@@ -73,7 +73,7 @@ def scored(model: Any, completion: Completion, temperature: float) -> list[float
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
-def test_greedy_equals_plain_generate(engine: HfEngine, model: Any) -> None:
+def test_greedy_matches_plain_generate(engine: HfEngine, model: Any) -> None:
     for completion in sampled(engine, GREEDY):
         alone = torch.from_numpy(completion.prompt_ids).long()[None]
         plain = model.generate(
@@ -84,7 +84,7 @@ def test_greedy_equals_plain_generate(engine: HfEngine, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_recorded_logprobs_are_the_trainers_at_equal_weights(
+def test_logprobs_match_the_trainers_at_equal_weights(
     engine: HfEngine, model: Any, name: str
 ) -> None:
     sampling = OPTIONS[name]
@@ -93,7 +93,7 @@ def test_recorded_logprobs_are_the_trainers_at_equal_weights(
         assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_recorded_logprobs_of_greedy_are_at_temperature_one(engine: HfEngine, model: Any) -> None:
+def test_greedy_logprobs_are_at_temperature_one(engine: HfEngine, model: Any) -> None:
     (completion,) = sampled(engine, GREEDY, PROMPTS[:1])
     assert completion.logprobs.tolist() == pytest.approx(scored(model, completion, 1.0), abs=1e-4)
 
@@ -108,19 +108,19 @@ def test_logprobs_are_over_the_full_vocabulary_before_truncation(
         assert completion.logprobs.min() < -0.01
 
 
-def test_top_k_draws_only_the_likeliest(engine: HfEngine, model: Any) -> None:
+def test_top_k_samples_only_the_most_probable_tokens(engine: HfEngine, model: Any) -> None:
     for completion in sampled(engine, Sampling(top_k=5, max_completion_length=1), [[5, 9]] * 64):
-        likeliest = model(input_ids=torch.tensor([[5, 9]])).logits[0, -1].topk(5).indices
-        assert completion.token_ids[0] in likeliest.tolist()
+        most_probable = model(input_ids=torch.tensor([[5, 9]])).logits[0, -1].topk(5).indices
+        assert completion.token_ids[0] in most_probable.tolist()
 
 
-def test_completions_come_back_in_order_with_their_prompts(engine: HfEngine) -> None:
+def test_completions_are_in_order_of_the_requests(engine: HfEngine) -> None:
     completions = sampled(engine, OPTIONS["plain"])
     assert [each.index for each in completions] == [0, 1, 2]
     assert [each.prompt_ids.tolist() for each in completions] == PROMPTS
 
 
-def test_arrays_speak_about_the_generated_tokens(engine: HfEngine) -> None:
+def test_completion_arrays_cover_the_generated_tokens(engine: HfEngine) -> None:
     for each in sampled(engine, OPTIONS["plain"]):
         assert len(each.token_ids) == len(each.logprobs) == len(each.policy_steps) <= 12
         kinds = (each.token_ids.dtype, each.logprobs.dtype, each.policy_steps.dtype)
@@ -148,13 +148,13 @@ def test_any_of_several_end_tokens_stops(model: Any, tokenizer: Any, engine: HfE
     assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
 
 
-def test_running_out_of_tokens_is_named_length(engine: HfEngine) -> None:
+def test_finish_reason_at_the_token_limit_is_length(engine: HfEngine) -> None:
     (completion,) = sampled(engine, Sampling(max_completion_length=1, top_k=1), [[5, 9, 33]])
     assert completion.token_ids[0] != END
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
 
 
-def test_end_token_in_the_last_place_is_a_stop(model: Any, tokenizer: Any) -> None:
+def test_end_token_at_the_token_limit_is_a_stop(model: Any, tokenizer: Any) -> None:
     first = sampled(ending_with(model, tokenizer, 63), GREEDY, PROMPTS[:1])[0].token_ids[0]
     one = Sampling(temperature=0.0, max_completion_length=1)
     (ended,) = sampled(ending_with(model, tokenizer, int(first)), one, PROMPTS[:1])
@@ -174,7 +174,7 @@ def test_end_of_one_sibling_does_not_end_the_others(model: Any, tokenizer: Any) 
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_longer_prompts_beside_it_do_not_change_an_answer(engine: HfEngine, index: int) -> None:
+def test_completion_does_not_depend_on_longer_prompts(engine: HfEngine, index: int) -> None:
     together = sampled(engine, GREEDY)[index]
     (alone,) = sampled(engine, GREEDY, [PROMPTS[index]])
     assert together.token_ids.tolist() == alone.token_ids.tolist()
@@ -192,7 +192,7 @@ def test_siblings_differ_and_so_do_seeds(engine: HfEngine) -> None:
     assert first != tokens(sampled(engine, OPTIONS["plain"], [PROMPTS[0]] * 2, seed=5))
 
 
-def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) -> None:
+def test_apply_takes_effect_at_the_next_generate(engine: HfEngine, model: Any) -> None:
     before = sampled(engine, GREEDY)
     other = sharp_model(seed=8)
     engine.apply(models.weights_of(other), step=4)
@@ -204,13 +204,13 @@ def test_applied_weights_are_sampled_from_at_once(engine: HfEngine, model: Any) 
         )
 
 
-def test_each_token_names_the_weights_that_sampled_it(engine: HfEngine) -> None:
+def test_tokens_record_the_step_of_their_weights(engine: HfEngine) -> None:
     steps = set(sampled(engine, GREEDY)[0].policy_steps.tolist())
     engine.apply(models.weights_of(sharp_model(seed=8)), step=9)
     assert (steps, set(sampled(engine, GREEDY)[0].policy_steps.tolist())) == ({3}, {9})
 
 
-def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> None:
+def test_rejected_weights_change_neither_samples_nor_step(engine: HfEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     weights = dict(models.weights_of(sharp_model(seed=8)))
     weights["model.norm.weight"] = torch.ones(TINY["hidden_size"] + 1)
@@ -219,22 +219,25 @@ def test_refused_weights_change_neither_samples_nor_step(engine: HfEngine) -> No
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
 
 
-def test_defaults_of_the_model_do_not_change_our_sampling(model: Any, tokenizer: Any) -> None:
+def test_generation_config_of_the_model_is_ignored(model: Any, tokenizer: Any) -> None:
     plain = sampled(HfEngine(model, tokenizer), OPTIONS["plain"])
     model.generation_config.update(top_k=1, temperature=0.1, repetition_penalty=5.0)
     assert tokens(sampled(HfEngine(model, tokenizer), OPTIONS["plain"])) == tokens(plain)
 
 
-def test_text_leaves_out_special_tokens(tokenizer: Any) -> None:
+def test_text_has_no_special_tokens(tokenizer: Any) -> None:
     base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     prompt = models.chat_prompt(tokenizer, [Message("user", "What is 1 plus 2?")])
     sampling = Sampling(temperature=0.0, max_completion_length=32)
-    (said,) = sampled(HfEngine(base, tokenizer), sampling, [prompt])
-    assert said.finish_reason == "stop" and said.token_ids[-1] == tokenizer.eos_token_id
-    assert said.text == tokenizer.decode(said.token_ids[:-1]) and "<|" not in said.text
+    (completion,) = sampled(HfEngine(base, tokenizer), sampling, [prompt])
+    assert completion.finish_reason == "stop" and completion.token_ids[-1] == tokenizer.eos_token_id
+    assert (
+        completion.text == tokenizer.decode(completion.token_ids[:-1])
+        and "<|" not in completion.text
+    )
 
 
-def test_weights_applied_between_two_completions_do_not_change_who_sampled_them() -> None:
+def test_apply_between_two_completions_keeps_their_step() -> None:
     model, tokenizer = tiny_model(), models.load_tokenizer(models.EMBEDDED)
     engine = HfEngine(model, tokenizer, step=3)
     prompt = np.array([5, 6], np.int32)

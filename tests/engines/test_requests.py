@@ -23,7 +23,7 @@ def tokenizer() -> Any:
 
 
 class Parrot:
-    """An engine that repeats the length of the prompt, and answers in the order it is told."""
+    """An engine that completes requests in a given order, with the prompt length as text."""
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self.order = order
@@ -58,7 +58,7 @@ def answer_to(request: Request) -> Completion:
 
 
 class Hasty:
-    """An engine with room for one completion, which notes what it could take."""
+    """An engine with one slot, which records the requests that it reads."""
 
     def __init__(self) -> None:
         self.taken: list[int | None] = []
@@ -76,42 +76,42 @@ class Hasty:
 
 
 def asked(engine: Any, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
-    """The number of each answered problem, from 0, with what was said."""
+    """The position of each completed problem, with its completions."""
     answers = generate_groups(
         engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling()
     )
     return ((int(problem.id) - 1, said) for problem, said in answers)
 
 
-def test_every_problem_comes_with_its_completions(tokenizer: Any) -> None:
+def test_every_problem_gets_its_completions(tokenizer: Any) -> None:
     answers = list(asked(Parrot(), tokenizer, 2))
     assert [(index, len(said)) for index, said in answers] == [(0, 2), (1, 2), (2, 2)]
 
 
-def test_siblings_have_equal_prompts_which_are_the_problems(tokenizer: Any) -> None:
+def test_siblings_have_the_prompt_of_their_problem(tokenizer: Any) -> None:
     for index, said in asked(Parrot(), tokenizer, 2):
         expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
         assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
 
 
-def test_problem_is_given_as_soon_as_its_last_sibling_is_there(tokenizer: Any) -> None:
+def test_problem_is_yielded_with_its_last_sibling(tokenizer: Any) -> None:
     engine = Parrot(order=[4, 0, 5, 2, 1, 3])  # problem 3 is complete after three
     seen = [(index, engine.yielded) for index, _ in asked(engine, tokenizer, 2)]
     assert seen == [(2, 3), (0, 5), (1, 6)]
 
 
-def test_completions_in_any_order_find_their_problem(tokenizer: Any) -> None:
+def test_completions_in_any_order_are_assigned_to_their_problem(tokenizer: Any) -> None:
     for index, said in asked(Parrot(order=[4, 0, 5, 2, 1, 3]), tokenizer, 2):
         expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
         assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
 
 
-def test_siblings_are_in_order_whenever_they_came(tokenizer: Any) -> None:
+def test_siblings_are_sorted_by_index(tokenizer: Any) -> None:
     for index, said in asked(Parrot(order=[4, 1, 5, 2, 0, 3]), tokenizer, 2):
         assert [each.index for each in said] == [2 * index, 2 * index + 1]
 
 
-def test_problems_are_taken_one_at_a_time_and_none_passes_through(tokenizer: Any) -> None:
+def test_problems_are_read_one_at_a_time_and_none_is_forwarded(tokenizer: Any) -> None:
     engine = Hasty()
     problems = iter([None, PROBLEMS[0], None, None, PROBLEMS[1], PROBLEMS[2]])
     answers = generate_groups(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
@@ -121,7 +121,7 @@ def test_problems_are_taken_one_at_a_time_and_none_passes_through(tokenizer: Any
     assert engine.taken == [None, 0, 1, None, None, 2, 3]
 
 
-def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
+def test_prompt_does_not_contain_the_answer(tokenizer: Any) -> None:
     secret = Problem("1", "calculator", (Message("user", "3 plus 2"),), "41")
     ((_, (said,)),) = generate_groups(
         Parrot(), tokenizer, [secret], num_generations=1, sampling=Sampling()
@@ -129,7 +129,7 @@ def test_answer_never_reaches_the_model(tokenizer: Any) -> None:
     assert "41" not in tokenizer.decode(said.prompt_ids)
 
 
-def test_a_prompt_of_tokens_is_asked_as_it_is(tokenizer: Any) -> None:
+def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
     tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
     ((_, (said,)),) = generate_groups(
         Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling()
@@ -144,7 +144,7 @@ def paid(problem: Problem, text: str) -> float:
     return float(problem.id) / 4
 
 
-def test_evaluation_answers_each_problem_in_its_order(tokenizer: Any) -> None:
+def test_evaluate_keeps_the_order_of_the_problems(tokenizer: Any) -> None:
     engine = Parrot(order=[2, 5, 0, 3, 1, 4])
     found = evaluate(engine, tokenizer, PROBLEMS, paid, sampling=Sampling(), num_generations=2)
     assert [problem.id for problem, _ in found] == ["1", "2", "3"]
@@ -153,7 +153,7 @@ def test_evaluation_answers_each_problem_in_its_order(tokenizer: Any) -> None:
     ]  # fmt: skip
 
 
-def test_evaluation_adds_up_the_parts_of_a_reward(tokenizer: Any) -> None:
+def test_evaluate_sums_reward_parts(tokenizer: Any) -> None:
     parts = {"right": 1.0, "short": 0.5}
     found = evaluate(
         Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, sampling=Sampling()
@@ -161,7 +161,7 @@ def test_evaluation_adds_up_the_parts_of_a_reward(tokenizer: Any) -> None:
     assert [each.reward for _, said in found for each in said] == [1.5] * 3
 
 
-def test_an_example_whose_reward_fails_is_left_out_and_no_zero(
+def test_evaluate_skips_problems_whose_reward_fails(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(problem: Problem, text: str) -> float:

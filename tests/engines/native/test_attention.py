@@ -1,4 +1,4 @@
-"""The two ways of attention, one for a CPU's decode steps and one for all else, agree."""
+"""Attention in parts (decode steps on a CPU) against SDPA (everything else)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, HEADS, SHARED, WIDTH, OWN = 3, 2, 4, 8, 32
 
 
 @pytest.mark.parametrize("num_common", [0, 5])
-def test_a_decode_step_in_parts_is_torchs_attention(num_common: int) -> None:
+def test_attention_in_parts_matches_sdpa(num_common: int) -> None:
     random = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

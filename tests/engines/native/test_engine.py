@@ -114,7 +114,7 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
-def test_what_is_compiled_is_used(engine: NativeEngine) -> None:
+def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngine) -> None:
     decoder = engine._decoder
     assert decoder is not None
     assert (decoder._library is not None) == HAS_COMPILER
@@ -125,7 +125,7 @@ def test_what_is_compiled_is_used(engine: NativeEngine) -> None:
     [(1, 8), (2, 16), pytest.param(1, 16, marks=SLOW), pytest.param(2, 8, marks=SLOW)],
 )
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+def test_greedy_tokens_and_logprobs_match_transformers(
     family: str, kv_heads: int, head_dim: int, tokenizer: Any
 ) -> None:
     settings = {**FAMILIES[family], "num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -139,7 +139,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_long_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: Any) -> None:
+def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: Any) -> None:
     """Longer than a sliding window; the last prompt ends inside it, so that it shrinks."""
     prefix, settings = list(range(10, 30)), FAMILIES[family]
     prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:18]]
@@ -153,7 +153,7 @@ def test_a_long_common_prefix_changes_no_token_and_no_logprob(family: str, token
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer: Any) -> None:
+def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: Any) -> None:
     model = tiny_model(**FAMILIES[family])
     ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
     expected = model(input_ids=ids).logits
@@ -169,35 +169,37 @@ def test_logits_differ_from_transformers_by_at_most_1e_5(family: str, tokenizer:
             assert error <= 1e-5
 
 
-def products_of(model: Any) -> set[type]:
-    """The kinds of those that the model multiplies by."""
+def packed_classes(model: Any) -> set[type]:
+    """The classes of the packed weights of a model."""
     return {type(each._fused._packed) for each in model.modules() if isinstance(each, PackedLinear)}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_in_bf16_logprobs_are_as_near_to_fp32_as_those_of_transformers(
+def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
     family: str, tied: bool, tokenizer: Any
 ) -> None:
     settings = {"tie_word_embeddings": tied, **FAMILIES[family]}
     model = sharp_model(**settings).bfloat16()
     engine = engine_of(model, tokenizer)
     if gemm.panel_library() is not None:
-        assert products_of(model) == {gemm.PanelWeight}
+        assert packed_classes(model) == {gemm.PanelWeight}
     for seed in (0, 8):
         plain = sharp_model(seed=seed, **settings).bfloat16()
         exact = copy.deepcopy(plain).float()
         if seed:
             engine.apply(models.weights_of(plain), step=1)
-        ours, theirs = list[float](), list[float]()
+        ours, reference = list[float](), list[float]()
         for each in sampled(engine, Sampling(max_completion_length=12)):
             known = np.array(scored(exact, each, 1.0))
             ours += (each.logprobs - known).tolist()
-            theirs += (scored(plain, each, 1.0) - known).tolist()
-        assert np.square(ours).mean() <= 2 * np.square(theirs).mean()
+            reference += (scored(plain, each, 1.0) - known).tolist()
+        assert np.square(ours).mean() <= 2 * np.square(reference).mean()
 
 
-def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+def test_engine_without_packing_matches_transformers(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
     def missing(*_: Any) -> None:
         raise AttributeError
 
@@ -208,13 +210,13 @@ def test_where_nothing_packs_all_is_plain(monkeypatch: pytest.MonkeyPatch, token
         engine = engine_of(model, tokenizer)
     finally:
         gemm.can_pack.cache_clear()
-    assert products_of(model) == set()
+    assert packed_classes(model) == set()
     assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_sampler_logprob_is_the_trainers_at_equal_weights(
+def test_sampled_logprobs_match_the_trainers_at_equal_weights(
     name: str, engine_kind: Any, tokenizer: Any
 ) -> None:
     sampling = Sampling(max_completion_length=12, **OPTIONS[name])
@@ -225,17 +227,17 @@ def test_sampler_logprob_is_the_trainers_at_equal_weights(
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"min_tokens": 5}], ids=str)
-def test_what_penalizes_does_so_as_in_transformers(options: dict[str, Any], tokenizer: Any) -> None:
+def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -> None:
     sampling = Sampling(temperature=0.0, max_completion_length=12, **options)
     ours = tokens(sampled(engine_of(ending_soon(), tokenizer), sampling))
-    theirs = tokens(sampled(HfEngine(ending_soon(), tokenizer, max_model_len=64), sampling))
+    reference = tokens(sampled(HfEngine(ending_soon(), tokenizer, max_model_len=64), sampling))
     without = tokens(sampled(engine_of(ending_soon(), tokenizer), GREEDY))
-    assert ours == theirs != without
+    assert ours == reference != without
 
 
 def ending_soon() -> Any:
-    """A model whose favourite token ends a completion, and that never says a pad, which
-    transformers takes for a part of shorter prompts and penalizes."""
+    """A model whose most frequent token ends a completion, and that never samples the pad token,
+    which transformers counts as a part of shorter prompts and penalizes."""
     model = sharp_model(head_dim=8)
     favourite = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, favourite]
@@ -245,7 +247,7 @@ def ending_soon() -> Any:
 # Slots.
 
 
-def test_each_request_is_answered_once_with_its_own_prompt(engine: NativeEngine) -> None:
+def test_each_request_gets_one_completion_of_its_prompt(engine: NativeEngine) -> None:
     asked = requests(siblings=3)
     completions = sampled(engine, Sampling(max_completion_length=9), asked)
     assert [each.index for each in completions] == list(range(30))
@@ -258,7 +260,7 @@ def test_each_request_is_answered_once_with_its_own_prompt(engine: NativeEngine)
         assert END not in each.token_ids[:-1].tolist()
 
 
-def test_a_row_that_ends_is_filled_at_the_next_step(tokenizer: Any) -> None:
+def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
     engine, steps = engine_of(ending_soon(), tokenizer, slots=2), []
     completions = sampled(engine, GREEDY, between_steps=lambda: steps.append(1))
     lengths = [len(each.token_ids) for each in completions]
@@ -270,14 +272,14 @@ def test_a_row_that_ends_is_filled_at_the_next_step(tokenizer: Any) -> None:
     assert len(steps) <= max(free_at) + 1
 
 
-def test_neighbours_and_slots_do_not_change_a_completion(tokenizer: Any) -> None:
+def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> None:
     drawn = Sampling(max_completion_length=9, top_k=9, seed=5)
     one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), drawn))
     four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), drawn))
     assert one == four
 
 
-def test_equal_seeds_give_equal_samples_and_others_do_not(engine: NativeEngine) -> None:
+def test_samples_are_determined_by_the_seed(engine: NativeEngine) -> None:
     first, again, other = (
         tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9))) for seed in (4, 4, 5)
     )
@@ -289,7 +291,7 @@ def test_siblings_differ(engine: NativeEngine) -> None:
     assert siblings[0] != siblings[1]
 
 
-def test_none_means_nothing_now_and_more_may_come(engine: NativeEngine) -> None:
+def test_none_among_requests_does_not_end_the_source(engine: NativeEngine) -> None:
     calls: list[int] = []
 
     def source() -> Iterator[Request | None]:
@@ -303,7 +305,7 @@ def test_none_means_nothing_now_and_more_may_come(engine: NativeEngine) -> None:
     assert tokens(completions) == tokens(sampled(engine, GREEDY, requests()[:2]))
 
 
-def test_requests_are_taken_only_as_rows_become_free(engine: NativeEngine) -> None:
+def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None:
     taken: list[int] = []
 
     def source() -> Iterator[Request]:
@@ -316,7 +318,7 @@ def test_requests_are_taken_only_as_rows_become_free(engine: NativeEngine) -> No
     assert taken == [0, 1, 2, 3]
 
 
-def test_cancel_gives_up_what_is_under_way(engine: NativeEngine) -> None:
+def test_cancel_drops_completions_in_flight(engine: NativeEngine) -> None:
     steps: list[int] = []
 
     def third_step() -> None:
@@ -329,7 +331,7 @@ def test_cancel_gives_up_what_is_under_way(engine: NativeEngine) -> None:
     assert len(sampled(engine, long)) == len(PROMPTS)
 
 
-def test_stop_string_ends_a_completion_and_is_cut_off(tokenizer: Any) -> None:
+def test_stop_string_ends_a_completion_and_is_removed(tokenizer: Any) -> None:
     free = sampled(engine_of(sharp_model(), tokenizer), GREEDY)[0]
     stop = tokenizer.decode(free.token_ids[3:4].tolist()).strip() or " "
     sampling = Sampling(temperature=0.0, max_completion_length=12, stop=(stop,))
@@ -341,7 +343,7 @@ def test_stop_string_ends_a_completion_and_is_cut_off(tokenizer: Any) -> None:
         assert free.token_ids.tolist()[: len(stopped.token_ids)] == stopped.token_ids.tolist()
 
 
-# Prompt work.
+# Prefix cache.
 
 
 def tokens_computed(engine: NativeEngine, asked: list[Request]) -> int:
@@ -355,23 +357,23 @@ def tokens_computed(engine: NativeEngine, asked: list[Request]) -> int:
     return sum(computed)
 
 
-def test_a_group_computes_its_prompt_once(tokenizer: Any) -> None:
+def test_prompt_is_computed_once_per_group(tokenizer: Any) -> None:
     engine = engine_of(sharp_model(), tokenizer, slots=3)
     assert tokens_computed(engine, requests([[5, 9, 33, 8]], siblings=8)) == 4
 
 
-def test_the_common_prefix_is_computed_once(tokenizer: Any) -> None:
+def test_common_prefix_is_computed_once(tokenizer: Any) -> None:
     prefix = list(range(10, 30))
     engine = engine_of(sharp_model(), tokenizer, slots=4)
     asked = requests([[*prefix, last, last + 1] for last in range(40, 52)])
     assert tokens_computed(engine, asked) == 20 + 12 * 2
 
 
-# Newer weights.
+# New weights.
 
 
 class Lazy(Mapping[str, torch.Tensor]):
-    """Weights that are made when asked for; counts how many are alive at once."""
+    """Weights created on access; counts how many exist at once."""
 
     def __init__(self, model: Any) -> None:
         self._weights = models.weights_of(model)
@@ -397,7 +399,7 @@ class Lazy(Mapping[str, torch.Tensor]):
      pytest.param(False, False, marks=SLOW), pytest.param(True, True, marks=SLOW)],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
+def test_apply_gives_new_tokens_without_a_second_model(
     family: str, live: bool, tied: bool, tokenizer: Any
 ) -> None:
     old = {"tie_word_embeddings": tied, **FAMILIES[family]}
@@ -413,8 +415,8 @@ def test_a_reload_gives_the_new_models_tokens_and_needs_no_second_model(
 def switched_greedy(
     prompt: Sequence[int], seeds: Sequence[int], family: str = "qwen3"
 ) -> tuple[list[int], Any]:
-    """Greedy tokens of transformers whose weights may be others for each token, the old keys
-    and values kept, and their logprobs; until the end token."""
+    """Greedy tokens of transformers, and their logprobs, with the weights of `seeds[t]` for token t
+    and all earlier keys and values kept; until the end token."""
     kind = FAMILIES[family]
     model, cache, fed = sharp_model(**kind), None, torch.tensor([prompt])
     out: list[int] = []
@@ -431,9 +433,7 @@ def switched_greedy(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(
-    family: str, tokenizer: Any
-) -> None:
+def test_running_rows_continue_with_new_weights_and_old_keys(family: str, tokenizer: Any) -> None:
     old, new = sharp_model(**FAMILIES[family]), sharp_model(seed=8, **FAMILIES[family])
     engine, steps = engine_of(old, tokenizer, slots=2, step=6), []
 
@@ -456,10 +456,8 @@ def test_rows_under_way_go_on_with_new_weights_over_their_old_keys(
 
 
 @pytest.mark.parametrize("room", [35, 200])
-def test_rows_keep_the_common_prefix_of_the_weights_they_began_with(
-    room: int, tokenizer: Any
-) -> None:
-    """In 35 places two prefixes of 20 do not fit: some prompts are computed whole."""
+def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokenizer: Any) -> None:
+    """Two prefixes of 20 do not fit into 35 positions: some prompts are computed whole."""
     seeds, steps = (0, 8, 9), list[int]()
     engine = engine_of(sharp_model(), tokenizer, slots=3, max_model_len=room)
 
@@ -484,14 +482,14 @@ COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
 
 
 def temperatures_of(completion: Completion) -> torch.Tensor:
-    """As the trainer works them out, [1, T] with the prompt."""
+    """As the trainer computes them, [1, T] including the prompt."""
     steps = [0] * len(completion.prompt_ids) + completion.policy_steps.tolist()
     return torch.tensor([[COOLING(step) for step in steps]])
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["top_p"], OPTIONS["min_tokens"]])
 @pytest.mark.parametrize("engine_kind", [NativeEngine, HfEngine])
-def test_a_scheduled_temperature_is_that_of_the_weights_that_sampled(
+def test_scheduled_temperature_follows_the_step_of_the_weights(
     engine_kind: Any, options: dict[str, Any], tokenizer: Any
 ) -> None:
     """The weights stay equal and only their step changes, so every ratio must be 1."""
@@ -513,8 +511,8 @@ def test_a_scheduled_temperature_is_that_of_the_weights_that_sampled(
         assert np.exp(each.logprobs - np.array(expected)) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_cold_schedule_draws_what_is_likeliest(tokenizer: Any) -> None:
-    """Not only the logprob: the draw is at the temperature of the step too."""
+def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
+    """The temperature of the step applies to the sampling, not to the logprob only."""
     cold = Sampling(
         max_completion_length=12,
         schedule=TemperatureSchedule("linear", start=1e-3, end=5.0, max_steps=9),
@@ -538,7 +536,7 @@ def strange(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["other name", "other shape", "integers"])
-def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> None:
+def test_apply_rejects_weights_of_another_model_unchanged(name: str, engine: NativeEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     with pytest.raises(ValueError, match=r"model\.(norm|other)"):
         engine.apply(strange(name), step=9)
@@ -546,7 +544,7 @@ def test_strange_weights_are_refused_whole(name: str, engine: NativeEngine) -> N
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
-def test_logits_that_are_not_finite_end_what_is_under_way(engine: NativeEngine, name: str) -> None:
+def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: NativeEngine, name: str) -> None:
     before = tokens(sampled(engine, GREEDY))
     good = models.weights_of(sharp_model())
     engine.apply({**good, name: torch.full_like(good[name], 3e38)}, step=9)
@@ -556,7 +554,7 @@ def test_logits_that_are_not_finite_end_what_is_under_way(engine: NativeEngine, 
     assert tokens(sampled(engine, GREEDY)) == before
 
 
-def test_rows_that_grow_keep_what_they_hold(tokenizer: Any) -> None:
+def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
     long = Sampling(temperature=0.0, max_completion_length=80)
     engine = engine_of(sharp_model(), tokenizer, max_model_len=100)  # 32 places, 64, 96, 100
     expected = [plain_greedy(sharp_model(), each, 80) for each in PROMPTS]
@@ -564,10 +562,10 @@ def test_rows_that_grow_keep_what_they_hold(tokenizer: Any) -> None:
     assert max(map(len, expected)) == 80
 
 
-# A trainer's model.
+# Models in training.
 
 
-def test_a_live_engine_holds_no_keys_and_values_between_two_calls(tokenizer: Any) -> None:
+def test_live_engine_holds_no_cache_between_calls(tokenizer: Any) -> None:
     before = alive(KVCache)
     engine = engine_of(sharp_model(), tokenizer, live=True)
     under_way = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
@@ -577,7 +575,7 @@ def test_a_live_engine_holds_no_keys_and_values_between_two_calls(tokenizer: Any
     assert alive(KVCache) == before
 
 
-def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> None:
+def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
     model = sharp_model()
     engine = engine_of(model, tokenizer, live=True)
     before = tokens(sampled(engine, GREEDY))
@@ -588,10 +586,10 @@ def test_a_live_model_is_left_as_it_is_and_read_as_it_is_now(tokenizer: Any) -> 
     assert after == [plain_greedy(sharp_model(seed=8), each, 12) for each in PROMPTS] != before
 
 
-# What cannot be.
+# Rejected requests.
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+def test_prompt_longer_than_the_context_raises_with_both_lengths(
     engine: NativeEngine,
 ) -> None:
     with pytest.raises(ConfigError, match=r"60 tokens .* 12 do not fit into 64 .* to 72"):
@@ -599,17 +597,17 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
 
 
-def test_zero_new_tokens_are_refused(engine: NativeEngine) -> None:
+def test_zero_new_tokens_raise(engine: NativeEngine) -> None:
     with pytest.raises(ConfigError, match="max_completion_length 0 leaves no room"):
         sampled(engine, Sampling(max_completion_length=0))
 
 
-def test_slots_that_do_not_fit_are_refused_before_they_are_allocated(tokenizer: Any) -> None:
+def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
         engine_of(sharp_model(), tokenizer, slots=900_000_000)
 
 
-def test_another_architecture_is_sampled_by_transformers_and_one_line_says_so(
+def test_unsupported_architecture_falls_back_to_transformers(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
@@ -621,7 +619,7 @@ def test_another_architecture_is_sampled_by_transformers_and_one_line_says_so(
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_10_000_completions(tokenizer: Any) -> None:
+def test_memory_is_constant_over_10_000_completions(tokenizer: Any) -> None:
     engine = engine_of(sharp_model(), tokenizer, slots=32)
     drawn = Sampling(max_completion_length=6)
 
@@ -639,6 +637,6 @@ def test_memory_is_flat_over_10_000_completions(tokenizer: Any) -> None:
 
 
 def alive(kind: type) -> int:
-    """Objects of it that somebody holds."""
+    """Number of live objects of a class."""
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())

@@ -1,4 +1,4 @@
-"""Recorded decode steps: here what is recorded are torch's operations, on a GPU its kernels."""
+"""Captured decode steps, with torch's operations in place of a GPU's kernels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ READS_BACK = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero
 
 
 class StepRecorder(TorchDispatchMode):
-    """Keeps operations with the memory that they saw, as a CUDA graph does; a replay looks at
-    nothing else again."""
+    """Records operations with their tensors, as a CUDA graph does, and replays them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class StepRecorder(TorchDispatchMode):
 
 
 class Counted:
-    """A capture, and how often it and what it gave were asked."""
+    """A capture function that counts captures and replays."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
@@ -63,7 +62,7 @@ class Counted:
 
 
 def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
-    """Twenty rollouts in three rows that grow, with a common prefix and newer weights between."""
+    """Twenty completions in three growing rows, a common prefix and new weights in between."""
     model = tiny_model()
     engine = NativeEngine(
         model, models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100, live=True
@@ -89,7 +88,7 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
     }
 
 
-def test_recorded_steps_give_the_same_bits_through_refills_growth_and_shared_prefixes(
+def test_captured_steps_give_identical_completions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, capture = generated(), Counted()
@@ -101,7 +100,7 @@ def test_recorded_steps_give_the_same_bits_through_refills_growth_and_shared_pre
     assert capture.replays > 150
 
 
-def test_work_is_recorded_when_it_comes_again_and_not_beyond_its_layout() -> None:
+def test_work_is_captured_at_its_second_run_per_layout() -> None:
     capture = Counted()
     graphs, numbers = GraphCache(capture, CPU), torch.arange(6.0)
 
@@ -123,7 +122,7 @@ def test_work_is_recorded_when_it_comes_again_and_not_beyond_its_layout() -> Non
     assert (capture.captures, capture.replays) == (2, 3)
 
 
-def test_what_asks_for_numbers_or_is_not_ours_is_not_recorded() -> None:
+def test_models_with_host_reads_cannot_be_captured() -> None:
     grows = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert decoder.can_capture(tiny_model().model)
     assert not decoder.can_capture(tiny_model(rope_parameters=grows).model)

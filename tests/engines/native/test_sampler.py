@@ -1,4 +1,4 @@
-"""What is drawn, how often, against distributions worked out another way."""
+"""Sampling frequencies against distributions computed by hand, and packed linear layers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ AT = {
 
 
 def drawn(sampling: Sampling, **options: Any) -> np.ndarray:
-    chance = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
-    tokens, _ = sample(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(chance), **options)
+    uniform = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
+    tokens, _ = sample(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(uniform), **options)
     return np.bincount(tokens.numpy(), minlength=8)
 
 
@@ -54,16 +54,18 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", list(KEPT))
-def test_frequencies_follow_the_intended_distribution(name: str, temperature: float) -> None:
+def test_sample_frequencies_follow_the_truncated_distribution(
+    name: str, temperature: float
+) -> None:
     options, kept = KEPT[name]
-    kept, shares = AT.get((name, temperature), kept), np.zeros(8)
-    shares[kept] = PROBABILITIES[kept] ** (1 / temperature)
+    kept, probs = AT.get((name, temperature), kept), np.zeros(8)
+    probs[kept] = PROBABILITIES[kept] ** (1 / temperature)
     counts = drawn(Sampling(temperature=temperature, **options))
-    assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3  # 0.1% at 7 degrees
+    assert chi_square(counts, DRAWS * probs / probs.sum()) < 24.3  # 0.1% at 7 degrees
 
 
-def test_a_packed_bias_is_a_copy() -> None:
-    """What it came from may be a mapped file that changes before the next version is taken."""
+def test_packed_bias_is_a_copy() -> None:
+    """The source may be a mapped file, which changes before the next version is applied."""
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
     linear = torch.nn.Linear(48, 16)
@@ -76,7 +78,7 @@ def test_a_packed_bias_is_a_copy() -> None:
         assert torch.equal(product.output(0, given), before)
 
 
-def test_no_rows_are_kept_after_the_last_layer_had_them() -> None:
+def test_fused_linear_keeps_no_rows_after_the_last_output() -> None:
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
     product = FusedLinear([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
@@ -89,23 +91,23 @@ def test_no_rows_are_kept_after_the_last_layer_had_them() -> None:
     assert [each() for each in memory] == [None, None]
 
 
-def test_barred_tokens_are_never_drawn_and_the_others_keep_their_odds() -> None:
-    barred = torch.zeros(DRAWS, 8, dtype=torch.bool)
-    barred[:, 1] = True
-    shares = np.where(np.arange(8) == 1, 0, PROBABILITIES)
-    counts = drawn(Sampling(min_tokens=1), banned=barred)
-    assert chi_square(counts, DRAWS * shares / shares.sum()) < 24.3
+def test_banned_tokens_are_never_sampled() -> None:
+    banned = torch.zeros(DRAWS, 8, dtype=torch.bool)
+    banned[:, 1] = True
+    probs = np.where(np.arange(8) == 1, 0, PROBABILITIES)
+    counts = drawn(Sampling(min_tokens=1), banned=banned)
+    assert chi_square(counts, DRAWS * probs / probs.sum()) < 24.3
 
 
-@pytest.mark.parametrize("chance", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize("name", list(KEPT))
-def test_the_ends_of_chance_fall_on_tokens_that_stay(name: str, chance: float) -> None:
+def test_extreme_uniforms_select_allowed_tokens(name: str, uniform: float) -> None:
     options, kept = KEPT[name]
-    tokens, _ = sample(LOGITS[None], Sampling(**options), torch.tensor([chance]))
+    tokens, _ = sample(LOGITS[None], Sampling(**options), torch.tensor([uniform]))
     assert int(tokens) in kept
 
 
-def test_temperature_0_takes_the_likeliest() -> None:
+def test_temperature_0_selects_the_most_probable_token() -> None:
     tokens, logprobs = sample(LOGITS[None], Sampling(temperature=0.0), torch.zeros(1))
     assert int(tokens) == 1
     assert float(logprobs) == pytest.approx(np.log(0.4), abs=1e-6)
@@ -113,7 +115,7 @@ def test_temperature_0_takes_the_likeliest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) -> None:
+def test_packed_linears_match_plain_ones(dtype: torch.dtype, rows: int) -> None:
     if not can_pack(dtype):
         pytest.skip("this build cannot pack")
     torch.manual_seed(0)
@@ -124,8 +126,8 @@ def test_packed_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) 
 
     def compare() -> None:
         given = torch.randn(rows, 3, 48).to(dtype)
-        for ours, theirs in zip(packed, linears, strict=True):
-            assert torch.allclose(ours(given), theirs(given), atol=tolerance, rtol=tolerance)
+        for ours, reference in zip(packed, linears, strict=True):
+            assert torch.allclose(ours(given), reference(given), atol=tolerance, rtol=tolerance)
 
     with torch.inference_mode():
         compare()
