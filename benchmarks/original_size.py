@@ -80,8 +80,8 @@ def ours_generate(shape: dict[str, Any]) -> Seconds:
     """All completions with their logprobs, and the groups through a socket."""
     engine = engine_of(shape)
     asked = generation.requests(NUM_GROUPS, list(LENGTHS) * NUM_GROUPS)
-    list(engine.generate(asked[:4], generation.DRAWN))
-    sampling = seconds(lambda: list(engine.generate(asked, generation.DRAWN)))
+    list(engine.generate(asked[:4], generation.SAMPLING))
+    sampling = seconds(lambda: list(engine.generate(asked, generation.SAMPLING)))
     return {"generate": sampling, "score": 0.0, "transfer": sent(shape)}
 
 
@@ -89,7 +89,7 @@ def engine_of(shape: dict[str, Any]) -> NativeEngine:
     """One that never ends a completion before its length."""
     dtype, _ = models.choose_dtype(torch.device("cpu"))
     engine = NativeEngine(
-        generation.without_end(shape).to(dtype), models.load_tokenizer(models.EMBEDDED), slots=32,
+        generation.endless_model(shape).to(dtype), models.load_tokenizer(models.EMBEDDED), slots=32,
         max_model_len=NUM_PROMPT + generation.NUM_NEW,
     )  # fmt: skip
     engine._end_ids = []  # pyright: ignore[reportPrivateUsage]
@@ -156,7 +156,7 @@ def published(publisher: WeightPublisher, step: int, setting: Setting) -> tuple[
 
 def original_generate(shape: dict[str, Any]) -> Seconds:
     """One prompt after another, each up to its longest completion, and its logprobs."""
-    model = generation.without_end(shape)
+    model = generation.endless_model(shape)
     sampling = scoring = 0.0
     with torch.inference_mode():
         generation.generated(model, 1, 2)

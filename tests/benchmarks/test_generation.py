@@ -1,4 +1,4 @@
-"""How the bench of generation plans, pays and bounds."""
+"""The generation bench: varying lengths, counted tokens and bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.generation import Step
 
 
 class Peers:
-    """What takes a second for each token of the longest."""
+    """Take one second per token of the longest completion."""
 
     def original(self, num_new: int) -> float:
         return num_new
@@ -22,26 +22,26 @@ class Peers:
         return num_new
 
 
-def test_varied_lengths_are_of_one_kind_for_all() -> None:
-    plans = generation.planned()
-    assert {name: len(each) for name, each in plans.items()} == {
+def test_varying_lengths_have_one_distribution_for_all_programs() -> None:
+    lengths_of = generation.varying_lengths()
+    assert {name: len(lengths) for name, lengths in lengths_of.items()} == {
         "ours": 128, "hf": 64, "original": 16
     }  # fmt: skip
-    means = [statistics.mean(each) for each in plans.values()]
-    assert means == pytest.approx([28.0] * 3, rel=0.05)  # of 8 to 48, uniform
+    means = [statistics.mean(lengths) for lengths in lengths_of.values()]
+    assert means == pytest.approx([28.0] * 3, rel=0.05)  # uniform from 8 to 48
 
 
-def test_who_cannot_refill_computes_the_longest_and_is_paid_for_what_was_planned(
+def test_batched_programs_compute_the_longest_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans = {"ours": [9], "hf": [*[10] * 31, 20, *[10] * 31, 30], "original": [8, 8, 8, 10]}
-    monkeypatch.setattr(generation, "planned", lambda: plans)
-    ways = generation.variants(cast(Any, Peers()))
-    assert ways["original_varied"]() == 34 / 10
-    assert ways["hf_varied"]() == 670 / 50  # two batches, of 20 and 30
+    lengths = {"ours": [9], "hf": [*[10] * 31, 20, *[10] * 31, 30], "original": [8, 8, 8, 10]}
+    monkeypatch.setattr(generation, "varying_lengths", lambda: lengths)
+    rates = generation.variants(cast(Any, Peers()))
+    assert rates["original_varied"]() == 34 / 10
+    assert rates["hf_varied"]() == 670 / 50  # two batches, of 20 and 30
 
 
-def test_a_bound_is_the_mean_of_that_before_and_that_after() -> None:
+def test_bound_is_the_mean_of_before_and_after() -> None:
     speeds = iter([1.0, 4.0, 3.0])
-    step, bound = generation.beside(lambda: next(speeds), lambda: Step(next(speeds), 0.0, 0.0))
+    step, bound = generation.with_bound(lambda: next(speeds), lambda: Step(next(speeds), 0.0, 0.0))
     assert (step.whole, bound) == (4.0, 2.0)
