@@ -1,4 +1,4 @@
-"""Debian's Chromium, and the page of a folder as bin/dashboard serves it."""
+"""Fixtures for browser tests: Chromium tabs, and bin/dashboard as a subprocess."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @dataclass
-class HttpBackend:
-    """bin/dashboard in a process of its own, always at the same port once it has one."""
+class DashboardServer:
+    """A bin/dashboard process that keeps its port across restarts."""
 
     folders: list[Path]
     port: int = 0
@@ -41,7 +41,7 @@ class HttpBackend:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"
 
-    def start(self) -> HttpBackend:
+    def start(self) -> DashboardServer:
         command = [sys.executable, str(ROOT / "bin" / "dashboard"), *map(str, self.folders),
                    "--port", str(self.port)]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -59,17 +59,17 @@ class HttpBackend:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., HttpBackend]]:
-    """Serve these folders until the end of the test."""
-    served: list[HttpBackend] = []
+def serve() -> Iterator[Callable[..., DashboardServer]]:
+    """Serve run folders until the end of the test."""
+    servers: list[DashboardServer] = []
 
-    def start(*folders: Path) -> HttpBackend:
-        served.append(HttpBackend(list(folders)))
-        return served[-1].start()
+    def start(*folders: Path) -> DashboardServer:
+        servers.append(DashboardServer(list(folders)))
+        return servers[-1].start()
 
     yield start
-    for each in served:
-        each.kill()
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture(scope="session")
@@ -82,16 +82,16 @@ def browser() -> Iterator[object]:
         browser.close()
 
 
-class Watched:
-    """A tab, with what went wrong in it and what it asked for."""
+class Tab:
+    """A browser tab that records its errors and requests."""
 
     def __init__(self, browser: object, **options: object) -> None:
         self.page = browser.new_page(**options)  # type: ignore[attr-defined]
         self.problems: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda told: self._take(told.type, told.text))
+        self.page.on("console", lambda message: self._log(message.type, message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("request", lambda asked: self.requests.append(asked.url))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.set_default_timeout(15_000)
 
     def text(self, testid: str) -> str:
@@ -105,26 +105,26 @@ class Watched:
     def chart(self, name: str, attribute: str) -> str | None:
         return self.page.get_by_test_id(f"chart-{name}").get_attribute(attribute)
 
-    def _take(self, kind: str, text: str) -> None:
+    def _log(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):
             self.problems.append(text)
 
 
 @pytest.fixture
-def tab(browser: object) -> Iterator[Callable[..., Watched]]:
-    """Open tabs; at the end none has had an error, nor asked anyone but its own server."""
-    opened: list[Watched] = []
+def tab(browser: object) -> Iterator[Callable[..., Tab]]:
+    """Open tabs; the test fails on console errors and on requests to other hosts."""
+    opened: list[Tab] = []
 
-    def open_tab(url: str, *, lost: bool = False, **options: object) -> Watched:
-        watched = Watched(browser, **options)
-        watched.origin, watched.lost = url, lost
-        opened.append(watched)
-        watched.page.goto(url)
-        return watched
+    def open_tab(url: str, *, lost: bool = False, **options: object) -> Tab:
+        opened_tab = Tab(browser, **options)
+        opened_tab.origin, opened_tab.lost = url, lost
+        opened.append(opened_tab)
+        opened_tab.page.goto(url)
+        return opened_tab
 
     yield open_tab
-    for each in opened:
-        each.page.close()
-        problems = [] if each.lost else each.problems
-        assert problems == []
-        assert [url for url in each.requests if not url.startswith(each.origin)] == []
+    for opened_tab in opened:
+        opened_tab.page.close()
+        assert opened_tab.lost or opened_tab.problems == []
+        foreign = [url for url in opened_tab.requests if not url.startswith(opened_tab.origin)]
+        assert foreign == []

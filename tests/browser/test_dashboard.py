@@ -1,7 +1,4 @@
-"""The page as a person sees it, in a browser.
-
-make test-browser
-"""
+"""The dashboard in a browser. `make test-browser`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> \ud800 </script>'
 
 
-def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+def test_numbers_equal_those_of_the_files(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30)
     append(folder / "eval.jsonl", {"step": 0, "accuracy": 0.424}, {"step": 20, "accuracy": 0.875})
     last = read_rows(folder / "metrics.jsonl")[-1]
@@ -32,13 +29,13 @@ def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab:
     shown = {name: seen.text(f"card-{name}") for name in
              ("eval", "rollouts", "wait", "queue", "staleness", "dropped",
               "generators")}  # fmt: skip
-    # 128 rollouts of 9.5 generated tokens in 0.4 s; 0.21 s of waiting with 0.01 s of journal in it
+    # 128 rollouts of 9.5 generated tokens in 0.4 s, half of which is waiting
     assert shown == {"eval": "0.875", "rollouts": "320", "wait": "50%", "queue": "14",
                      "staleness": "1.3", "dropped": "3", "generators": "2"}  # fmt: skip
     assert seen.text("note-rollouts") == "3,040 generated tokens/s"
     assert (seen.text("run"), seen.text("about")) == ("hand", "embedded \u00b7 calculator")
     assert (seen.text("step"), seen.text("max-steps")) == ("30", "60")
-    assert seen.text("condition") == "training"
+    assert seen.text("status") == "training"
     assert seen.text("eta") == "12s left"  # 30 steps of 0.4 s
     assert seen.text("generator-ann").split("\t") == [
         "ann", "up", "29", "1", "1,045", "15%", "0.012 s", "8"]  # fmt: skip
@@ -51,9 +48,7 @@ def test_the_numbers_are_those_of_the_file(tmp_path: Path, serve: Callable, tab:
     assert seen.page.locator("article.chart[data-drawn]").count() == 10
 
 
-def test_a_new_row_is_there_within_two_seconds(
-    tmp_path: Path, serve: Callable, tab: Callable
-) -> None:
+def test_new_row_appears_within_two_seconds(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folder = make_run(tmp_path / "hand", num_steps=5)
     seen = tab(serve(folder).url)
     seen.wait_for("step", "5")
@@ -64,29 +59,29 @@ def test_a_new_row_is_there_within_two_seconds(
     seen.page.get_by_text("newest", exact=True).wait_for()
 
 
-def test_a_server_that_was_killed_comes_back_without_a_point_twice(
+def test_restarted_server_sends_no_point_twice(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=5)
-    served = serve(folder)
-    seen = tab(served.url, lost=True)
+    server = serve(folder)
+    seen = tab(server.url, lost=True)
     seen.wait_for("step", "5")
-    served.kill()
-    seen.wait_for("condition", "reconnecting")
+    server.kill()
+    seen.wait_for("status", "reconnecting")
     assert "bin/dashboard" in seen.text("note")
-    assert seen.text("card-queue") == "14"  # what is known stays
+    assert seen.text("card-queue") == "14"  # the last data stays visible
     assert seen.text("generator-ann").split("\t")[1] == "unknown"
     assert seen.text("card-generators") == "-"
     append(folder / "metrics.jsonl", row(6), row(7))
-    served.start()
+    server.start()
     seen.wait_for("step", "7")
-    seen.wait_for("condition", "training")
+    seen.wait_for("status", "training")
     assert seen.chart("reward", "data-points") == "7"
     assert seen.chart("reward", "data-last-step") == "7"
     assert seen.text("generator-ann").split("\t")[1] == "up"
 
 
-def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
+def test_run_started_again_replaces_the_earlier_one(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=5)
@@ -99,17 +94,17 @@ def test_a_run_begun_anew_under_an_open_page_shows_nothing_of_the_one_before(
     make_run(folder, num_steps=2)
     seen.wait_for("step", "2")
     seen.page.get_by_text("3 + 4", exact=True).wait_for()
-    assert seen.page.locator("#older").is_disabled()  # there is one group only
+    assert seen.page.locator("#older").is_disabled()  # there is only one group
     assert seen.page.locator("#events li").count() == 3
     assert seen.chart("reward", "data-points") == "2"
 
 
-def test_an_empty_run_says_what_it_waits_for(
+def test_empty_run_explains_what_it_waits_for(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=0)
     seen = tab(serve(folder).url)
-    seen.wait_for("condition", "waiting for the first step")
+    seen.wait_for("status", "waiting for the first step")
     assert "No generator has joined yet" in seen.text("note")
     assert seen.text("card-reward") == "-"
     assert [seen.text(f"note-{name}") for name in ("rollouts", "wait", "staleness")] == (
@@ -120,7 +115,7 @@ def test_an_empty_run_says_what_it_waits_for(
     seen.wait_for("step", "1")
 
 
-def test_of_a_crashed_run_no_generator_is_called_up(
+def test_generators_of_a_crashed_run_are_unknown(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
@@ -128,13 +123,13 @@ def test_of_a_crashed_run_no_generator_is_called_up(
     file = write_report([folder], tmp_path / "report.html")
     for url in (serve(folder).url, file.as_uri()):
         seen = tab(url)
-        seen.wait_for("condition", "ended without a word")
+        seen.wait_for("status", "crashed")
         assert seen.text("generator-ann").split("\t")[:2] == ["ann", "unknown"]
         assert seen.text("card-generators") == "-"
         assert seen.text("note-generators") == "unknown, 2 seen"
 
 
-def test_a_number_that_is_none_is_a_dash_and_a_gap(
+def test_non_finite_number_is_a_dash_and_a_gap(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=5)
@@ -150,14 +145,14 @@ def test_ten_thousand_steps_are_drawn_within_a_second(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=10_000)
-    took: list[float] = []
-    while len(took) < 6 and min(took, default=math.inf) >= 1000:  # what else runs only adds
-        served = serve(folder)  # that has read nothing yet
-        url = served.url
+    times: list[float] = []  # milliseconds; the minimum excludes the load of other processes
+    while len(times) < 6 and min(times, default=math.inf) >= 1000:
+        server = serve(folder)  # a new one, which has read nothing yet
+        url = server.url
         seen = tab("about:blank")
         seen.origin = url
         seen.page.goto(url, wait_until="commit")
-        took.append(
+        times.append(
             seen.page.evaluate("""async () => {
             const done = () => document.querySelectorAll("article.chart[data-drawn]").length === 10
                 && document.querySelector('[data-testid="step"]').textContent === "10,000";
@@ -167,12 +162,12 @@ def test_ten_thousand_steps_are_drawn_within_a_second(
         )  # milliseconds since the navigation began
         assert int(seen.chart("reward", "data-points")) < 2000
         seen.page.goto("about:blank")
-        served.kill()
-    print("10,000 steps are drawn", *(f"{each:.0f}" for each in took), "ms after the navigation")
-    assert min(took) < 1000
+        server.kill()
+    print("10,000 steps are drawn", *(f"{time:.0f}" for time in times), "ms after the navigation")
+    assert min(times) < 1000
 
 
-def test_what_a_model_writes_is_text(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+def test_text_of_a_model_is_never_markup(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
     append(folder / "samples.jsonl", group(3, HOSTILE, "x" * 100_000, "b"))
     append(folder / "events.jsonl", {"time": time.time(), "event": "skip", "reason": HOSTILE})
@@ -181,15 +176,15 @@ def test_what_a_model_writes_is_text(tmp_path: Path, serve: Callable, tab: Calla
     seen.wait_for("step", "4")
     first = seen.page.get_by_test_id("completion").first
     first.get_by_text("window.hacked").wait_for()
-    told = first.inner_text()
-    assert told.startswith(HOSTILE.partition("\ud800")[0]) and told.endswith(" </script>")
+    text = first.inner_text()
+    assert text.startswith(HOSTILE.partition("\ud800")[0]) and text.endswith(" </script>")
     assert seen.page.get_by_test_id("completion").nth(1).inner_text().endswith(" more characters)")
     assert seen.page.evaluate("window.hacked") is None
     assert seen.page.locator("main img, main b[onclick]").count() == 0
     assert "<img src=x" in seen.text("events")
 
 
-def test_a_sample_shows_reward_and_advantage_and_can_be_held(
+def test_sample_shows_rewards_and_can_be_paused(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
@@ -199,8 +194,8 @@ def test_a_sample_shows_reward_and_advantage_and_can_be_held(
     assert seen.text("prompt") == "add 3 to 4"
     first = seen.page.get_by_test_id("rollout").first.inner_text()
     assert first.split() == ["reward", "1.00", "advantage", "+0.75", "3", "+", "4"]
-    told = [seen.page.get_by_test_id(name).all_inner_texts() for name in ("reward", "advantage")]
-    assert told == [["reward 1.00", *3 * ["reward 0.00"]],
+    texts = [seen.page.get_by_test_id(name).all_inner_texts() for name in ("reward", "advantage")]
+    assert texts == [["reward 1.00", *3 * ["reward 0.00"]],
                     ["advantage +0.75", *3 * ["advantage -0.25"]]]  # fmt: skip
     seen.page.get_by_test_id("pause").click()
     append(folder / "samples.jsonl", group(4, "later", "still later"))
@@ -212,21 +207,21 @@ def test_a_sample_shows_reward_and_advantage_and_can_be_held(
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
-def test_the_page_is_dark_or_light_as_the_system_is(
+def test_theme_follows_the_system(
     tmp_path: Path, serve: Callable, tab: Callable, *, scheme: str, dark: bool
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=3)
     seen = tab(serve(folder).url, color_scheme=scheme)
     seen.wait_for("step", "3")
     brightness = """() => getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g)
-        .slice(0, 3).reduce((sum, each) => sum + Number(each), 0)"""
+        .slice(0, 3).reduce((sum, part) => sum + Number(part), 0)"""
     assert (seen.page.evaluate(brightness) < 150) == dark
     for _ in range(1 if dark else 2):  # auto -> light -> dark
         seen.page.get_by_test_id("theme").click()
     assert (seen.page.evaluate(brightness) < 150) == (not dark)
 
 
-def test_a_phone_needs_no_scrolling_sideways(
+def test_phone_layout_has_no_horizontal_scrolling(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30)
@@ -234,10 +229,10 @@ def test_a_phone_needs_no_scrolling_sideways(
     seen.wait_for("step", "30")
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
     charts = seen.page.locator("article.chart").all()
-    assert {round(each.bounding_box()["width"]) for each in charts} == {362}  # one column
+    assert {round(chart.bounding_box()["width"]) for chart in charts} == {362}  # one column
 
 
-def test_charts_and_controls_answer_the_keyboard(
+def test_charts_and_controls_work_with_the_keyboard(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30)
@@ -252,7 +247,7 @@ def test_charts_and_controls_answer_the_keyboard(
             "step 1 \u00b7 join generator=ann step=1 \u00b7 join generator=bob step=1"
         )
     seen.page.keyboard.press("ArrowRight")
-    rewards = [each["reward"] for each in read_rows(folder / "metrics.jsonl")]
+    rewards = [row["reward"] for row in read_rows(folder / "metrics.jsonl")]
     assert seen.text("reward-reward") == f"{rewards[1]:.3g}"
     seen.page.keyboard.press("Escape")
     assert seen.text("reward-reward") == f"{rewards[-1]:.3g}"
@@ -261,16 +256,14 @@ def test_charts_and_controls_answer_the_keyboard(
     assert seen.page.get_by_test_id("pause").get_attribute("aria-pressed") == "true"
 
 
-def test_nothing_moves_for_those_who_ask_for_that(
-    tmp_path: Path, serve: Callable, tab: Callable
-) -> None:
+def test_reduced_motion_disables_animations(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     seen = tab(serve(make_run(tmp_path / "hand", num_steps=3)).url, reduced_motion="reduce")
-    seen.wait_for("condition", "training")
+    seen.wait_for("status", "training")
     moves = "getComputedStyle(document.getElementById('pill'), '::before').animationName"
     assert seen.page.evaluate(moves) == "none"
 
 
-def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
+def test_exported_file_shows_the_same_numbers(
     tmp_path: Path, serve: Callable, tab: Callable
 ) -> None:
     folder = make_run(tmp_path / "hand", num_steps=30)
@@ -283,7 +276,7 @@ def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
     exported.wait_for("step", "30")
     numbers = """() => [...document.querySelectorAll(
         "[data-testid^=card], [data-testid^=note-], .legend b, #generators td")]
-        .map(each => each.textContent)"""
+        .map(node => node.textContent)"""
     live.page.get_by_test_id("rollout").first.wait_for()
     assert len(live.page.evaluate(numbers)) > 40
     assert exported.page.evaluate(numbers) == live.page.evaluate(numbers)
@@ -292,7 +285,7 @@ def test_the_exported_file_opens_from_a_disk_with_the_same_numbers(
     assert len(exported.requests) == 1
 
 
-def test_two_runs_lie_over_each_other(tmp_path: Path, serve: Callable, tab: Callable) -> None:
+def test_two_runs_share_the_charts(tmp_path: Path, serve: Callable, tab: Callable) -> None:
     folders = [make_run(tmp_path / name, num_steps=count) for name, count in
                (("first", 30), ("second", 20))]  # fmt: skip
     for folder in folders:
@@ -303,6 +296,6 @@ def test_two_runs_lie_over_each_other(tmp_path: Path, serve: Callable, tab: Call
     legend.get_by_text("second queue").wait_for()
     assert legend.inner_text().split() == ["first", "queue", "14", "second", "queue", "14"]
     held_out = seen.page.get_by_test_id("chart-reward").locator(".key.dots")
-    assert [each.get_attribute("class").split() for each in held_out.all()] == 2 * [["key", "dots"]]
+    assert [key.get_attribute("class").split() for key in held_out.all()] == 2 * [["key", "dots"]]
     seen.page.get_by_role("button", name="second").click()
     seen.wait_for("step", "20")

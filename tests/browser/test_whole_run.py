@@ -1,6 +1,6 @@
-"""What `make run` starts, with the page open: training, a death, and how the page tells of both.
+"""A local run with the dashboard open: training, and the death of a generator.
 
-PERALTA_PICTURE=docs/dashboard.png keeps the picture that the test takes (make picture).
+PERALTA_PICTURE=docs/dashboard.png stores the screenshot that the test takes (make picture).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from test_end_to_end import free_ports
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 180.0  # seconds; a generator that is not heard for 30 is gone
+TIMEOUT = 180.0  # seconds; a generator without a report for 30 s is gone
 
 
 def free_port() -> int:
@@ -31,10 +31,10 @@ def free_port() -> int:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a door in a process group of its own; whatever is left of it ends with the test."""
+    """Start a program in its own process group, which is terminated after the test."""
     with ExitStack() as stack:
 
-        def begin(*command: str) -> subprocess.Popen[bytes]:
+        def start_program(*command: str) -> subprocess.Popen[bytes]:
             process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL,
                                        start_new_session=True)  # fmt: skip
 
@@ -47,10 +47,10 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             stack.callback(end)
             return process
 
-        yield begin
+        yield start_program
 
 
-def test_training_and_a_death_are_seen_on_the_page(
+def test_dashboard_shows_training_and_a_dead_generator(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], tab: Callable
 ) -> None:
     port, page_port = free_ports(), free_port()
@@ -60,7 +60,7 @@ def test_training_and_a_death_are_seen_on_the_page(
                 "--dashboard.port", str(page_port))  # fmt: skip
     start(str(ROOT / "bin" / "lan"), "local", *settings, "--eval.num-examples", "50")
     third = start(str(ROOT / "bin" / "generator"), *settings, "--generator.name", "ann")
-    with socket.socket() as probe:  # the trainer listens before it computes
+    with socket.socket() as probe:  # the dashboard listens before the first step
         probe.settimeout(60)
         while probe.connect_ex(("127.0.0.1", page_port)):
             assert third.poll() is None
@@ -73,25 +73,25 @@ def test_training_and_a_death_are_seen_on_the_page(
     seen.page.get_by_test_id("rollout").first.wait_for()
     samples = seen.page.get_by_test_id("sample").bounding_box()
     whole = {"x": 0, "y": 0, "width": 1360, "height": samples["y"] + samples["height"] + 32}
-    picture = seen.page.screenshot(full_page=True, clip=whole)
+    screenshot = seen.page.screenshot(full_page=True, clip=whole)
     assert not seen.text("verdict").startswith("ann is gone")
     third.kill()
     until(seen, lambda: seen.text("generator-ann").split("\t")[1] == "gone")
     until(seen, lambda: seen.text("verdict").startswith("ann is gone"))
-    assert seen.text("condition") == "training"
-    Path(os.environ.get("PERALTA_PICTURE", tmp_path / "dashboard.png")).write_bytes(picture)
+    assert seen.text("status") == "training"
+    Path(os.environ.get("PERALTA_PICTURE", tmp_path / "dashboard.png")).write_bytes(screenshot)
 
 
 def number(seen: Any, testid: str) -> float:
-    """What stands there; 0 while there is nothing."""
-    told = seen.page.get_by_test_id(testid)
-    text = told.inner_text().replace(",", "") if told.count() else "-"
+    """The number shown; 0 if there is none."""
+    element = seen.page.get_by_test_id(testid)
+    text = element.inner_text().replace(",", "") if element.count() else "-"
     return 0.0 if text == "-" else float(text)
 
 
 def until(seen: Any, holds: Callable[[], bool]) -> None:
-    """Look again and again; the page allows no eval, so the looking is done from here."""
-    deadline = time.monotonic() + PATIENCE
+    """Poll from Python, because the content security policy forbids eval in the page."""
+    deadline = time.monotonic() + TIMEOUT
     while not holds():
         assert time.monotonic() < deadline, seen.page.locator("body").inner_text()
         seen.page.wait_for_timeout(100)
