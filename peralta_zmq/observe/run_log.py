@@ -225,7 +225,7 @@ class RunLog:
             tracker.log(step, row)
 
 
-def _is(row: Row, event: str) -> bool:
+def _is(row: Mapping[str, object], event: str) -> bool:
     return row.get("event") == event
 
 

@@ -46,12 +46,11 @@ class Terminal:
         self._kind = ""  # of the newest verdict
         console = Console(file=self._stream, highlight=False)
         is_live = self._stream.isatty() and not console.is_dumb_terminal
-        self._live = Live(console=console, auto_refresh=False) if is_live else None
+        self._live = Live(self._content, console=console, auto_refresh=False) if is_live else None
 
     def __enter__(self) -> Terminal:
         if self._live:
-            self._live.start()
-            self._live.update(self._content, refresh=True)
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

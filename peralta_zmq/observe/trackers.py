@@ -6,6 +6,7 @@ Nothing leaves this machine unless the user enables it (WANDB_MODE, TRACKIO_SPAC
 
 # the packages annotate themselves only in part
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ STALE_DROPS: list[Row] = [  # those of "a" are older than the rows that count
     for name, moment in (("a", 900.0), ("a", 901.0), ("a", 1001.9), ("b", 1002.0), ("b", 1004.0))
 ]
 RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
-    # who waits: (0.2 - 0.04) of 2 s are 8%
+    # waiting: (0.2 - 0.04) of 2 s are 8%
     "balanced": (
         run(), [], None,
         Verdict(
@@ -244,7 +244,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
             "warn",
         ),
     ),
-    # who is gone
+    # generators that are gone
     "one is not in the last row": (
         without(run(), "b", last=2), [], None,
         Verdict("b is gone, 1 still up", "restart it; the others continue", "warn"),
@@ -278,30 +278,30 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         without(run(10, gen("a"), frac_reward_zero_std=1.0, reward=0.0), "a", last=1), [], None,
         Verdict("a is gone, 0 still up", "restart it", "bad"),
     ),
-    "no step and nobody up": (
+    "no step and no generator up": (
         without(run(10, gen("a")), "a", last=1), [], 1110.0,
         Verdict(
             "no step for 1m30s: no generator is up, a left",
             "start one: bin/generator @ CONFIG", "bad",
         ),
     ),
-    "no step though somebody is up": (
+    "no step though a generator is up": (
         run(), [START], 1110.0,
         Verdict(
             "no step for 1m30s", "check the newest event and the last lines of the trainer's log",
             "bad",
         ),
     ),
-    # before there is much to say
+    # few or no steps
     "nothing": ([], [], NOW, Verdict("waiting for the first step", "", "ok")),
-    "nobody came": (
+    "no join": (
         [], [START], 1045.0,
         Verdict(
             "no step yet: no generator has joined in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),
-    "one came and left": (
+    "only generator left": (
         [], [START, joined("a", 1010.0), left("a", 1041.0)], 1042.0,
         Verdict("no step yet: a left", "start one: bin/generator @ CONFIG", "bad"),
     ),
@@ -309,14 +309,14 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         [], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)], 1042.0,
         Verdict("waiting for the first step", "", "ok"),
     ),
-    "one came in a session before this one": (
+    "join in an earlier session": (
         [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
         Verdict(
             "no step yet: no generator has joined in 45s", "start one: bin/generator @ CONFIG",
             "bad",
         ),
     ),
-    "two came and are silent": (
+    "two joined, no step": (
         [], [START, joined("b", 1010.0), joined("a", 1011.0)], 1160.0,
         Verdict(
             "no step yet: a, b joined 2m30s ago",
@@ -324,7 +324,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
             "trainer's and the generators' logs", "warn",
         ),
     ),
-    "nobody came since the resume": (
+    "no join since the resume": (
         run(), [START, joined("a", 1001.0), START | {"event": "resume", "time": 2000.0}], 2045.0,
         Verdict(
             "no step since the resume: no generator has joined in 45s",
@@ -342,11 +342,11 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         [], [START, {"event": "evaluate", "time": 1001.0, "step": 0}], 4000.0,
         Verdict("evaluating the untrained model before the first step", "", "ok"),
     ),
-    "and the run was stopped": (
+    "run stopped during the evaluation": (
         [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "stop", "time": 1002.0}],
         4000.0, Verdict("waiting for the first step", "", "ok"),
     ),
-    "nobody came after that": (
+    "no join after the evaluation": (
         [], [START, {"event": "evaluate", "time": 1001.0}, {"event": "evaluated", "time": 3000.0}],
         3045.0,
         Verdict(

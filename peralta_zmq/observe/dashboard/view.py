@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
-from itertools import takewhile
 from statistics import fmean
 from typing import Any, TypeAlias, cast
 
@@ -156,27 +155,25 @@ def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
     return [sample(index, row) for index, row in newest]
 
 
-def sample(index: int, row: Mapping[str, object]) -> Json:
-    """One group of samples.jsonl, number `index`; invalid fields are left out."""
-    texts = [str(text) for text in _list(row, "texts")][:MAX_ROLLOUTS]
-    rewards, advantages = _floats(row, "rewards"), _floats(row, "advantages")
-    prompt = _prompt(row, texts)
+def sample(index: int, row: Row) -> Json:
+    """One group of samples.jsonl, number `index`; long texts are truncated."""
+    texts, rewards, advantages = (
+        cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
+    )
+    prompt = str(row.get("prompt", ""))
     finite = [reward for reward in rewards if reward is not None]
+    rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, strict=False)
     return {
         "number": index,
         "step": number(row, "step", 0.0),
-        "task": str(row.get("task", ""))[:200],
-        "generator": str(row.get("generator", ""))[:200],
+        "task": str(row.get("task", "")),
+        "generator": str(row.get("generator", "")),
         "policy_step": number(row, "policy_step", 0.0),
         "mean": fmean(finite) if finite else None,
         "prompt": _truncate(prompt),
         "rollouts": [
-            {
-                "text": _truncate(text.removeprefix(prompt)),
-                "reward": rewards[i] if i < len(rewards) else None,
-                "advantage": advantages[i] if i < len(advantages) else None,
-            }
-            for i, text in enumerate(texts)
+            {"text": _truncate(text.removeprefix(prompt)), "reward": reward, "advantage": advantage}
+            for text, reward, advantage in rollouts
         ],
     }
 
@@ -352,31 +349,9 @@ def _parse_cursor(cursor: str) -> tuple[str, int, int]:
     return "", 0, 0
 
 
-def _prompt(row: Mapping[str, object], texts: Sequence[str]) -> str:
-    """The prompt; for rows without one, the complete lines that all texts begin with."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    first, last = min(texts, default=""), max(texts, default="")
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))))
-    return first[: first.rfind("\n", 0, shared) + 1]
-
-
 def _truncate(text: str) -> str:
     num_more = len(text) - MAX_TEXT
     return text if num_more <= 0 else f"{text[:MAX_TEXT]} ... ({num_more} more characters)"
-
-
-def _list(row: Mapping[str, object], key: str) -> list[object]:
-    value = row.get(key)
-    return cast("list[object]", value) if isinstance(value, list) else []
-
-
-def _floats(row: Mapping[str, object], key: str) -> list[float | None]:
-    return [
-        float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-        for value in _list(row, key)
-    ]
 
 
 def _finite(value: float) -> float | None:

@@ -125,10 +125,10 @@ def test_metrics_and_health_cover_all_runs(tmp_path: Path, stack: ExitStack) -> 
 
 def test_taken_port_falls_back_to_the_next_one(tmp_path: Path, stack: ExitStack) -> None:
     folder = make_run(tmp_path / "hand", num_steps=1)
-    taken = stack.enter_context(closing(socket.socket()))
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    port = taken.getsockname()[1]
+    busy = stack.enter_context(closing(socket.socket()))
+    busy.bind(("127.0.0.1", 0))
+    busy.listen()
+    port = busy.getsockname()[1]
     dashboard = stack.enter_context(closing(Dashboard([folder], host="127.0.0.1", port=port)))
     assert port < dashboard.port < port + 20
     assert dashboard.banner == [

@@ -15,6 +15,7 @@ from runs import append, make_run, row
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles
+from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal
 
 
@@ -254,12 +255,15 @@ def test_crashed_run_is_not_evaluating(tmp_path: Path, num_steps: int) -> None:
     assert "still up" not in sentence
 
 
-def test_sample_without_prompt_uses_the_common_first_lines() -> None:
-    texts = ["<user>\nadd\n<assistant>\n3 + 4", "<user>\nadd\n<assistant>\n3 4 +"]
-    group = view.sample(1, {"step": 1, "texts": texts, "rewards": [1.0, math.nan]})
-    assert group["prompt"] == "<user>\nadd\n<assistant>\n"
-    assert [rollout["text"] for rollout in group["rollouts"]] == ["3 + 4", "3 4 +"]
-    assert [rollout["reward"] for rollout in group["rollouts"]] == [1.0, None]
+def test_sample_shows_null_for_a_missing_reward() -> None:
+    row: Row = {"step": 1, "prompt": "<user>\nadd\n", "texts": ["<user>\nadd\n3 + 4", "other"],
+                "rewards": [1.0, None], "advantages": [0.5, -0.5]}  # fmt: skip
+    group = view.sample(1, row)
+    assert (group["prompt"], group["mean"]) == ("<user>\nadd\n", 1.0)
+    assert group["rollouts"] == [
+        {"text": "3 + 4", "reward": 1.0, "advantage": 0.5},
+        {"text": "other", "reward": None, "advantage": -0.5},
+    ]
 
 
 def test_event_shows_nested_fields(tmp_path: Path) -> None:
