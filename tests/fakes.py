@@ -1,4 +1,4 @@
-"""Small real things for tests: a random model, groups with chosen rewards, a tiny learner."""
+"""Test data: a random model, groups with given rewards, a tiny learner."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TINY = {
 
 
 def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
-    """A random Qwen3 of some thousand parameters, fp32; `settings` override TINY.
+    """A random fp32 Qwen3 of a few thousand parameters; `settings` override TINY.
 
-    It is a copy of the first one of these settings: to build it takes much longer.
+    Returns a copy of a cached model: building one takes much longer.
     """
     import torch
 
@@ -62,7 +62,7 @@ def rollout_with(
     policy_step: int = 0,
     **fields: Any,
 ) -> Rollout:
-    """A rollout of random tokens whose old logprobs are those of a guess among 20."""
+    """A rollout of random tokens with sampling logprobs near log(1/20)."""
     random = np.random.default_rng(seed)
     total = num_prompt + num_generated
     mask = np.arange(total) >= num_prompt
@@ -87,7 +87,7 @@ def group_of(
     policy_step: int = 0,
     **fields: Any,
 ) -> RolloutGroup:
-    """Siblings with these rewards; `fields` override the group's own."""
+    """A group of rollouts with the given rewards; `fields` override fields of the group."""
     lengths = lengths or [4] * len(rewards)
     rollouts = tuple(
         rollout_with(
@@ -99,33 +99,33 @@ def group_of(
         )
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
     )
-    named = {
+    defaults = {
         "run_id": RUN, "generator_id": "ann", "incarnation": BOOT, "sequence": 0,
         "problem_id": "math_1k/7", "task": "calculator", "policy_step": policy_step,
         "weights_id": "0123456789abcdef",
     }  # fmt: skip
-    return RolloutGroup(**{**named, **fields}, rollouts=rollouts)
+    return RolloutGroup(**{**defaults, **fields}, rollouts=rollouts)
 
 
 def siblings(rewards: Sequence[float], **options: Any) -> RolloutGroup:
-    """`group_of` whose rollouts begin with one prompt, as generators make them."""
+    """`group_of` with the same prompt in all rollouts, as generators send it."""
     group = group_of(rewards, **options)
     prompt = group.rollouts[0].token_ids[: options.get("num_prompt", 3)]
     rollouts = tuple(
-        replace(each, token_ids=np.concatenate([prompt, each.token_ids[len(prompt) :]]))
-        for each in group.rollouts
+        replace(rollout, token_ids=np.concatenate([prompt, rollout.token_ids[len(prompt) :]]))
+        for rollout in group.rollouts
     )
     return replace(group, rollouts=rollouts)
 
 
 def tiny_learner(model: Any, **options: Any) -> Any:
-    """A learner over `model` with REINFORCE; `options` override its own."""
+    """A learner of `model` with REINFORCE; `options` override its arguments."""
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner
     from peralta_zmq.learning.losses import reinforce
     from peralta_zmq.models.scoring import Scorer
 
-    chosen: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "score": Scorer(model),
         "loss": reinforce,
         "advantage": group_mean,
@@ -135,15 +135,15 @@ def tiny_learner(model: Any, **options: Any) -> Any:
         "max_grad_norm": 1.0,
         "max_tokens_per_microbatch": 1000,
     }
-    return Learner(dict(model.named_parameters()), **{**chosen, **options})
+    return Learner(dict(model.named_parameters()), **{**arguments, **options})
 
 
 def constant(rate: float) -> Callable[[int], float]:
-    """A schedule that never changes."""
+    """A constant schedule."""
     return lambda step: rate
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """What a process has in memory."""
+    """Resident memory of a process."""
     pages = Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -28,9 +28,9 @@ TITLE = """\
 
 Age of a group in optimizer steps when it is admitted to a batch, including the time in queues, with
 `train.max_async_level` 1 and `train.max_off_policy_steps` 4. One generator is slow: it samples one
-completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less than
-2% of the groups dropped. In the last row the generator with the newest weights is killed in the
-middle of the run; its cost is at most the longest time that the trainer waited for a step's groups.
+completion at a time (`engine.slots` 1), the others eight. Limits: a mean age of at most 1, less
+than 2% of the groups dropped. In the last row the generator with the newest weights is killed in
+the middle of the run; its cost is at most the longest wait of the trainer for a batch.
 
 Made by `PYTHONPATH=.:tests .venv/bin/python tests/pacing.py > docs/pacing.md`: {steps} steps of 16
 groups each, trainer and generators on one machine with 2 cores, the embedded model. {when}
@@ -39,28 +39,28 @@ groups each, trainer and generators on one machine with 2 cores, the embedded mo
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """What one run came to."""
+    """The result of one run."""
 
     name: str
-    ages: Counter[int]  # groups by staleness
-    made_by: dict[str, int]  # groups in steps, by generator
+    ages: Counter[int]  # number of groups by age in steps
+    made_by: dict[str, int]  # groups in batches, by generator
     dropped: int
     seconds: float
-    longest_wait: float  # of the trainer for the groups of a step, from the second step on
+    longest_wait: float  # of the trainer for a batch, from the second step on
 
     @property
     def mean(self) -> float:
-        """Steps of staleness."""
+        """Mean age in optimizer steps."""
         return sum(age * count for age, count in self.ages.items()) / self.ages.total()
 
     @property
     def share_dropped(self) -> float:
-        """Of all groups that came."""
+        """Share of dropped groups in all groups received."""
         return self.dropped / (self.ages.total() + self.dropped)
 
 
 def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
-    """A whole run with so many generators, the first of them slow."""
+    """Run trainer and generators to the end; the first generator is slow."""
     field = Field(folder, *SETTINGS)
     try:
         trainer = field.trainer()
@@ -75,8 +75,8 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
         started = time.monotonic()
         if kill:
             newest = f"loaded version={STEPS // 3}"
-            until(lambda: any(newest in each.printed for each in generators), trainer)
-            next(each for each in generators if newest in each.printed).kill()
+            until(lambda: any(newest in generator.printed for generator in generators), trainer)
+            next(one for one in generators if newest in one.printed).kill()
         assert trainer.ends(timeout=400) == 0, trainer.printed[-3000:]
         seconds = time.monotonic() - started
         return _measured(field, f"{num_generators}{', one killed' if kill else ''}", seconds)
@@ -86,14 +86,14 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
 
 def _measured(field: Field, name: str, seconds: float) -> Paced:
     history = read_history(field.run, [])
-    in_steps = [each for each in history.journal if each.fate in ("trained", "no_signal")]
-    made_by = Counter(each.key[0].partition("/")[0] for each in in_steps)
+    admitted = [entry for entry in history.journal if entry.fate in ("trained", "no_signal")]
+    made_by = Counter(entry.key[0].partition("/")[0] for entry in admitted)
     accounting = history.summary["accounting"]
     assert isinstance(accounting, dict)
     waits = [float(str(row["time/wait_for_batch"])) for row in history.rows[1:]]
     return Paced(
         name,
-        ages=Counter(each.age for each in in_steps),
+        ages=Counter(entry.age for entry in admitted),
         made_by=dict(sorted(made_by.items())),
         dropped=accounting["stale"] + accounting["abandoned"] + accounting["lost"],
         seconds=seconds,
@@ -102,7 +102,7 @@ def _measured(field: Field, name: str, seconds: float) -> Paced:
 
 
 def table(runs: list[Paced]) -> str:
-    """The histograms, one row for each run."""
+    """Histograms of the ages as a Markdown table, one row per run."""
     ages = range(max(age for run in runs for age in run.ages) + 1)
     head = ["generators", *(f"age {age}" for age in ages), "mean", "dropped", "groups by generator",
             "longest wait"]  # fmt: skip
@@ -117,7 +117,7 @@ def table(runs: list[Paced]) -> str:
 
 
 def main() -> int:
-    """All runs, as a page."""
+    """Print all runs as a page; exit code 1 if a limit is exceeded."""
     runs: list[Paced] = []
     for num_generators, kill in RUNS:
         with tempfile.TemporaryDirectory() as folder:
@@ -125,8 +125,10 @@ def main() -> int:
         print(f"{runs[-1]}", file=sys.stderr)
     print(TITLE.format(steps=STEPS, when=when()))
     print(table(runs))
-    kept = all(run.mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs)
-    return 0 if kept else 1
+    within_limits = all(
+        run.mean <= LIMITS["mean"] and run.share_dropped < LIMITS["dropped"] for run in runs
+    )
+    return 0 if within_limits else 1
 
 
 if __name__ == "__main__":

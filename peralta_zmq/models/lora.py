@@ -112,15 +112,6 @@ def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> Mapping
     return _Merged(base, adapter)
 
 
-def kept_apart(model: nn.Module, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a model; those that the adapter changes are copies, and stay as they are."""
-    changed = {_target(name) for name in adapter}
-    return {
-        name: tensor.clone() if name in changed else tensor
-        for name, tensor in weights_of(model).items()
-    }
-
-
 def digest_of(folder: Path) -> str:
     """What tells the weights in a model folder from all others, 16 hexadecimal digits."""
     hashed = hashlib.sha256()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -177,7 +178,7 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     needed, free = row_bytes * (slots + extra_rows), free_bytes(model.device)
-    if free is not None and needed > free:
+    if needed > free:
         max_slots = int(free // row_bytes) - extra_rows
         remedy = f"use engine.slots {max_slots}" if max_slots > 0 else "use less"
         raise ConfigError(
@@ -187,29 +188,17 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
         )
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that this process may still allocate; None if the system does not report it."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process may still allocate, within the limits of its cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    limits = (_machine_free_bytes(), _cgroup_free_bytes())
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _machine_free_bytes() -> int | None:
-    file = Path("/proc/meminfo")
-    if not file.exists():
-        return None
-    fields = dict(line.split(":") for line in file.read_text("ascii").splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _cgroup_free_bytes() -> int | None:
-    folder = Path("/sys/fs/cgroup")
-    limit = folder / "memory.max"
+    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    limit = cgroup / "memory.max"
     if not limit.exists() or limit.read_text("ascii").strip() == "max":
-        return None
-    used = int((folder / "memory.current").read_text("ascii"))
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
-    return int(limit.read_text("ascii")) - used + int(stat["inactive_file"])
+        return free
+    used = int((cgroup / "memory.current").read_text("ascii"))
+    lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
+    return min(free, int(limit.read_text("ascii")) - used + reclaimable)
