@@ -1,6 +1,6 @@
-"""Machines for tests of bin/lan: folders with an environment each, and a real sshd on loopback.
+"""Machines for tests of bin/lan: folders with an environment each, and an sshd on loopback.
 
-No right is needed that the user of the tests does not have; all of it lies in the test's folder.
+Needs no privileges; all files are in the test's folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPO = Path(__file__).parents[1]
@@ -34,39 +34,39 @@ SMALL = (
 
 
 def make_machine(folder: Path) -> Path:
-    """A project folder that bin/lan has used before: an environment, equal to ours, and no code."""
-    ours, environment = Path(sys.prefix), folder / ".venv"
+    """A project folder that bin/lan has used before, with our environment and without code."""
+    prefix, environment = Path(sys.prefix), folder / ".venv"
     environment.mkdir(parents=True)
     (folder / ".lan").mkdir()
     for name in ("bin", "lib"):
-        (environment / name).symlink_to(ours / name)
-    shutil.copy(ours / "pyvenv.cfg", environment)
+        (environment / name).symlink_to(prefix / name)
+    shutil.copy(prefix / "pyvenv.cfg", environment)
     (environment / "ready").touch()
     return folder
 
 
 def hosts_file(path: Path, *hosts: dict[str, object]) -> Path:
-    """Write a hosts file with these [[host]]s."""
-    rows = ["\n".join(["[[host]]", *(f"{leaf} = {_toml(each)}" for leaf, each in host.items())])
+    """Write a hosts file with these [[host]] tables."""
+    rows = ["\n".join(["[[host]]", *(f"{key} = {_toml(value)}" for key, value in host.items())])
             for host in hosts]  # fmt: skip
     path.write_text("\n\n".join(rows) + "\n")
     return path
 
 
-def _toml(each: object) -> str:
-    return str(each) if isinstance(each, int) else f'"{each}"'
+def _toml(value: object) -> str:
+    return str(value) if isinstance(value, int) else f'"{value}"'
 
 
-def lan(*words: str, **how: object) -> subprocess.CompletedProcess[str]:
+def lan(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run bin/lan to its end."""
     return subprocess.run(  # type: ignore[call-overload]
         [sys.executable, str(REPO / "bin/lan"), *words], capture_output=True, text=True,
-        cwd=REPO, check=False, timeout=100, **how,
+        cwd=REPO, check=False, timeout=100, **options,
     )  # fmt: skip
 
 
 class Sshd:
-    """A server on a loopback port of its own, and a client's config that reaches it."""
+    """An sshd on a free loopback port, and the config of a client that connects to it."""
 
     def __init__(self, folder: Path, *extra: str) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Sshd:
         self.config = self.client("ssh_config", key="user_key")
 
     def client(self, name: str, *, key: str, port: int | None = None) -> Path:
-        """A file for ssh -F in which every name leads to this server."""
+        """A file for ssh -F that maps every host name to this server."""
         path = self.folder / name
         path.write_text("\n".join([
             "Host *", "HostName 127.0.0.1", f"Port {port or self.port}",
@@ -101,7 +101,7 @@ class Sshd:
 
     def start(self) -> None:
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # a root's sshd insists on it
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # required by sshd of root
         words = [str(SSHD), "-D", "-e", "-f", str(self._config)]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
@@ -115,10 +115,10 @@ class Sshd:
         raise AssertionError((self.folder / "log").read_text())
 
     def drop_connections(self) -> int:
-        """End every session as a lost link would; the number of them."""
-        children = [pid for pid in pids() if parent(pid) == self._process.pid]
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
+        """Kill every ssh session, as a lost connection would; returns their number."""
+        children = psutil.Process(self._process.pid).children()
+        for child in children:
+            child.kill()
         return len(children)
 
     def close(self) -> None:
@@ -137,28 +137,14 @@ def sshd(folder: Path, *extra: str) -> Iterator[Sshd]:
         server.close()
 
 
-def pids() -> list[int]:
-    """All processes."""
-    return [int(each.name) for each in Path("/proc").glob("[0-9]*")]
-
-
-def parent(pid: int) -> int:
-    """Its parent's id; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
 def processes_in(folder: Path) -> dict[int, str]:
-    """Command lines, by id, of living processes whose working folder is in this one."""
+    """Command lines, by process id, of processes whose working folder is inside `folder`."""
     found: dict[int, str] = {}
-    for pid in pids():
+    for process in psutil.process_iter():
         try:
-            place = Path(os.readlink(f"/proc/{pid}/cwd"))
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
+            cwd, command = Path(process.cwd()), " ".join(process.cmdline())
+        except psutil.Error:
             continue
-        if place.is_relative_to(folder) and words:
-            found[pid] = words
+        if cwd.is_relative_to(folder) and command:
+            found[process.pid] = command
     return found

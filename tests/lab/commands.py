@@ -1,4 +1,4 @@
-"""Commands and system calls of the guest. Knows nothing of networks or of the store."""
+"""Commands and system calls that run in the guest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ READY_SECONDS = 30
 COMMAND_SECONDS = 120
 
 
-def tell(**fields: Any) -> None:
-    """One line to the host."""
+def send_event(**fields: Any) -> None:
+    """Send one JSON line to the host."""
     print("@" + json.dumps(fields), flush=True)
 
 
 def run(*command: str | Path, check: bool = True) -> str:
-    """A command's output. Raises RuntimeError with what it said."""
+    """Output of a command. Raises RuntimeError with its error output."""
     words = [str(word) for word in command]
     if words[0] in BUSYBOX:
         words.insert(0, "busybox")
@@ -42,7 +42,7 @@ def run(*command: str | Path, check: bool = True) -> str:
 
 
 def until(ready: Callable[[], bool], what: str, seconds: float = READY_SECONDS) -> None:
-    """Return when `ready()` is true. Raises TimeoutError that says what never came."""
+    """Wait until `ready()` is true. Raises TimeoutError that names the missing condition."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:
@@ -51,7 +51,7 @@ def until(ready: Callable[[], bool], what: str, seconds: float = READY_SECONDS) 
 
 
 def mount(what: str, where: str | Path, kind: str, options: str = "") -> None:
-    """The system call: there is no /bin/mount yet. Raises OSError."""
+    """Call mount(2), as there is no /bin/mount yet. Raises OSError."""
     arguments = (what.encode(), str(where).encode(), kind.encode(), 0, options.encode())
     if LIBC.mount(*arguments):
         number = ctypes.get_errno()
@@ -59,7 +59,7 @@ def mount(what: str, where: str | Path, kind: str, options: str = "") -> None:
 
 
 def unmount(where: Path, *, at_once: bool) -> None:
-    """Unmount, `at_once` whatever is open; else raises OSError while somebody is there."""
+    """Unmount; without `at_once` raises OSError while files are open."""
     if LIBC.umount2(str(where).encode(), MNT_DETACH if at_once else 0):
         raise OSError(ctypes.get_errno(), f"umount {where}")
 

@@ -1,4 +1,4 @@
-"""A machine for each test of the lab, or the reason why there is none."""
+"""A guest machine for each test of the lab; skips if its packages are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab.packages import LabMissing
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A computer with two empty disks, switched off."""
+    """A guest with two empty disks that is not running yet."""
     try:
         return Machine(tmp_path)
     except LabMissing as missing:

@@ -1,7 +1,6 @@
-"""Power cuts of one disk of a guest that goes on: under ext4 the device becomes one that fails.
+"""Power cuts of one disk while the guest continues: device mapper makes the disk fail.
 
-What the file system had not written is then lost with its cache, as in a real cut. Knows device
-mapper; runs in the guest.
+Data that ext4 had not written is lost with its cache, as in a real power cut. Runs in the guest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ DEVICE = f"/dev/mapper/{NAME}"
 
 
 def prepare() -> None:
-    """Put a layer that can fail over the big disk."""
+    """Put a device-mapper layer that can fail over the big disk."""
     run("modprobe", "dm_mod")
     run(
         "dmsetup",
@@ -31,19 +30,19 @@ def prepare() -> None:
 
 
 def connect(folder: Path) -> None:
-    """Power is back: mount, and replay the journal."""
+    """Restore power: mount the disk, which replays the ext4 journal."""
     _switch(good=True)
     folder.mkdir(parents=True, exist_ok=True)
     mount(DEVICE, folder, "ext4", "commit=1")
 
 
 def power() -> None:
-    """From now on nothing reaches the disk."""
+    """Cut the power: no write reaches the disk from now on."""
     _switch(good=False)
 
 
 def disconnect(folder: Path) -> None:
-    """Unmount, dropping what was cached."""
+    """Unmount the disk; cached writes are lost."""
 
     def unmounted() -> bool:
         with contextlib.suppress(OSError):
@@ -57,7 +56,7 @@ def disconnect(folder: Path) -> None:
 def _switch(*, good: bool) -> None:
     layer = ["dmsetup", "--noudevsync", "--noudevrules"]
     run(*layer, "load", NAME, "--table", _table(good=good))
-    run(*layer, "suspend", "--noflush", "--nolockfs", NAME)  # flushing would be no cut
+    run(*layer, "suspend", "--noflush", "--nolockfs", NAME)  # a flush would write the cache
     run(*layer, "resume", NAME)
 
 

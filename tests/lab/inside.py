@@ -1,7 +1,6 @@
-"""The guest's first process: it makes a system of the host's files, then runs one scenario.
+"""First process of the guest: assembles the root file system, then runs one scenario.
 
-The host's files show through read-only, under the unpacked packages; what is written goes to
-memory, so that in here everything looks installed. Knows nothing of what a scenario does.
+The root is the host's, read-only, under the unpacked packages and a writable layer in memory.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ import sys
 import traceback
 from pathlib import Path
 
-from lab.commands import mount, run, tell
+from lab.commands import mount, run, send_event
 
 
 def main() -> None:
-    """Run the scenario that the job names; the host reads what is told, then the power goes."""
+    """Run the scenario named in the job; its events go to the host, then the guest powers off."""
     job = json.loads(Path(sys.argv[1], "job.json").read_text("utf-8"))
     try:
         build(Path(job["cache"]))
-        tell(event="booted", seconds=float(Path("/proc/uptime").read_text().split()[0]))
+        send_event(event="booted", seconds=float(Path("/proc/uptime").read_text().split()[0]))
         from lab import (
             scenarios,
         )  # not earlier: under the host's root it would find no package
 
         getattr(scenarios, job["scenario"])(**job["arguments"])
-        tell(event="finished")
-    except BaseException:  # noqa: BLE001 - told to the host, which fails the test
-        tell(event="failed", traceback=traceback.format_exc())
+        send_event(event="finished")
+    except BaseException:  # noqa: BLE001 - sent to the host, which fails the test
+        send_event(event="failed", traceback=traceback.format_exc())
     run("poweroff", "-f")
 
 
 def build(cache: Path) -> None:
-    """The packages over the host's root, both under a root in memory; then devices."""
+    """Mount the overlay of packages and host root, then the device file systems."""
     mount("tmpfs", "/mnt", "tmpfs")
     for name in ("packages", "upper", "work", "root"):
         os.mkdir(f"/mnt/{name}")
@@ -53,7 +52,7 @@ def build(cache: Path) -> None:
         mount("tmpfs", folder, "tmpfs")
     os.makedirs("/usr/lib/modules", exist_ok=True)
     os.symlink(f"/usr/lib/uml/modules/{modules.name}", f"/usr/lib/modules/{modules.name}")
-    script = Path("/run/modprobe")  # for what the kernel asks for by itself
+    script = Path("/run/modprobe")  # called by the kernel to load modules
     script.write_text('#!/bin/sh\nexec /usr/bin/busybox modprobe "$@"\n')
     script.chmod(0o755)
     Path("/proc/sys/kernel/modprobe").write_text(str(script))

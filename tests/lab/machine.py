@@ -1,7 +1,7 @@
-"""A guest kernel as a process of the host. Knows how it starts, speaks and dies.
+"""A guest kernel as a process of the host.
 
-`user-mode-linux` runs as the user who started it and touches nothing of the host: its root is the
-host's, read-only, its disks are sparse files, and killing the process is a power cut.
+`user-mode-linux` runs without privileges and does not change the host: its root is the host's,
+read-only, its disks are sparse files, and killing the process is a power cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMORY = "1G"
 
 
 class Machine:
-    """A computer that is off, with two disks in a folder. Use `on` to start it."""
+    """A guest with two disks in a folder; `on` starts it."""
 
     def __init__(self, folder: Path) -> None:
         self._cache = packages.unpacked()
@@ -54,7 +54,7 @@ class Machine:
 
     @contextlib.contextmanager
     def on(self, scenario: str, **arguments: Any) -> Iterator[Running]:
-        """Boot and begin a scenario; the power is cut on leaving."""
+        """Boot and start a scenario; leaving the block cuts the power."""
         job = {"cache": str(self._cache), "scenario": scenario, "arguments": arguments}
         (self.folder / "job.json").write_text(json.dumps(job), "utf-8")
         running = Running(self._start())
@@ -70,7 +70,7 @@ class Machine:
         kernel = [
             str(self._cache / "usr/bin/linux.uml"), f"mem={MEMORY}", *disks,
             "rootfstype=hostfs", "hostfs=/", "ro", "quiet", "con=null", "con0=null,fd:1",
-            f"PYTHONPATH={TESTS}:{TESTS.parent}",  # what the kernel does not know is for init
+            f"PYTHONPATH={TESTS}:{TESTS.parent}",  # unknown options go to init
             f"init={sys.executable}", "--", "-B", "-m", "lab.inside", str(self.folder),
         ]  # fmt: skip
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
@@ -80,13 +80,13 @@ class Machine:
         )  # fmt: skip
 
     def run(self, scenario: str, *, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
-        """Boot, run a scenario to its end, and return all that it told."""
+        """Boot, run a scenario to its end, and return its events."""
         with self.on(scenario, **arguments) as running:
-            return list(running.told(timeout=timeout))
+            return list(running.events(timeout=timeout))
 
 
 class Running:
-    """A guest that is on."""
+    """A running guest."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -94,10 +94,10 @@ class Running:
         self._rest = b""
         self._words: list[str] = []
 
-    def told(self, *, timeout: float) -> Iterator[dict[str, Any]]:
-        """What the scenario tells, until it has finished.
+    def events(self, *, timeout: float) -> Iterator[dict[str, Any]]:
+        """Events of the scenario until it has finished.
 
-        Raises AssertionError with the guest's last words when it fails or is too slow.
+        Raises AssertionError with the end of the guest's console if it fails or times out.
         """
         deadline = time.monotonic() + timeout
         for line in self._lines(deadline):
@@ -114,14 +114,11 @@ class Running:
 
     @property
     def last_words(self) -> str:
-        """The end of what the kernel and its programs printed."""
+        """The last lines printed by the kernel and its programs."""
         return "\n".join(self._words[-30:])
 
     def cut_power(self) -> list[dict[str, Any]]:
-        """SIGKILL the kernel: what it had not written to its disks is gone.
-
-        Returns what was told and not yet read.
-        """
+        """SIGKILL the kernel, which loses all unwritten data; returns the unread events."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -132,7 +129,7 @@ class Running:
         return [json.loads(line[1:]) for line in lines if line.startswith("@{")]
 
     def _lines(self, deadline: float) -> Iterator[str]:
-        """Whole lines of the console until it closes; a broken one at the end is dropped."""
+        """Complete lines of the console until it closes."""
         while True:
             while b"\n" not in self._rest:
                 left = deadline - time.monotonic()

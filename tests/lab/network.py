@@ -1,7 +1,7 @@
-"""The guest's networks and network file systems: a server and two clients in one kernel.
+"""Networks and network file systems of the guest: a server and two clients in one kernel.
 
-The server is the first network namespace; `a` and `b` have one each and their own cable to it, so
-to the server's kernel and to their own file systems they are other machines.
+The server is the initial network namespace; clients `a` and `b` have their own, each with a virtual
+cable to the server, so their mounts share nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMB_CONF = """[global]
 
 
 def cables() -> None:
-    """Two clients, each with its own cable to the server."""
+    """Create the two clients and their cables to the server."""
     run("modprobe", "veth")
     run("ip", "link", "set", "lo", "up")
     for name, (server, client) in CLIENTS.items():
@@ -75,13 +75,13 @@ def cables() -> None:
 
 
 def plug(state: str, clients: str = "ab") -> None:
-    """Pull (`down`) or put back (`up`) the clients' cables at the server's end."""
+    """Disconnect (`down`) or connect (`up`) the clients' cables at the server."""
     for name in clients:
         run("ip", "link", "set", f"to-{name}", state)
 
 
 def limit(client: str, mbit: int) -> None:
-    """Make a client's cable slow, both ways; 0 makes it fast again."""
+    """Limit the bandwidth of a client's cable in both directions; 0 removes the limit."""
     run("modprobe", "sch_netem")
     ends = ([], ["-n", client])
     for end, device in zip(ends, (f"to-{client}", "eth0"), strict=True):
@@ -92,7 +92,7 @@ def limit(client: str, mbit: int) -> None:
 
 
 def serve(protocol: str, folder: Path) -> None:
-    """Start the server of a folder, once for each kind."""
+    """Start the file server of a protocol for a folder."""
     kind = {
         "nfs3": _serve_nfs,
         "nfs4": _serve_nfs,
@@ -119,7 +119,7 @@ def _serve_nfs(folder: Path) -> None:
     run("exportfs", "-r")
     run("rpc.nfsd", "-G", "10", "-L", "10", "4")
     run("rpc.mountd")
-    Path("/proc/fs/nfsd/v4_end_grace").write_text("Y")  # nobody was there before
+    Path("/proc/fs/nfsd/v4_end_grace").write_text("Y")  # no client has locks to reclaim
 
 
 def _serve_cifs(folder: Path) -> None:
@@ -131,7 +131,7 @@ def _serve_cifs(folder: Path) -> None:
 
 
 def _serve_sftp(folder: Path) -> None:
-    del folder  # sftp shows the whole tree
+    del folder  # sftp serves the whole tree
     listening = socket.create_server(("0.0.0.0", SFTP_PORT))
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -151,7 +151,7 @@ def _smbd_listens() -> bool:
 
 
 def join(client: str, protocol: str, folder: Path, options: str = "") -> Path:
-    """Mount the server's folder on a client; the path there. `options` are sshfs's own."""
+    """Mount the server's folder on a client; returns the path. `options` are for sshfs."""
     server, here = CLIENTS[client]
     where = Path(f"/mnt/{client}-{protocol}")
     where.mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def join(client: str, protocol: str, folder: Path, options: str = "") -> Path:
 
 @contextlib.contextmanager
 def namespace(client: str) -> Iterator[None]:
-    """Be on a client for a while."""
+    """Switch this process to a client's namespace inside the block."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     enter(client)
     try:
@@ -190,7 +190,7 @@ def namespace(client: str) -> Iterator[None]:
 
 
 def enter(client: str) -> None:
-    """Be on a client for good."""
+    """Switch this process to a client's namespace."""
     away = os.open(f"/run/netns/{client}", os.O_RDONLY)
     if LIBC.setns(away, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"setns {client}")

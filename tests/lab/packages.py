@@ -1,7 +1,4 @@
-"""The Debian packages of the lab, unpacked beside the system and never installed.
-
-Knows apt and a cache folder; knows nothing of what runs in the guest.
-"""
+"""The Debian packages of the lab, unpacked into a cache folder and never installed."""
 
 from __future__ import annotations
 
@@ -25,18 +22,18 @@ PACKAGES = {
     "sshfs": "sshfs openssh-sftp-server libfuse3-3 libglib2.0-0",
 }
 NAMES = [name for names in PACKAGES.values() for name in names.split()]
-MERGED = ("bin", "sbin", "lib", "lib64")  # links into /usr on a system of today
+MERGED = ("bin", "sbin", "lib", "lib64")  # links into /usr on a merged-/usr system
 APT_SECONDS = 300
 
 
 class LabMissing(Exception):
-    """The packages cannot be had; the message says why."""
+    """The packages cannot be downloaded or unpacked; the message has the reason."""
 
 
 def unpacked() -> Path:
-    """A folder that holds every package as if it were a root file system.
+    """A folder with all packages unpacked as a root file system, created once.
 
-    Made once; raises LabMissing where this machine cannot.
+    Raises LabMissing.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
     root = CACHE / hashlib.sha256(" ".join(NAMES).encode()).hexdigest()[:12]
@@ -58,7 +55,7 @@ def _download(folder: Path) -> None:
     command = ["apt-get", "download", *NAMES]
     if _run(command, folder).returncode == 0:
         return
-    updated = _run(["apt-get", "update"], folder)  # a fresh machine has no lists
+    updated = _run(["apt-get", "update"], folder)  # a new machine has no package lists
     downloaded = _run(command, folder)
     if downloaded.returncode:
         words = (downloaded.stderr or updated.stderr).strip().splitlines()

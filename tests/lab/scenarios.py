@@ -1,6 +1,6 @@
-"""What happens in the guest, one function for each row of the fault table.
+"""Scenarios that run in the guest, one function per row of the fault table.
 
-A scenario tells what it saw; the tests judge.
+A scenario sends events to the host; the tests check them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import cut
-from lab.commands import disk, tell, unmount
+from lab.commands import disk, send_event, unmount
 from lab.network import cables, join, limit, plug, serve
 from lab.workers import Worker
 
@@ -23,7 +23,7 @@ SERVED = Path("/srv/big")
 
 
 def visible(protocol: str, rounds: int, poll_seconds: float, options: str = "") -> None:
-    """A client, then the server, publishes while client b lists a folder; tells each delay."""
+    """A client, then the server, publishes while client b polls a folder; sends each delay."""
     there = _network(protocol, options=options)
     for by, publisher in (("client", Worker("a")), ("server", Worker())):
         folder = str(there["a" if by == "client" else "server"] / by)
@@ -36,49 +36,49 @@ def visible(protocol: str, rounds: int, poll_seconds: float, options: str = "") 
             done = publisher.call("publish", folder=folder, step=number, size=256 * KIB)
             seen = reader.answer()
             loaded = reader.call("load", folder=seen_as, size=256 * KIB)
-            tell(event="version", by=by, done=done, seen=seen, loaded=loaded)
+            send_event(event="version", by=by, done=done, seen=seen, loaded=loaded)
 
 
 def announced(protocol: str, rounds: int) -> None:
-    """Client b polls, and is told each number when it is published: the name opens at once."""
+    """Client b polls and gets the number of each published version, which must open at once."""
     there = _network(protocol)
     publisher, reader = Worker("a"), Worker("b")
     publisher.call("claim", folder=str(there["a"]))
     for number in range(1, rounds + 1):
         reader.call("newest", folder=str(there["b"]))
         done = publisher.call("publish", folder=str(there["a"]), step=number, size=256 * KIB)
-        told = reader.call("announced", folder=str(there["b"]), number=number, size=256 * KIB)
-        tell(event="version", done=done, told=told)
+        loaded = reader.call("announced", folder=str(there["b"]), number=number, size=256 * KIB)
+        send_event(event="version", done=done, loaded=loaded)
 
 
 def full(protocol: str) -> None:
-    """The server's disk fills while client a writes a version; later it is freed."""
+    """The server's disk fills up while client a writes a version; later space is freed."""
     there = _network(protocol, name="small")
     publisher, reader = Worker("a"), Worker("b")
     here, seen_as = str(there["a"]), str(there["b"])
     publisher.call("claim", folder=here)
-    tell(event="first", answer=publisher.call("publish", folder=here, step=1, size=MIB))
+    send_event(event="first", answer=publisher.call("publish", folder=here, step=1, size=MIB))
     limit("a", 12)  # 6 MiB take four seconds
     publisher.ask("publish", folder=here, step=2, size=6 * MIB)
     _until_begun(there["server"])
     filler = there["server"].parent / "filler"
     _fill(filler)
     answer = publisher.answer()
-    tell(event="full", answer=answer, names=_names(there["server"]))
+    send_event(event="full", answer=answer, names=_names(there["server"]))
     limit("a", 0)
-    tell(
+    send_event(
         event="again",
         answer=publisher.call("publish", folder=here, step=2, size=6 * MIB),
     )
     newest = reader.call("newest", folder=seen_as)
-    tell(event="meanwhile", newest=newest, names=_names(there["server"]))
+    send_event(event="meanwhile", newest=newest, names=_names(there["server"]))
     filler.unlink()
-    tell(
+    send_event(
         event="freed",
         answer=_patiently(publisher, "publish", folder=here, step=3, size=6 * MIB),
     )
     until = reader.call("watch", folder=seen_as, number=3, poll_seconds=0.5)
-    tell(
+    send_event(
         event="read",
         seen=until,
         loaded=reader.call("load", folder=seen_as, size=6 * MIB),
@@ -102,19 +102,19 @@ def pruned(protocol: str) -> None:
     first = there["server"] / "step_00000001"
     if by_hand := first.exists():  # a store that keeps what is being read
         shutil.rmtree(first)
-    tell(event="removed", by_hand=by_hand)
+    send_event(event="removed", by_hand=by_hand)
     during = reader.answer()
     limit("b", 0)
-    tell(
+    send_event(
         event="reader",
         during=during,
         after=reader.call("load", folder=seen_as, size=256 * KIB),
     )
-    tell(event="careless", answer=careless.call("read_mapped_end"))
+    send_event(event="careless", answer=careless.call("read_mapped_end"))
 
 
 def outage(protocol: str, seconds: float) -> None:
-    """Both cables are pulled while one trainer publishes here and another from client a."""
+    """Both cables are cut while one trainer publishes on the server and another on client a."""
     there = _network(protocol)
     server, client, reader, later = Worker(), Worker("a"), Worker("b"), Worker("b")
     by_server, by_client = there["server"] / "s", there["a"] / "c"
@@ -130,19 +130,19 @@ def outage(protocol: str, seconds: float) -> None:
     time.sleep(seconds)
     plug("up")
     back = time.monotonic()
-    tell(event="reader", answer=reader.answer(seconds + 120), back=back)
+    send_event(event="reader", answer=reader.answer(seconds + 120), back=back)
     first = client.answer(180)
     done = first
     if "error" in first:
         done = _patiently(client, "publish", folder=str(by_client), step=2, size=256 * KIB)
-    tell(event="publisher", first=first, done=done, after=time.monotonic() - back)
+    send_event(event="publisher", first=first, done=done, after=time.monotonic() - back)
     seen_as = str(there["b"] / "c")
     later.call("watch", folder=seen_as, number=2, poll_seconds=1)
-    tell(event="later", loaded=later.call("load", folder=seen_as, size=256 * KIB))
+    send_event(event="later", loaded=later.call("load", folder=seen_as, size=256 * KIB))
 
 
 def vanished(protocol: str) -> None:
-    """Client a's mount goes: an empty local folder is there. Then it comes back."""
+    """Client a's mount disappears and leaves an empty local folder; then it is mounted again."""
     there = _network(protocol, name="big")
     publisher, reader = Worker("a"), Worker("b")
     here = there["a"]
@@ -152,34 +152,34 @@ def vanished(protocol: str) -> None:
     here.mkdir()  # the worst case: even the folder's name is there
     answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
     blind = publisher.call("newest", folder=str(here))
-    tell(event="gone", answer=answer, newest=blind, local=os.listdir(here))
+    send_event(event="gone", answer=answer, newest=blind, local=os.listdir(here))
     here.rmdir()
     answer = publisher.call("publish", folder=str(here), step=2, size=256 * KIB)
-    tell(event="gone", answer=answer, newest=blind, local=os.listdir(here.parent))
-    tell(event="meanwhile", newest=reader.call("newest", folder=str(there["b"])))
+    send_event(event="gone", answer=answer, newest=blind, local=os.listdir(here.parent))
+    send_event(event="meanwhile", newest=reader.call("newest", folder=str(there["b"])))
     join("a", protocol, there["server"].parent)
     done = _patiently(publisher, "publish", folder=str(here), step=2, size=256 * KIB)
     reader.call("watch", folder=str(there["b"]), number=2, poll_seconds=0.5)
     loaded = reader.call("load", folder=str(there["b"]), size=256 * KIB)
-    tell(event="back", done=done, loaded=loaded)
+    send_event(event="back", done=done, loaded=loaded)
 
 
 def publishing(first_step: int) -> None:
-    """Check what the last power cut left on the disk; then publish until the host cuts again."""
+    """Verify the disk after the last power cut; then publish until the next one."""
     folder = disk("big") / "weights"
     publisher = Worker()
-    tell(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
+    send_event(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
     _patiently(publisher, "claim", folder=str(folder))  # the last one's lease may look alive
     for step in range(first_step, first_step + 100_000):
         done = publisher.call("publish", folder=str(folder), step=step, size=256 * KIB)
-        tell(event="announced", **done)
+        send_event(event="announced", **done)
 
 
 def cuts(count: int, seed: int) -> None:
-    """Power cuts of the disk alone, each in the middle of publishing; tells what each left.
+    """Power cuts of the disk during publication; sends the surviving versions.
 
-    Beside the store a second one publishes to the same disk with fsync made void: if its versions
-    survive as well, the cuts prove nothing.
+    As a control, a second store publishes to the same disk without fsync: if its versions survive
+    as well, the cuts prove nothing.
     """
     chance = random.Random(seed)
     verifier = Worker()
@@ -195,7 +195,7 @@ def cuts(count: int, seed: int) -> None:
         cut.power()
         for publisher in publishers.values():
             publisher.kill()
-        said = {folder: publisher.left() for folder, publisher in publishers.items()}
+        said = {folder: publisher.unread() for folder, publisher in publishers.items()}
         cut.disconnect(SERVED)
         cut.connect(SERVED)
         for folder, answers in said.items():
@@ -203,7 +203,7 @@ def cuts(count: int, seed: int) -> None:
                 each["number"]: each["weights_id"] for each in answers if "weights_id" in each
             }
             found = verifier.call("verify", folder=folder, size=256 * KIB)
-            tell(event=folder.split("-")[1], number=number, **_judged(promised, found))
+            send_event(event=folder.split("-")[1], number=number, **_judged(promised, found))
             shutil.rmtree(folder, ignore_errors=True)  # it may not have been there yet
         cut.disconnect(SERVED)
 

@@ -1,7 +1,7 @@
-"""Every call that the lab makes to the store, one function for each thing that a client does.
+"""Functions that call the weight store in a guest process.
 
-Requests and answers are JSON lines; what the store raises is an answer. Tensors follow from the
-step that they are published for, so any reader can tell whether it has exactly those bits.
+Requests and answers are JSON lines; an exception of the store is an answer. The tensors of a
+version are computed from its step, so a reader can compare all bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPANIONS = {"config.json": b"{}\n"}
 
 
 def work(requests: IO[str], answers: IO[str]) -> None:
-    """Answer each request until there are no more."""
+    """Answer requests until their pipe is closed."""
     torch.set_num_threads(1)
     ANSWERS.append(answers)
     for line in requests:
@@ -42,7 +42,7 @@ def work(requests: IO[str], answers: IO[str]) -> None:
             answer = HANDLERS[request.pop("do")](**request)
         except StoreError as error:
             answer = {"error": "StoreError", "message": str(error)}
-        except OSError as error:  # a defect of the store: it promises StoreError
+        except OSError as error:  # a bug: the store must raise StoreError
             answer = {"error": type(error).__name__, "message": str(error)}
         answer["seconds"] = round(time.monotonic() - began, 3)
         answers.write(json.dumps(answer) + "\n")
@@ -50,7 +50,7 @@ def work(requests: IO[str], answers: IO[str]) -> None:
 
 
 def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """`size` bytes of bf16, of which each step has its own hundredth: worth a delta."""
+    """`size` bytes of bf16; 1% of them differ between steps, so that a delta is written."""
     bits = _finite(size // 2, seed=0)
     made = torch.Generator().manual_seed(step)
     places = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=made)
@@ -69,16 +69,13 @@ def _finite(count: int, *, seed: int) -> torch.Tensor:
 
 
 def claim(folder: str) -> dict[str, Any]:
-    """Make the folder the lab's."""
+    """Claim the weights folder for the lab's run."""
     _store(folder).claim(RUN)
     return {}
 
 
 def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dict[str, Any]:
-    """Publish the step's tensors, as a delta to the last ones four times out of five.
-
-    The time is when the store said that it is done.
-    """
+    """Publish the tensors of a step, four times out of five as a delta; `at` is the end time."""
     tensors = tensors_of(step, size)
     base = BASES.get(folder) if step % KEYFRAME_INTERVAL else None
     store = _store(folder)
@@ -89,7 +86,7 @@ def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dic
 
 
 def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
-    """Publish without end, saying so after each version."""
+    """Publish versions forever, with one answer each."""
     for step in range(first, KEEP_ALL):
         ANSWERS[0].write(json.dumps(publish(folder, step, size)) + "\n")
         ANSWERS[0].flush()
@@ -97,7 +94,7 @@ def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
 
 
 def void_fsync() -> dict[str, Any]:
-    """From now on nothing in this process is made durable: a store that must be caught."""
+    """Disable fsync in this process: the control that must lose versions."""
     os.fsync = lambda _: None
     return {}
 
@@ -108,7 +105,7 @@ def newest(folder: str) -> dict[str, Any]:
 
 
 def watch(folder: str, number: int, poll_seconds: float, give_up: float = 60) -> dict[str, Any]:
-    """List the folder every `poll_seconds` until a version is there; when it was seen."""
+    """List the folder every `poll_seconds` until a version appears; `at` is the time."""
     store = _store(folder)
     deadline = time.monotonic() + give_up
     while time.monotonic() < deadline:
@@ -120,7 +117,7 @@ def watch(folder: str, number: int, poll_seconds: float, give_up: float = 60) ->
 
 
 def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
-    """Load a version (the newest unless said) and compare every bit with what was published."""
+    """Load a version, by default the newest, and compare every bit with the published one."""
     store = _store(folder)
     version = store.newest()
     if version is None:
@@ -134,7 +131,7 @@ def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
 
 
 def announced(folder: str, number: int, size: int) -> dict[str, Any]:
-    """Load the version that an announcement names, without listing the folder."""
+    """Load a version by its announced number, without listing the folder."""
     store = _store(folder)
     version = store.find(number)
     if version is None:
@@ -147,7 +144,7 @@ def announced(folder: str, number: int, size: int) -> dict[str, Any]:
 
 
 def verify(folder: str, size: int) -> dict[str, Any]:
-    """Load every folder with STABLE, newest first; those that are not as published."""
+    """Load every version with STABLE, newest first; lists those that differ as bad."""
     finished = sorted(Path(folder).glob("step_*/STABLE"))
     good: dict[int, str] = {}
     bad = []
@@ -167,10 +164,10 @@ def verify(folder: str, size: int) -> dict[str, Any]:
 def follow(
     folder: str, size: int, until: int, poll_seconds: float, give_up: float
 ) -> dict[str, Any]:
-    """Serve the newest weights, asking for newer ones after each token, until `until` serves.
+    """Poll for newer weights after each token until version `until` is loaded.
 
-    `serving` are the (seconds, number) of each change, `longest_pause` how long asking took at
-    most, `intact` whether the served tensors were always those of their number.
+    `serving`: (seconds, number) of each change; `longest_pause`: longest poll; `intact`: True if
+    the tensors were always those of their version.
     """
     began = time.monotonic()
     pause, serving, intact = 0.0, [], True
@@ -178,7 +175,7 @@ def follow(
         WeightSubscriber(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
     ) as follower:
         while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
-            time.sleep(0.05)  # as long as a token takes
+            time.sleep(0.05)  # the time of one token
             asked = time.monotonic()
             staged = follower.poll()
             pause = max(pause, time.monotonic() - asked)
@@ -191,14 +188,14 @@ def follow(
 
 
 def map_weights(folder: str, number: int) -> dict[str, Any]:
-    """What the store must not do: map a file of the NAS, and read its beginning."""
+    """Map a file of the NAS, which the store must not do, and read its first byte."""
     with (Path(folder) / f"step_{number:08d}" / WEIGHTS).open("rb") as file:
         MAPPED.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return {"first": MAPPED[-1][0]}
 
 
 def read_mapped_end() -> dict[str, Any]:
-    """Go on to the end of what was mapped."""
+    """Read the last byte of the mapped file."""
     return {"last": MAPPED[-1][-1]}
 
 
@@ -228,7 +225,7 @@ def _named(version: Version | None) -> dict[str, Any]:
 
 
 STORES: dict[str, WeightStore] = {}
-BASES: dict[str, Base] = {}  # what was last published to a folder
+BASES: dict[str, Base] = {}  # last published version of each folder
 ANSWERS: list[IO[str]] = []
 MAPPED: list[mmap.mmap] = []
 HANDLERS = {

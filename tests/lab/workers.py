@@ -1,6 +1,6 @@
-"""Processes of the guest that use the store, each on the server or on a client.
+"""Processes in the guest that use the weight store, on the server or on a client.
 
-Knows pipes and JSON lines; what can be asked is in `worker`.
+Requests and answers are JSON lines in pipes; the functions that can be called are in `worker`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 120
 
 
 class Worker:
-    """A process on a client (or the server) that uses the store: ask, then await the answer."""
+    """A process on a client, or on the server, that uses the weight store."""
 
     def __init__(self, client: str | None = None) -> None:
         from lab import worker  # torch: imported once, before the first fork
@@ -45,17 +45,17 @@ class Worker:
         self._status: int | None = None
 
     def ask(self, do: str, **arguments: Any) -> None:
-        """Begin something (a function of `worker`)."""
-        with contextlib.suppress(BrokenPipeError):  # it died: its answer says so
+        """Start a function of `worker`."""
+        with contextlib.suppress(BrokenPipeError):  # it died: `answer` reports this
             os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """What came of it; {"died": signal} when the process is no more."""
+        """The result of the function; {"died": signal} if the process has ended."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError(f"worker {self.pid} said nothing for {seconds} s")
+                raise TimeoutError(f"worker {self.pid} did not answer within {seconds} s")
             read = os.read(self._answers, 65536)
             if not read:
                 return {"died": self._signal()}
@@ -64,12 +64,12 @@ class Worker:
         return json.loads(line)
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Ask and await."""
+        """Run a function and return its result."""
         self.ask(do, **arguments)
         return self.answer()
 
     def kill(self) -> None:
-        """SIGKILL; what it announced before can still be read."""
+        """SIGKILL; answers already sent can still be read."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -78,8 +78,8 @@ class Worker:
             self._status = os.waitpid(self.pid, 0)[1]
         return os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
 
-    def left(self) -> list[dict[str, Any]]:
-        """Await its death; the whole answers that were not yet read."""
+    def unread(self) -> list[dict[str, Any]]:
+        """Wait for the end of the process; returns its unread complete answers."""
         self._signal()
         while read := os.read(self._answers, 65536):
             self._rest += read
