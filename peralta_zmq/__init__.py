@@ -1,33 +1,29 @@
 """peralta_zmq: reinforcement learning with verifiable rewards on the machines you own.
 
-Generators make scored groups of rollouts and push them; one trainer turns groups into optimizer
-steps and publishes weights. They meet in two places only: the wire (ZeroMQ) and the weight store
-(a folder that all machines see).
+Generators sample and score groups of rollouts and push them to one trainer; the trainer takes
+optimizer steps and publishes weights. The two sides meet in two places only: the wire (ZeroMQ) and
+the weight store (a folder that all machines share).
 
-     generator                                    wire                  trainer
-     Problem -> ask -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
-        ^        (engine) (task)                                          |
-        |                                                         Batch -> loss -> step
-        |      <=== announcements (PUB/SUB: a hint, never the truth) ===  |
-        '-- apply <- verify <- newest STABLE <- store: step_N/ <- publish-'
+     generator                                       wire                  trainer
+     Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
+        ^                                                                 |
+        |                                                         batch -> loss -> optimizer step
+        |      <=== announcements (PUB/SUB: step, version, acknowledgements) ===   |
+        '-- apply <- verify <- newest STABLE <- weights/step_N/ <----- publish ----'
 
-Read in this order; it takes half an hour, and everything else is a plug:
-    rollout     the nouns
-    wire        sockets and bytes
-    generator   its loop
-    trainer     its loop
-    learning    advantages, losses, batches, the step
+Reading order, half an hour for the path of a rollout:
+    rollout.py            data types
+    generator/loop.py     problems, sampling, rewards, sending
+    wire/                 messages and sockets
+    trainer/collector.py  admission and batches
+    trainer/loop.py       optimizer steps
+    learning/             advantages, packing, losses, the learner
 
-Layers, each importing only from above:
-    words       rollout errors atomic_files failpoints
-    leaves      config registry wire policy tasks learning curriculum stores recovery observe
-                guard
-    engines     ways to sample
-    objective   from the settings to the loss, the advantages and the filters
-    frozen      from the settings to the models that a loss asks beside the policy
-    adapted     from the settings to adapters, and from adapters to whole weights
-    environments from the settings to what is asked, and who judges
-    parts       from the settings to what more than one loop needs
-    loops       generator trainer verifier (and base, which teaches the embedded model)
-    outside     operate and the doors in bin/
+Layers, each importing only from above (tests/test_layers.py):
+    types    rollout errors atomic_files failpoints
+    leaves   config registry wire weights models learning environments observe
+    engines  sampling
+    build    objects from the config
+    loops    generator trainer
+    outside  operate, and the programs in bin/
 """

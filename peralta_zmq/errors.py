@@ -1,20 +1,20 @@
-"""Every error that a person can cause or meet, named after the boundary that failed.
+"""Error classes, named after the boundary that failed.
 
 PeraltaError
- +-- ConfigError    a setting, a file it names, or a combination of settings
- +-- WireError      an address, a port, a message that does not fit
- +-- StoreError     a weights folder, or a version in it
- |    +-- GoneError  the folder is not where it was: is it mounted?
- |    +-- ChainError a version whose deltas lead from nothing that can be read
- +-- JournalError   a journal or a checkpoint
- +-- TaskError      a data file, a row, a target, a reward
- |    +-- RewardError  a reward function that fails on an answer
- +-- PartError      a loss, advantage or filter of one's own that fails
- +-- EngineError    weights that do not compute
- +-- TrainingError  steps that cannot be taken
- +-- RankError      a process of a trainer of several
+ +-- ConfigError      a setting, a file that it names, or a combination of settings
+ +-- WireError        an address, a port, or an invalid message
+ +-- StoreError       the weights folder, or a version in it
+ |    +-- GoneError   the weights folder is missing; it may not be mounted
+ |    +-- ChainError  a delta whose keyframe or earlier delta cannot be read
+ +-- JournalError     the journal or a checkpoint
+ +-- TaskError        a data file, a row, an answer, a reward function
+ |    +-- RewardError a reward function that fails on a completion
+ +-- UserCodeError    a user's loss, advantage or filter that fails
+ +-- EngineError      weights that give logits which are not finite
+ +-- TrainingError    optimizer steps that are impossible
+ +-- RankError        a process of a distributed trainer
 
-Each carries one line: the value and the remedy. A door prints it and exits with code 2.
+The message is one line with the value and the remedy. A program prints it and exits with code 2.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import traceback
 
 
 class PeraltaError(Exception):
-    """Base of all; `str(error)` is one line for a person."""
+    """Base class; `str(error)` is one line for the user."""
 
 
 class ConfigError(PeraltaError):
-    """A setting is unknown, mistyped, contradictory, or names something that is not there."""
+    """A setting is unknown, invalid, contradictory, or names something that does not exist."""
 
 
 class WireError(PeraltaError):
-    """A socket cannot be bound or a message breaks the protocol."""
+    """A socket cannot be bound, or a message violates the protocol."""
 
 
 class StoreError(PeraltaError):
-    """A weights folder cannot be used, or a version in it does not verify."""
+    """A weights folder cannot be used, or a version in it fails verification."""
 
 
 class GoneError(StoreError):
-    """A weights folder that was this run's is not there; it may come back."""
+    """This run's weights folder is missing; it may come back."""
 
 
 class ChainError(StoreError):
-    """A link between a version and its keyframe is missing or refused; a keyframe would do."""
+    """A version between a delta and its keyframe is missing or damaged; a new keyframe helps."""
 
 
 class JournalError(PeraltaError):
@@ -51,31 +51,31 @@ class JournalError(PeraltaError):
 
 
 class TaskError(PeraltaError):
-    """A data file, a row of it, or a reward function is at fault."""
+    """A data file, a row of it, or a reward function is wrong."""
 
 
 class RewardError(TaskError):
-    """A reward function raised, hung, or gave no usable number; the answer has no reward."""
+    """A reward function raised, timed out, or returned no usable number."""
 
 
 class UserCodeError(PeraltaError):
-    """A loss, advantage or filter of one's own raised, hung, or gave what it may not."""
+    """A user's loss, advantage or filter raised, timed out, or returned an invalid result."""
 
 
 class EngineError(PeraltaError):
-    """The weights give logits that are not finite; what was under way with them is given up."""
+    """The weights give logits that are not finite; the requests in flight are aborted."""
 
 
 class TrainingError(PeraltaError):
-    """Several steps in a row had no finite gradient; the weights are as before them."""
+    """Several steps in a row had no finite gradient; the weights are unchanged since."""
 
 
 class RankError(PeraltaError):
-    """A rank of a trainer of several processes cannot be reached, or has ended."""
+    """A rank of a distributed trainer cannot be reached, or has exited."""
 
 
 def described(error: BaseException) -> str:
-    """An exception on one line, with the innermost line of code."""
+    """An exception on one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"

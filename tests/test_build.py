@@ -1,4 +1,4 @@
-"""From settings to parts that agree with each other."""
+"""Sampling, batch size and reward runner from the config; logprobs of engine and learner agree."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def config_of(*arguments: str) -> Config:
     return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
 
 
-def test_the_default_temperature_is_one() -> None:
+def test_sampling_default_temperature_is_one() -> None:
     assert build.make_sampling(config_of(), seed=0) == Sampling()
 
 
-def test_a_constant_temperature_reaches_the_sampling() -> None:
+def test_sampling_has_configured_temperature() -> None:
     sampling = build.make_sampling(config_of("--sampling.temperature=0.7"), seed=3)
     assert sampling == Sampling(temperature=0.7, seed=3)
 
 
-def test_a_schedule_ends_with_the_run() -> None:
+def test_temperature_schedule_ends_with_the_run() -> None:
     sampling = build.make_sampling(config_of(*SCHEDULED), seed=0)
     assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
     assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
 
 
-def test_one_answer_to_an_example_is_greedy_and_more_are_drawn_as_in_training() -> None:
+def test_eval_sampling_is_greedy_for_one_rollout_per_example() -> None:
     warm = "--sampling.temperature=0.7"
     assert build.make_eval_sampling(config_of(warm), seed=3) == Sampling(temperature=0.0)
     several = config_of(warm, "--eval.rollouts-per-example=4")
     assert build.make_eval_sampling(several, seed=3) == Sampling(temperature=0.7, seed=3)
 
 
-def test_a_step_is_full_by_rollouts_or_by_tokens() -> None:
+def test_step_is_full_by_rollouts_or_by_tokens() -> None:
     groups = [group_of([1, 0, 0, 1], lengths=[4, 1, 1, 4]) for _ in range(2)]  # 22 tokens each
     assert build.is_full(config_of(), groups)
     assert not build.is_full(config_of(), groups[:1])
@@ -65,7 +65,7 @@ def sharp_model() -> Any:
 
 
 @pytest.mark.parametrize("arguments", [("--sampling.temperature=0.7",), SCHEDULED])
-def test_generator_and_trainer_give_the_same_logprobs_when_the_step_changes_in_flight(
+def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
     arguments: tuple[str, ...],
 ) -> None:
     config, model = config_of(*arguments), sharp_model()
@@ -93,7 +93,7 @@ def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[s
     return build.make_learner(config, model).learn([group])
 
 
-def test_options_that_the_reward_does_not_take_are_refused() -> None:
+def test_unknown_reward_kwargs_are_refused() -> None:
     config = config_of("--task.reward-kwargs", '{"longest": 3}')
     with pytest.raises(
         ConfigError, match=r"task\.reward_kwargs do not fit the reward function: got an unex"
@@ -101,7 +101,7 @@ def test_options_that_the_reward_does_not_take_are_refused() -> None:
         build.make_reward_runner(config, registry.resolve("task", "calculator"))
 
 
-def test_the_calculator_is_judged_here_and_a_reward_of_one_s_own_is_not() -> None:
+def test_only_bounded_rewards_run_in_this_process() -> None:
     task = registry.resolve("task", "calculator")
     named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
     problem = Problem("1", "calculator", (), "2 + 3")

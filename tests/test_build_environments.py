@@ -1,7 +1,4 @@
-"""Several environments, their proportions and their judges, as settings.
-
-.venv/bin/python -m pytest tests/test_environments.py
-"""
+"""Settings of environments and curriculum."""
 
 from __future__ import annotations
 
@@ -27,38 +24,38 @@ address = "http://127.0.0.1:5560"
 """
 
 
-def loaded(folder: Path, text: str, *arguments: str) -> Config:
+def load(folder: Path, text: str, *arguments: str) -> Config:
     file = folder / "x.toml"
     file.write_text(text)
     return load_config("bin/x", ["@", str(file), *arguments])
 
 
-def refusal(folder: Path, text: str, *arguments: str) -> str:
+def error_of(folder: Path, text: str, *arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        loaded(folder, text, *arguments)
+        load(folder, text, *arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_task_and_data_are_the_short_form_of_one_environment() -> None:
+def test_task_and_data_sections_are_one_environment() -> None:
     config = load_config("bin/x", ["--task.name", "countdown", "--data.train", "my.csv"])
     assert config.environments == (EnvSection(task="countdown", train="my.csv"),)
     assert config.environments[0].data_options == {"train": "my.csv"}
     assert config.eval_environments == config.environments
 
 
-def test_environments_come_in_the_order_of_the_file(tmp_path: Path) -> None:
-    config = loaded(tmp_path, TWO, "--curriculum.env-ratios", "3,1")
-    assert [each.label for each in config.environments] == ["calculator", "words"]
+def test_environments_are_in_file_order(tmp_path: Path) -> None:
+    config = load(tmp_path, TWO, "--curriculum.env-ratios", "3,1")
+    assert [env.label for env in config.environments] == ["calculator", "words"]
     assert config.curriculum.env_ratios == (3.0, 1.0)
 
 
-def test_other_environments_may_be_evaluated(tmp_path: Path) -> None:
-    config = loaded(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
-    assert [each.label for each in config.eval_environments] == ["countdown"]
+def test_eval_env_replaces_environments_of_evaluation(tmp_path: Path) -> None:
+    config = load(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
+    assert [env.label for env in config.eval_environments] == ["countdown"]
 
 
-def test_loading_what_takes_long_shows_its_progress(
+def test_slow_loading_shows_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config("bin/x", [])
@@ -67,24 +64,24 @@ def test_loading_what_takes_long_shows_its_progress(
     monkeypatch.setattr(terminal, "PROGRESS_DELAY", 0.0)
     monkeypatch.setitem(terminal.PROGRESS_SECONDS, False, 0.0)
     with closing(open_environments(config, "eval")):
-        told = capsys.readouterr().err.splitlines()
-    assert told[0] == "loading calculator: 0 of 250 (0%)"
-    assert told[125] == "loading calculator: 125 of 250 (50%), 0s left"
-    assert len(told) == 250
+        lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "loading calculator: 0 of 250 (0%)"
+    assert lines[125] == "loading calculator: 125 of 250 (50%), 0s left"
+    assert len(lines) == 250
 
 
-def test_environments_are_kept_with_the_run(tmp_path: Path) -> None:
+def test_environments_survive_write_and_load(tmp_path: Path) -> None:
     text = TWO + '[[eval.env]]\ntask = "countdown"\n[curriculum]\nhash_keys = ["task", "answer"]\n'
-    config = loaded(tmp_path, text)
+    config = load(tmp_path, text)
     write_resolved(config, tmp_path)
     assert load_config("bin/x", ["@", str(tmp_path / "config.toml")]) == config
 
 
-def test_the_address_may_change_and_the_data_may_not(tmp_path: Path) -> None:
-    write_resolved(loaded(tmp_path, TWO), tmp_path)
-    earlier_config(loaded(tmp_path, TWO.replace("5560", "5561")), tmp_path)
+def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
+    write_resolved(load(tmp_path, TWO), tmp_path)
+    earlier_config(load(tmp_path, TWO.replace("5560", "5561")), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings: env"):
-        earlier_config(loaded(tmp_path, TWO.replace("math_10k", "math_1k")), tmp_path)
+        earlier_config(load(tmp_path, TWO.replace("math_10k", "math_1k")), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +92,18 @@ def test_the_address_may_change_and_the_data_may_not(tmp_path: Path) -> None:
         (TWO, ("--curriculum.env-ratios=1"), "env_ratios has 1 numbers (1) for 2 environments"),
         (TWO, ("--task.name=countdown"), "[[env]] and the settings of [task] or [data] exclude"),
         (TWO, ("--data.train=x.csv"), "[[env]] and the settings of [task] or [data] exclude"),
-        ('[[env]]\ntask="countdown"\n' * 2, (), "env.name 'countdown' stands for 2 environments"),
+        ('[[env]]\ntask="countdown"\n' * 2, (), "env.name 'countdown' is used by 2 environments"),
         ('[[env]]\nadress="x"', (), "unknown setting adress in [[env]]; did you mean address?"),
         (
             '[[eval.env]]\ntrian="x"',
             (),
             "unknown setting trian in [[eval.env]]; did you mean train",
         ),
-        ('[[env]]\naddress="127.0.0.1:1"', (), "env.address '127.0.0.1:1' is not http://HOST:PORT"),
+        (
+            '[[env]]\naddress="127.0.0.1:1"',
+            (),
+            "env.address '127.0.0.1:1' is not of the form http://HOST:PORT",
+        ),
         ('[[env]]\nname="a/b"', (), "env.name 'a/b' is not a plain name"),
         ("", ("--curriculum.hash-keys=prompt,colour"), "hash_keys has 'colour'; choose from task"),
         (
@@ -111,12 +112,16 @@ def test_the_address_may_change_and_the_data_may_not(tmp_path: Path) -> None:
             "hard_threshold 0.5 is not below curriculum.easy_threshold 0.2",
         ),
         ("", ("--curriculum.easy-threshold=1.5"), "curriculum.easy_threshold"),
-        ("", ("--curriculum.oversampling-factor=0.5"), "oversampling_factor 0.5 would starve"),
+        (
+            "",
+            ("--curriculum.oversampling-factor=0.5"),
+            "oversampling_factor 0.5 would give the trainer fewer",
+        ),
         ("", ("--eval.num-examples=0"), "eval.num_examples 0 measures nothing"),
         ("", ("--train.token-batch-size=0"), "train.token_batch_size"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(
+def test_invalid_environment_settings_are_refused_on_one_line(
     text: str, arguments: str, line: str, tmp_path: Path
 ) -> None:
-    assert line in refusal(tmp_path, text, *([arguments] if arguments else []))
+    assert line in error_of(tmp_path, text, *([arguments] if arguments else []))

@@ -1,4 +1,4 @@
-"""The reference and the teacher that a loss asks, by the settings of a run."""
+"""Reference model and teacher from the config."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def teacher(tmp_path: Path) -> Path:
     shutil.copytree(models.EMBEDDED, folder)
     model = embedded()
     with torch.no_grad():
-        for each in model.parameters():
-            each.mul_(0.9)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
     model.save_pretrained(folder)
     return folder
 
@@ -46,42 +46,44 @@ def group() -> Any:
     return group_of([1, 0, 0, 1], lengths=[6, 5, 7, 4])
 
 
-def apart(model: Any, other: Any) -> float:
-    """The mean of teacher - policy over the generated tokens, absolute."""
-    found = []
+def logprob_distance(model: Any, other: Any) -> float:
+    """Mean absolute difference of the logprobs of the generated tokens."""
+    differences = []
     for rollout in group().rollouts:
         ids = torch.from_numpy(rollout.token_ids).long()[None]
         with torch.no_grad():
-            ours, theirs = (models.token_logprobs(each, ids, torch.ones_like(ids))[0]
-                            for each in (model, other))  # fmt: skip
-        found.append((theirs - ours)[torch.from_numpy(rollout.loss_mask)])
-    return float(torch.cat(found).abs().mean())
+            policy, teacher = (
+                models.token_logprobs(scored, ids, torch.ones_like(ids))[0]
+                for scored in (model, other)
+            )
+        differences.append((teacher - policy)[torch.from_numpy(rollout.loss_mask)])
+    return float(torch.cat(differences).abs().mean())
 
 
-def test_the_policy_is_pulled_to_the_teacher_in_the_folder(teacher: Path) -> None:
+def test_teacher_loss_moves_policy_towards_teacher(teacher: Path) -> None:
     config = config_of(*PULLED, "--model.teacher", str(teacher))
     model = embedded()
     other = models.load_model(teacher, device=torch.device("cpu"), dtype=torch.float32)
     learner = build.make_learner(config, model)
-    before = apart(model, other)
+    before = logprob_distance(model, other)
     for _ in range(6):
         learner.learn([group()])
-    assert apart(model, other) < 0.8 * before
+    assert logprob_distance(model, other) < 0.8 * before
 
 
-def test_a_teacher_without_a_folder_is_the_base() -> None:
+def test_teacher_without_folder_is_the_base_model() -> None:
     # adv_tau 0: at the base nothing pulls; away from it the base does
     model, base = embedded(), embedded()
     learner = build.make_learner(config_of(*PULLED), model)
     assert learner.learn([group()])["grad_norm"] == 0
-    assert apart(model, base) == 0
+    assert logprob_distance(model, base) == 0
     with torch.no_grad():
-        for each in model.parameters():
-            each.mul_(0.9)
-    before = apart(model, base)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    before = logprob_distance(model, base)
     for _ in range(6):
         learner.learn([group()])
-    assert apart(model, base) < 0.8 * before
+    assert logprob_distance(model, base) < 0.8 * before
 
 
 def refused(*arguments: str) -> str:
@@ -91,58 +93,60 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_with_a_token_that_differs(
+def test_teacher_with_other_vocabulary_is_refused(
     teacher: Path,
 ) -> None:
     file = teacher / "tokenizer.json"
-    told = json.loads(file.read_text("utf-8"))
-    vocabulary = told["model"]["vocab"]
+    tokenizer = json.loads(file.read_text("utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
     five, six = vocabulary["5"], vocabulary["6"]
     vocabulary["5"], vocabulary["6"] = six, five
-    file.write_text(json.dumps(told), "utf-8")
-    words = refused(*PULLED, "--model.teacher", str(teacher))
-    assert words.startswith(f"model.teacher {teacher} has another vocabulary: '5' is token {six} ")
-    assert f"there and {five} in model.name embedded; choose a teacher with the same" in words
+    file.write_text(json.dumps(tokenizer), "utf-8")
+    message = refused(*PULLED, "--model.teacher", str(teacher))
+    assert message.startswith(
+        f"model.teacher {teacher} has another vocabulary: '5' is token {six} "
+    )
+    assert f"there and {five} in model.name embedded; choose a teacher with the same" in message
 
 
-def test_a_teacher_with_fewer_logits_is_refused(teacher: Path) -> None:
+def test_teacher_with_fewer_logits_is_refused(teacher: Path) -> None:
     model = embedded()
     model.resize_token_embeddings(model.config.vocab_size - 4)
     model.save_pretrained(teacher)
-    words = refused(*PULLED, "--model.teacher", str(teacher))
-    assert "464 tokens, but model.name embedded for 468; choose a teacher with" in words
+    message = refused(*PULLED, "--model.teacher", str(teacher))
+    assert "464 tokens, but model.name embedded for 468; choose a teacher with" in message
 
 
-def test_a_teacher_that_nobody_asks_is_refused(teacher: Path) -> None:
-    words = refused("--model.teacher", str(teacher))
-    assert words == (
+def test_teacher_without_teacher_loss_is_refused(teacher: Path) -> None:
+    message = refused("--model.teacher", str(teacher))
+    assert message == (
         f"model.teacher {teacher} is set, but loss 'reinforce' uses no teacher; "
         "remove it or choose loss 'importance' with loss.teacher_tau above 0"
     )
 
 
-def test_a_teacher_that_is_nowhere_is_refused() -> None:
+def test_missing_teacher_is_refused() -> None:
     assert "no/model" in refused(*PULLED, "--model.teacher=no/model")
 
 
-def test_a_reference_is_refreshed_as_the_settings_say() -> None:
+def test_reference_is_updated_every_ref_sync_steps() -> None:
     config = config_of("--loss.name=grpo_kl", "--train.ref-sync-steps=2")
     learner = build.make_learner(config, embedded())
     kl = [learner.learn([group()])["kl"] for _ in range(4)]
-    assert [each == 0 for each in kl] == [True, False, True, False]
+    assert [value == 0 for value in kl] == [True, False, True, False]
 
 
-def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept() -> None:
+def test_kl_term_applies_to_kept_groups_of_equal_rewards() -> None:
     equal = group_of([1, 1, 1, 1], lengths=[6, 5, 7, 4])
-    found = {}
+    rows = {}
     for keep in ("--no-train.keep-zero-std", "--train.keep-zero-std"):
         model = embedded()
         learner = build.make_learner(config_of("--loss.name=grpo_kl", "--loss.beta=1", keep), model)
         with torch.no_grad():
-            for each in model.parameters():
-                each.mul_(0.9)
-        found[keep] = learner.learn([equal])
-    left_out, kept = found.values()
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        rows[keep] = learner.learn([equal])
+    left_out, kept = rows.values()
     assert left_out["grad_norm"] == 0
     assert kept["grad_norm"] > 0 and kept["kl"] > 0
     assert left_out["frac_reward_zero_std"] == kept["frac_reward_zero_std"] == 1
@@ -150,7 +154,7 @@ def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--train.ref-sync-steps=2"],
          "train.ref_sync_steps 2 is set, but loss 'reinforce' uses no reference model; remove"),
@@ -162,10 +166,8 @@ def test_groups_of_equal_rewards_are_pulled_to_the_reference_when_they_are_kept(
          "train.ref_mixup_alpha 0.6 and lora.rank 4 exclude each other"),
     ],
 )  # fmt: skip
-def test_settings_of_a_reference_that_make_no_sense_are_refused(
-    arguments: list[str], words: str
-) -> None:
-    assert refused(*arguments).startswith(words)
+def test_reference_settings_without_effect_are_refused(arguments: list[str], message: str) -> None:
+    assert refused(*arguments).startswith(message)
 
 
 OWN = """
@@ -175,7 +177,7 @@ def held(tokens, *, beta: float = 0.5, teacher_tau: float = 0.0):
 """
 
 
-def test_a_loss_of_one_s_own_asks_by_the_names_of_its_options(
+def test_user_loss_gets_models_by_its_option_names(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "held_back.py").write_text(OWN)

@@ -1,4 +1,4 @@
-"""The worked examples of docs/custom.md, run as they stand there."""
+"""The examples of docs/custom.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config_of(tmp_path: Path, about: str) -> Config:
-    """The settings of the one block that names it."""
+    """The config of the one block that contains the text."""
     (block,) = [each for each in SETTINGS if about in each]
     file = tmp_path / "mine.toml"
     file.write_text(f'{block}\n[train]\nbatch_size = 8\ndtype = "float32"\n', "utf-8")
@@ -49,7 +49,7 @@ def learned(config: Config, *groups: Any) -> dict[str, float]:
     return build.make_learner(config, tiny_model()).learn(groups or [group_of([1, 0, 0, 0.5])])
 
 
-def test_every_block_of_the_page_is_tested_here() -> None:
+def test_page_has_the_tested_blocks() -> None:
     assert len(re.findall("```", TEXT)) == 2 * (len(MODULES) + len(SETTINGS))
     assert [name for name, _ in MODULES] == [
         "my_lab/losses.py", "my_lab/advantages.py", "my_lab/whole_step.py", "my_lab/filters.py",
@@ -58,11 +58,11 @@ def test_every_block_of_the_page_is_tested_here() -> None:
     assert len(SETTINGS) == 6
 
 
-def test_the_page_says_after_how_many_groups_a_generator_ends() -> None:
-    assert f"after {generator.MAX_FAILURES} groups in a row without one" in TEXT
+def test_page_has_the_generator_failure_limit() -> None:
+    assert f"after {generator.MAX_REWARD_FAILURES} groups in a row without one" in TEXT
 
 
-def test_the_loss_trains_and_tells_what_it_masks(tmp_path: Path) -> None:
+def test_loss_trains_and_reports_masked_tokens(tmp_path: Path) -> None:
     # ln 64 = 4.16 against guesses of ln 15 to ln 25: 2.6 to 4.3 times apart, all above 1.5
     row = learned(config_of(tmp_path, "cautious"))
     assert (row["masked/mean"], row["grad_norm"]) == (1, 0)
@@ -73,14 +73,14 @@ def test_the_loss_trains_and_tells_what_it_masks(tmp_path: Path) -> None:
     assert row["grad_norm"] > 0
 
 
-def test_the_advantage_is_scaled_as_the_settings_say(tmp_path: Path) -> None:
+def test_advantage_has_configured_scale(tmp_path: Path) -> None:
 
     advantage = build.make_advantage(config_of(tmp_path, "best_of_the_rest"))
     assert advantage([1, 0, 0.5], [3, 3, 3]) == [0.25, -0.5, -0.25]
     assert learned(config_of(tmp_path, "best_of_the_rest"))["grad_norm"] > 0
 
 
-def test_the_advantage_over_the_step_sees_all_groups(tmp_path: Path) -> None:
+def test_advantage_over_the_step_gets_all_groups(tmp_path: Path) -> None:
     from peralta_zmq.learning.advantages import advantages_of
 
     advantage = build.make_advantage(config_of(tmp_path, "centred"))
@@ -94,7 +94,7 @@ def stuttering() -> Rollout:
     return Rollout(same, plain.loss_mask, plain.logprobs, plain.policy_steps, 0.0, "stop")
 
 
-def test_the_filter_takes_out_what_it_catches(tmp_path: Path) -> None:
+def test_filter_removes_repeated_tokens(tmp_path: Path) -> None:
     from dataclasses import replace
 
     group = group_of([1, 0])
@@ -104,7 +104,7 @@ def test_the_filter_takes_out_what_it_catches(tmp_path: Path) -> None:
     assert row["filter/taken_out"] == 0.5
 
 
-def test_the_reward_is_paid_by_a_process_of_its_own(tmp_path: Path) -> None:
+def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sums")
     task: Any = registry.resolve("task", config.task.name)
     made = load_problems(task, "train", seed=0, options={"largest": 3})
@@ -116,7 +116,7 @@ def test_the_reward_is_paid_by_a_process_of_its_own(tmp_path: Path) -> None:
         assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
 
 
-def test_the_reward_in_the_place_of_the_task_s_own_takes_its_options(tmp_path: Path) -> None:
+def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")

@@ -1,16 +1,19 @@
-"""Short names, names of one's own, and the line that answers a wrong one."""
+"""Names of plug-ins, and calls of user functions with a timeout."""
 
 from __future__ import annotations
 
 import importlib
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.registry import TABLES, Kind, resolve
+from peralta_zmq.errors import ConfigError, UserCodeError
+from peralta_zmq.registry import TABLES, Kind, call_with_timeout, resolve
 
 GOOD_TASK = """
 def problems(split, seed, **options): ...
@@ -20,7 +23,7 @@ def reward(problem, completion_text): return 1.0
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of a user's own, importable as `my_lab`."""
+    """A user's package, importable as `my_lab`."""
     folder = tmp_path / "my_lab"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -32,25 +35,25 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["task", "loss", "advantage", "filter"])
-def test_every_shipped_name_resolves(kind: Kind) -> None:
+def test_shipped_names_resolve(kind: Kind) -> None:
     for name in TABLES[kind]:
         resolve(kind, name)
 
 
-def test_the_native_engine_resolves_to_what_opens_it() -> None:
+def test_native_engine_resolves_to_open_engine() -> None:
     assert getattr(resolve("engine", "native"), "__name__", "") == "NativeEngine"
 
 
-def test_the_hf_engine_resolves_to_its_class() -> None:
+def test_hf_engine_resolves_to_its_class() -> None:
     assert getattr(resolve("engine", "hf"), "__name__", "") == "HfEngine"
 
 
-def test_a_resolved_advantage_can_be_called() -> None:
+def test_resolved_advantage_is_callable() -> None:
     advantage = resolve("advantage", "group_mean")
     assert advantage([1.0, 0.0, 0.0, 1.0], [3, 3, 3, 3]) == [0.5, -0.5, -0.5, 0.5]
 
 
-def test_an_unknown_name_is_answered_with_the_menu() -> None:
+def test_unknown_name_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("loss", "x")
     menu = "decoupled_ppo, dppo, grpo, grpo_kl, gspo, importance, reinforce"
@@ -58,18 +61,18 @@ def test_an_unknown_name_is_answered_with_the_menu() -> None:
     assert str(caught.value) == expected
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+def test_misspelt_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown loss 'inforce'; did you mean reinforce\? "):
         resolve("loss", "inforce")
 
 
-def test_a_dotted_name_is_a_task_module_of_one_s_own(lab: Path) -> None:
+def test_dotted_name_resolves_to_a_task_module(lab: Path) -> None:
     (lab / "sudoku.py").write_text(GOOD_TASK)
     assert resolve("task", "my_lab.sudoku").reward.__module__ == "my_lab.sudoku"
 
 
 @pytest.mark.parametrize("name", ["my_lab.losses.mine", "my_lab.losses:mine"])
-def test_a_dotted_name_is_a_function_of_one_s_own(lab: Path, name: str) -> None:
+def test_dotted_name_resolves_to_a_function(lab: Path, name: str) -> None:
     (lab / "losses.py").write_text("def mine(): ...")
     assert getattr(resolve("loss", name), "__name__", "") == "mine"
 
@@ -82,7 +85,7 @@ def test_a_dotted_name_is_a_function_of_one_s_own(lab: Path, name: str) -> None:
         ("loss", "my_lab..mine", "invalid format: 'my_lab.:mine'"),
     ],
 )
-def test_a_dotted_name_that_leads_nowhere_is_a_config_error(
+def test_dotted_name_that_cannot_be_imported_is_refused(
     lab: Path, kind: Kind, name: str, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -90,32 +93,32 @@ def test_a_dotted_name_that_leads_nowhere_is_a_config_error(
     assert str(caught.value).startswith(f"{kind} '{name}' cannot be imported: {reason}; ")
 
 
-def test_the_library_that_a_task_of_one_s_own_misses_is_named(lab: Path) -> None:
+def test_missing_library_of_a_user_task_is_named(lab: Path) -> None:
     (lab / "needy.py").write_text("import no_such_library")
     with pytest.raises(ConfigError, match="No module named 'no_such_library'"):
         resolve("task", "my_lab.needy")
 
 
-def test_a_syntax_error_in_a_task_of_one_s_own_is_named_on_one_line(lab: Path) -> None:
+def test_syntax_error_in_a_user_task_is_one_line(lab: Path) -> None:
     (lab / "broken.py").write_text("def problems(:")
     with pytest.raises(ConfigError, match=r"my_lab\.broken.*broken\.py, line 1") as caught:
         resolve("task", "my_lab.broken")
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_without_a_reward_is_refused(lab: Path) -> None:
+def test_task_without_reward_is_refused(lab: Path) -> None:
     (lab / "half.py").write_text("def problems(split, seed): ...")
     with pytest.raises(ConfigError, match=r"task 'my_lab.half' has no reward\(\)"):
         resolve("task", "my_lab.half")
 
 
-def test_a_loss_that_is_not_callable_is_refused(lab: Path) -> None:
+def test_loss_that_is_not_callable_is_refused(lab: Path) -> None:
     (lab / "__init__.py").write_text("number = 3")
     with pytest.raises(ConfigError, match=r"loss 'my_lab\.number' is not callable"):
         resolve("loss", "my_lab.number")
 
 
-def test_only_the_part_that_a_run_asks_for_is_imported() -> None:
+def test_resolve_imports_only_the_named_plugin() -> None:
     code = """
 import sys
 from peralta_zmq.registry import resolve
@@ -126,6 +129,103 @@ print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
     assert result.stdout == "False False\n"
 
 
-def test_there_is_no_menu_of_rewards() -> None:
+def test_unknown_reward_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown reward 'x'; give the dotted name of your own"):
         resolve("reward", "x")
+
+
+# Calls of user functions.
+
+
+def forever() -> None:
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:  # noqa: BLE001  as careless code does
+            continue
+
+
+def test_call_returns_the_result() -> None:
+    assert call_with_timeout("sum", lambda a, *, b: a + b)(1, b=2) == 3
+
+
+def test_hanging_call_is_interrupted_and_named() -> None:
+    with pytest.raises(UserCodeError, match=r"mine did not return within 0\.1 s"):
+        call_with_timeout("mine", forever, seconds=0.1)()
+
+
+def test_peralta_error_is_not_wrapped() -> None:
+    def misconfigured() -> None:
+        raise ConfigError("loss.beta needs a reference")
+
+    with pytest.raises(ConfigError, match="needs a reference"):
+        call_with_timeout("mine", misconfigured)()
+
+
+def test_exception_is_reported_with_line_on_one_line() -> None:
+    def broken() -> None:
+        raise ValueError("two\nlines")
+
+    with pytest.raises(
+        UserCodeError, match=r"mine raised ValueError: two lines \(.*py, line"
+    ) as caught:
+        call_with_timeout("mine", broken)()
+    assert "\n" not in str(caught.value)
+
+
+def test_call_restores_an_earlier_alarm() -> None:
+    alarms: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: alarms.append(number))
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        call_with_timeout("mine", lambda: None, seconds=30)()
+        deadline = time.monotonic() + 10
+        while not alarms and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+    assert alarms == [signal.SIGALRM]
+
+
+STUCK = """
+import hashlib, sys, threading
+from peralta_zmq import registry
+registry.INTERRUPT_SECONDS = 0.2
+call = registry.call_with_timeout(
+    "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
+)
+if "thread" in sys.argv:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+else:
+    call()
+"""
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_uninterruptible_call_ends_the_process(where: str) -> None:
+    command = [sys.executable, "-c", STUCK, where]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("loss 'mine' did not return within 0.2 s and cannot be inter")
+    assert result.stderr.count("\n") == 1
+
+
+def test_call_leaves_no_thread() -> None:
+    before = threading.active_count()
+    for _ in range(5):
+        call_with_timeout("mine", lambda: None, seconds=30)()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_call_works_in_another_thread() -> None:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(call_with_timeout("mine", lambda: 3)()))
+    thread.start()
+    thread.join()
+    assert results == [3]

@@ -1,7 +1,7 @@
-"""Arithmetic out of a stranger's hands: one expression in, one exact rational out, or ValueError.
+"""Safe evaluation of untrusted arithmetic: an expression to an exact rational, or ValueError.
 
-Knows digits, + - * / // % ** and parentheses as Python reads them, within bounds that are checked
-before anything is computed. Knows nothing of tasks, rewards or models; never calls `eval`.
+Accepts numbers, + - * / // % ** and parentheses with Python's precedence. Bounds on length, depth
+and magnitude are checked before anything is computed; `eval` is never called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 MAX_LENGTH = 256  # characters, without the whitespace around the expression
 MAX_NODES = 128  # numbers and operations
 MAX_DEPTH = 40  # of parentheses, and of operations inside operations
-MAX_MAGNITUDE = 10**15  # of every numerator and denominator on the way
+MAX_MAGNITUDE = 10**15  # of every intermediate numerator and denominator
 MAX_EXPONENT = 64
 CHARACTERS = frozenset("0123456789.+-*/%() \n\t")
 
@@ -30,12 +30,12 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)  # siblings share a target, and often say the same
+@functools.lru_cache(maxsize=4096)  # rollouts of a group share the target and often the text
 def evaluate(text: str) -> Fraction:
-    """The exact value of an arithmetic expression, whitespace around it ignored.
+    """The exact value of an arithmetic expression, surrounding whitespace ignored.
 
-    Raises ValueError with the reason for everything else: other characters, other syntax,
-    a division by zero, a fractional exponent, or a bound that is exceeded.
+    Raises ValueError for other characters or syntax, a division by zero, a fractional exponent, and
+    an exceeded bound.
     """
     source = text.strip()
     _check_text(source)
@@ -46,19 +46,19 @@ def evaluate(text: str) -> Fraction:
 
 
 def _check_text(source: str) -> None:
-    """Refuse what the parser need not see."""
+    """Raise ValueError for text that the parser must not get."""
     if not source:
         raise ValueError("an empty text")
     if len(source) > MAX_LENGTH:
         raise ValueError(f"more than {MAX_LENGTH} characters")
-    if strange := sorted(set(source) - CHARACTERS):
-        raise ValueError(f"{strange[0]!a} is not arithmetic")
+    if foreign := sorted(set(source) - CHARACTERS):
+        raise ValueError(f"{foreign[0]!a} is not arithmetic")
     if max(accumulate((char == "(") - (char == ")") for char in source)) > MAX_DEPTH:
         raise ValueError(f"parentheses deeper than {MAX_DEPTH}")
 
 
 def _parse(source: str) -> ast.expr:
-    """The expression as a tree; only the charset above reaches this."""
+    """The syntax tree of a text that consists of CHARACTERS."""
     try:
         return ast.parse(source, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError, OverflowError):
@@ -66,7 +66,7 @@ def _parse(source: str) -> ast.expr:
 
 
 def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
-    """The value of one node, all bounds checked; `lines` hold the text of decimal literals."""
+    """The value of a node within the bounds; `lines` is the source, for decimal literals."""
     if depth > MAX_DEPTH:
         raise ValueError(f"operations deeper than {MAX_DEPTH}")
     match node:
@@ -87,7 +87,7 @@ def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
 
 
 def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
-    """A number as it is written: 0.1 is one tenth, not the nearest double."""
+    """The exact value of a literal: 0.1 is one tenth, not the nearest double."""
     if type(node.value) not in (int, float):
         raise ValueError("not arithmetic")
     return Fraction(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
@@ -101,7 +101,7 @@ def _binary(kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Both are bounded, so that the result has at most 64 times the digits of the base."""
+    """Both operands are bounded: the result has at most 64 times the digits of the base."""
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
     if abs(exponent) > MAX_EXPONENT:

@@ -153,12 +153,12 @@ def seconds_of(text: str) -> float:
 
 
 @pytest.mark.parametrize(("text", "value"), BY_HAND)
-def test_an_expression_has_the_value_worked_out_by_hand(text: str, value: Fraction | int) -> None:
+def test_evaluate_equals_value_by_hand(text: str, value: Fraction | int) -> None:
     assert evaluate(text) == value
 
 
 @pytest.mark.parametrize(("text", "reason"), REFUSED)
-def test_anything_else_is_refused_with_its_reason(text: str, reason: str) -> None:
+def test_evaluate_refuses_other_text_with_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         evaluate(text)
 
@@ -167,50 +167,50 @@ def test_decimal_literals_are_exact() -> None:
     assert evaluate("0.1 + 0.2") == Fraction(3, 10)
 
 
-def test_a_third_is_not_its_rounded_decimal() -> None:
+def test_third_differs_from_its_rounded_decimal() -> None:
     assert evaluate("1 / 3") != evaluate("0.333333333333333")
 
 
-def test_a_literal_on_the_second_line_is_read_from_the_second_line() -> None:
+def test_literal_on_second_line_is_read() -> None:
     assert evaluate("(0.25 +\n0.5)") == Fraction(3, 4)
 
 
-def test_forty_parentheses_are_not_too_deep() -> None:
+def test_forty_parentheses_are_allowed() -> None:
     assert evaluate("(" * 40 + "1" + ")" * 40) == 1
 
 
-def test_thirty_nine_signs_before_a_number_are_not_too_deep() -> None:
+def test_39_signs_before_a_number_are_allowed() -> None:
     assert evaluate("-" * 39 + "1") == -1
 
 
-def test_sixty_four_numbers_are_not_too_many() -> None:
+def test_64_numbers_are_allowed() -> None:
     eight = "+".join(["1"] * 8)
     assert evaluate("+".join([f"({eight})"] * 8)) == 64  # 64 numbers and 63 sums
 
 
-def test_sixty_five_numbers_are_too_many() -> None:
+def test_65_numbers_are_refused() -> None:
     eight = "+".join(["1"] * 8)
     with pytest.raises(ValueError, match="more than 128 numbers"):
         evaluate("1+" + "+".join([f"({eight})"] * 8))  # 65 numbers and 64 sums
 
 
-def test_256_characters_are_not_too_long() -> None:
+def test_256_characters_are_allowed() -> None:
     assert evaluate("1 +" + " " * 252 + "1") == 2
 
 
-def test_an_exponent_is_refused_before_the_power_is_computed() -> None:
+def test_large_exponent_is_refused_before_computing() -> None:
     assert seconds_of("9**999999999999") < WORST_SECONDS
 
 
 @pytest.mark.parametrize("text", COSTLY)
-def test_the_costliest_texts_take_less_than_ten_milliseconds(text: str) -> None:
+def test_most_expensive_texts_take_under_10_ms(text: str) -> None:
     assert seconds_of(text) < WORST_SECONDS
 
 
 @pytest.mark.parametrize(
     "count", [20_000, pytest.param(200_000, marks=[pytest.mark.chaos, pytest.mark.timeout(600)])]
 )
-def test_jumbles_raise_nothing_but_value_error_within_ten_milliseconds(count: int) -> None:
+def test_random_tokens_raise_only_value_error_in_10_ms(count: int) -> None:
     draw = random.Random(27)
     jumbles = ["".join(draw.choices(PIECES, k=draw.randint(1, 60))) for _ in range(count // 2)]
     for _ in range(count // 2):
@@ -223,13 +223,13 @@ def test_jumbles_raise_nothing_but_value_error_within_ten_milliseconds(count: in
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=300))
-def test_no_text_raises_anything_but_value_error(text: str) -> None:
+def test_random_text_raises_only_value_error(text: str) -> None:
     outcome(text)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
-def test_no_jumble_of_signs_raises_anything_but_value_error(text: str) -> None:
+def test_random_operators_raise_only_value_error(text: str) -> None:
     outcome(text)
 
 
@@ -257,20 +257,20 @@ def by_python(text: str) -> Fraction | None:
 
 @settings(max_examples=500, deadline=None)
 @given(expressions())
-def test_every_value_is_the_one_python_gives(text: str) -> None:
+def test_evaluate_equals_python(text: str) -> None:
     value = outcome(text)
     assert value is None or value == by_python(text)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(1, 9)), max_size=10))
-def test_small_expressions_are_never_refused(terms: list[tuple[str, int]]) -> None:
+def test_small_expressions_are_accepted(terms: list[tuple[str, int]]) -> None:
     text = "5" + "".join(f" {sign} {number}" for sign, number in terms)
     assert outcome(text) == by_python(text)
 
 
 @pytest.mark.parametrize("name", SHIPPED[:3])
-def test_every_shipped_target_has_the_value_python_gives(name: str) -> None:
+def test_shipped_targets_equal_python(name: str) -> None:
     column = "python_expression"
     targets = [row.columns[column] for row in read_rows(name, columns=[column])]
     assert [evaluate(target) for target in targets] == [by_python(target) for target in targets]

@@ -16,7 +16,7 @@ PROBLEM = Problem("p", "countdown", (), "3 7 7 = 28")
 @pytest.mark.parametrize(
     "text", ["7 * (7 - 3)", " (7-3)*7 \n", "7 * 7 - 7 * 3 + 0", "-(3 - 7) * 7"]
 )
-def test_only_what_uses_every_number_once_is_paid(text: str) -> None:
+def test_expression_with_every_number_once_earns_one(text: str) -> None:
     assert countdown.reward(PROBLEM, text) == float("0" not in text)
 
 
@@ -34,22 +34,22 @@ def test_only_what_uses_every_number_once_is_paid(text: str) -> None:
         "",
     ],
 )
-def test_everything_else_is_not_paid(text: str) -> None:
+def test_other_expressions_earn_zero(text: str) -> None:
     assert countdown.reward(PROBLEM, text) == 0.0
 
 
-def test_other_operations_are_not_of_the_game() -> None:
+def test_other_operators_earn_zero() -> None:
     power = Problem("p", "countdown", (), "2 3 = 8")
     assert countdown.reward(power, "2 ** 3") == 0.0
     assert countdown.reward(Problem("p", "countdown", (), "2 4 = 8"), "2 * 4") == 1.0
 
 
-def test_a_row_without_a_target_is_left_out(tmp_path: Path) -> None:
+def test_row_without_target_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("prompt,answer\nmake 5.,2 3 = 5\nmake 6.,2 3 6\n")
     assert [each.answer for each in countdown.problems("train", 0, train=str(file))] == ["2 3 = 5"]
 
 
-def test_a_problem_without_a_target_is_an_error_and_no_zero() -> None:
+def test_problem_without_target_is_an_error() -> None:
     with pytest.raises(TaskError, match=r"problem p: the answer '28' is not numbers = target"):
         countdown.reward(Problem("p", "countdown", (), "28"), "28")

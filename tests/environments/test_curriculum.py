@@ -1,32 +1,35 @@
-"""Generators share the draws of a run without a word and resume without state."""
+"""Order of problems, split between generators, and difficulty pools."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import chain, islice
 
 import pytest
 
 from peralta_zmq.environments.curriculum import (
+    DifficultyPools,
     ProblemSampler,
     apportion,
     assigned_samples,
+    is_excluded,
     problem_order,
 )
 from peralta_zmq.errors import TaskError
 
 
-def drawn(draws: ProblemSampler, num_draws: int, **place: int) -> list[int]:
-    """The first positions of a walk."""
-    place = {"index": 0, "count": 1} | place
-    return [position for _, position in islice(assigned_samples(draws, **place), num_draws)]
+def positions_of(sampler: ProblemSampler, num_samples: int, **share: int) -> list[int]:
+    """The positions of the first assigned samples."""
+    share = {"index": 0, "count": 1} | share
+    return [position for _, position in islice(assigned_samples(sampler, **share), num_samples)]
 
 
-def test_an_epoch_holds_every_problem_once() -> None:
+def test_epoch_has_every_problem_once() -> None:
     assert sorted(problem_order(100, seed=1, epoch=0)) == list(range(100))
 
 
-def test_the_order_is_the_same_on_every_machine() -> None:
+def test_problem_order_is_fixed_for_all_machines() -> None:
     assert problem_order(8, seed=0, epoch=0) == (5, 2, 3, 0, 7, 1, 4, 6)
 
 
@@ -39,58 +42,56 @@ def test_the_order_is_the_same_on_every_machine() -> None:
         ({"seed": 1, "epoch": 11}, {"seed": 11, "epoch": 1}),  # not run together
     ],
 )
-def test_another_seed_or_epoch_has_another_order(
+def test_problem_order_depends_on_seed_and_epoch(
     one: dict[str, int], other: dict[str, int]
 ) -> None:
     assert problem_order(100, **one) != problem_order(100, **other)
 
 
 @pytest.mark.parametrize(("num_problems", "count"), [(100, 2), (100, 3), (10, 10), (7, 4), (3, 5)])
-def test_the_generators_do_every_problem_once_before_one_comes_again(
-    num_problems: int, count: int
-) -> None:
-    draws = ProblemSampler([num_problems], seed=5)
-    made = chain.from_iterable(
-        islice(assigned_samples(draws, index=index, count=count), 4 * num_problems)
+def test_generators_cover_each_epoch_exactly_once(num_problems: int, count: int) -> None:
+    sampler = ProblemSampler([num_problems], seed=5)
+    assigned = chain.from_iterable(
+        islice(assigned_samples(sampler, index=index, count=count), 4 * num_problems)
         for index in range(count)
     )
-    positions = [position for _, position in sorted(made)]
+    positions = [position for _, position in sorted(assigned)]
     for epoch in range(4):
-        dealt = positions[epoch * num_problems : (epoch + 1) * num_problems]
-        assert sorted(dealt) == list(range(num_problems))
+        epoch_positions = positions[epoch * num_problems : (epoch + 1) * num_problems]
+        assert sorted(epoch_positions) == list(range(num_problems))
 
 
-def test_a_walk_goes_through_one_epoch_after_the_other() -> None:
+def test_single_generator_visits_epochs_in_order() -> None:
     epochs = [problem_order(4, seed=9, epoch=epoch) for epoch in range(3)]
-    assert drawn(ProblemSampler([4], seed=9), 12) == list(chain.from_iterable(epochs))
+    assert positions_of(ProblemSampler([4], seed=9), 12) == list(chain.from_iterable(epochs))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 6])
 @pytest.mark.parametrize("skipped", [0, 1, 3, 29])
 @pytest.mark.parametrize("ratios", [None, (1.0, 3.0)])
-def test_a_walk_goes_on_after_any_draw(
+def test_assignment_resumes_from_any_sample(
     index: int, skipped: int, ratios: tuple[float, ...] | None
 ) -> None:
-    draws = ProblemSampler([3, 2], seed=3, ratios=ratios)
-    whole = list(islice(assigned_samples(draws, index=index, count=7), 40))
-    rest = assigned_samples(draws, index=index, count=7, start=whole[skipped][0])
+    sampler = ProblemSampler([3, 2], seed=3, ratios=ratios)
+    whole = list(islice(assigned_samples(sampler, index=index, count=7), 40))
+    rest = assigned_samples(sampler, index=index, count=7, start=whole[skipped][0])
     assert list(islice(rest, 40 - skipped)) == whole[skipped:]
 
 
-def test_a_walk_starts_with_its_first_own_draw_from_the_start_on() -> None:
-    draws = ProblemSampler([100], seed=0)
+def test_assignment_starts_with_first_own_sample() -> None:
+    sampler = ProblemSampler([100], seed=0)
     firsts = [
-        next(assigned_samples(draws, index=index, count=3, start=10))[0] for index in range(3)
+        next(assigned_samples(sampler, index=index, count=3, start=10))[0] for index in range(3)
     ]
     assert firsts == [12, 10, 11]
 
 
-def test_a_walk_far_ahead_starts_at_once() -> None:
-    assert len(drawn(ProblemSampler([5], seed=0), 3, start=10**15)) == 3
-    assert len(drawn(ProblemSampler([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
+def test_assignment_far_ahead_starts_at_once() -> None:
+    assert len(positions_of(ProblemSampler([5], seed=0), 3, start=10**15)) == 3
+    assert len(positions_of(ProblemSampler([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
 
 
-def test_nothing_to_draw_is_refused() -> None:
+def test_empty_train_set_is_refused() -> None:
     with pytest.raises(TaskError, match="no problems"):
         ProblemSampler([0], seed=0)
 
@@ -108,52 +109,147 @@ def test_nothing_to_draw_is_refused() -> None:
         ((1, 1e9), (1, 999)),
     ],
 )
-def test_shares_come_out_in_every_thousand_draws(
+def test_ratios_are_exact_in_every_block(
     ratios: tuple[float, ...], expected: tuple[int, ...]
 ) -> None:
     assert apportion(ratios, 1000) == expected
     sizes = [7] * len(ratios)
-    draws = ProblemSampler(sizes, seed=1, ratios=ratios)
+    sampler = ProblemSampler(sizes, seed=1, ratios=ratios)
     for block in range(2):
-        found = Counter(
-            draws.environment(position) for position in drawn(draws, 1000, start=1000 * block)
+        counts = Counter(
+            sampler.environment(position)
+            for position in positions_of(sampler, 1000, start=1000 * block)
         )
-        assert tuple(found[env] for env in range(len(ratios))) == expected
+        assert tuple(counts[env] for env in range(len(ratios))) == expected
 
 
-def test_without_ratios_every_problem_has_the_same_share() -> None:
-    draws = ProblemSampler([30, 10], seed=2)
-    found = Counter(draws.environment(position) for position in drawn(draws, 40))
-    assert found == {0: 30, 1: 10}
+def test_without_ratios_problems_are_sampled_equally() -> None:
+    sampler = ProblemSampler([30, 10], seed=2)
+    counts = Counter(sampler.environment(position) for position in positions_of(sampler, 40))
+    assert counts == {0: 30, 1: 10}
 
 
-def test_each_environment_is_dealt_out_before_it_comes_again() -> None:
-    draws = ProblemSampler([50, 4], seed=2, ratios=(1, 1))
-    small = [p for p in drawn(draws, 1000) if draws.environment(p) == 1]
+def test_each_environment_has_its_own_epochs() -> None:
+    sampler = ProblemSampler([50, 4], seed=2, ratios=(1, 1))
+    small = [p for p in positions_of(sampler, 1000) if sampler.environment(p) == 1]
     for epoch in range(len(small) // 4):
         assert sorted(small[4 * epoch : 4 * epoch + 4]) == [50, 51, 52, 53]
 
 
-def test_a_draw_is_the_same_for_every_number_of_generators() -> None:
-    draws = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
-    alone = dict(islice(assigned_samples(draws, index=0, count=1), 300))
+def test_position_does_not_depend_on_generator_count() -> None:
+    sampler = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
+    single = dict(islice(assigned_samples(sampler, index=0, count=1), 300))
     for index in range(4):
-        for draw, position in islice(assigned_samples(draws, index=index, count=4), 50):
-            assert alone[draw] == position
+        for sample_index, position in islice(assigned_samples(sampler, index=index, count=4), 50):
+            assert single[sample_index] == position
 
 
-# Resting problems.
+# Excluded problems.
 
 
-def test_resting_problems_are_passed_over() -> None:
-    draws = ProblemSampler([10], seed=0)
-    awake = assigned_samples(draws, index=0, count=1, excluded=lambda position: position < 8)
-    assert {position for _, position in islice(awake, 20)} == {8, 9}
+def test_excluded_problems_are_skipped() -> None:
+    sampler = ProblemSampler([10], seed=0)
+    assigned = assigned_samples(sampler, index=0, count=1, excluded=lambda position: position < 8)
+    assert {position for _, position in islice(assigned, 20)} == {8, 9}
 
 
-def test_a_walk_where_all_rest_does_not_hang() -> None:
-    draws = ProblemSampler([10], seed=0)
-    asleep = assigned_samples(
-        draws, index=0, count=1, excluded=lambda position: True, max_skipped=100
+def test_assignment_with_all_excluded_does_not_hang() -> None:
+    sampler = ProblemSampler([10], seed=0)
+    assigned = assigned_samples(
+        sampler, index=0, count=1, excluded=lambda position: True, max_skipped=100
     )
-    assert [draw for draw, _ in islice(asleep, 2)] == [99, 199]
+    assert [sample_index for sample_index, _ in islice(assigned, 2)] == [99, 199]
+
+
+# Difficulty pools.
+
+IDS = ["a", "b", "c", "d", "a"]  # "a" is at two positions
+
+
+def new_pools(**options: object) -> DifficultyPools:
+    return DifficultyPools(IDS, **{"easy_threshold": 0.8, "hard_threshold": 0.2, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mean", "pool"),
+    [(1.0, "easy"), (0.8, "easy"), (0.79, "normal"), (0.21, "normal"), (0.2, "hard"), (0, "hard")],
+)
+def test_thresholds_are_inclusive(mean: float, pool: str) -> None:
+    pools = new_pools()
+    pools.update("b", mean)
+    assert pools.pool_of("b") == pool
+
+
+def test_problem_is_excluded_at_all_its_positions() -> None:
+    pools = new_pools()
+    assert pools.excluded == b""
+    pools.update("a", 1.0)
+    assert [is_excluded(pools.excluded, position) for position in range(6)] == [
+        True, False, False, False, True, False,
+    ]  # fmt: skip
+    assert pools.sizes() == {"normal": 3, "easy": 1, "hard": 0}
+
+
+def test_newer_group_moves_a_problem_again() -> None:
+    pools = new_pools()
+    for mean, pool in ((1.0, "easy"), (0.0, "hard"), (0.5, "normal")):
+        pools.update("a", mean)
+        assert pools.pool_of("a") == pool
+    assert pools.excluded == b""
+
+
+def test_without_thresholds_nothing_is_excluded() -> None:
+    pools = new_pools(easy_threshold=None, hard_threshold=None)
+    for problem_id in IDS:
+        pools.update(problem_id, 1.0)
+    assert not pools.active
+    assert pools.excluded == b""
+
+
+def test_single_threshold_works() -> None:
+    pools = new_pools(hard_threshold=None)
+    pools.update("a", 0.0)
+    pools.update("b", 1.0)
+    assert (pools.pool_of("a"), pools.pool_of("b")) == ("normal", "easy")
+
+
+def test_empty_normal_pool_is_refilled() -> None:
+    pools = new_pools()
+    for problem_id, mean in (("a", 1.0), ("b", 0.0), ("c", 1.0)):
+        assert pools.update(problem_id, mean) == 0
+    assert pools.update("d", 0.0) == 4
+    assert pools.sizes() == {"normal": 4, "easy": 0, "hard": 0}
+
+
+def test_unknown_problem_changes_nothing() -> None:
+    pools = new_pools()
+    pools.update("z", 1.0)
+    assert pools.saved() == {"easy": [], "hard": []}
+
+
+def test_saved_pools_are_restored_without_missing_problems() -> None:
+    pools = new_pools()
+    pools.update("a", 1.0)
+    pools.update("b", 0.0)
+    saved = json.loads(json.dumps(pools.saved()))
+    again, other = new_pools(), DifficultyPools(["b"], easy_threshold=1)
+    again.restore(saved)
+    other.restore(saved)
+    assert again.saved() == pools.saved() == {"easy": ["a"], "hard": ["b"]}
+    assert again.excluded == pools.excluded
+    assert other.saved() == {"easy": [], "hard": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("easy", "hard", "sizes"), [(0, 0, (40, 20)), (0.5, 0.1, (20, 18)), (1, 1, (0, 0))]
+)
+def test_return_some_returns_the_fractions(
+    easy: float, hard: float, sizes: tuple[int, int]
+) -> None:
+    names = [str(number) for number in range(100)]
+    pools = DifficultyPools(names, easy_threshold=0.8, hard_threshold=0.2)
+    for number, name in enumerate(names):
+        pools.update(name, 1.0 if number < 40 else 0.0 if number < 60 else 0.5)
+    num_returned = pools.return_some(easy_fraction=easy, hard_fraction=hard, seed=3)
+    assert (pools.sizes()["easy"], pools.sizes()["hard"]) == sizes
+    assert num_returned == 60 - sum(sizes)

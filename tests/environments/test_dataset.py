@@ -36,17 +36,17 @@ def error_of(source: str) -> str:
     return str(caught.value)
 
 
-def test_csv_rows_carry_the_line_an_editor_shows(write: Write) -> None:
+def test_csv_rows_have_line_numbers(write: Write) -> None:
     path = write("x.csv", 'q,a\n"one,\nand two",3\n\nfour,4\n')
     assert rows_of(path) == [(2, {"q": "one,\nand two", "a": "3"}), (5, {"q": "four", "a": "4"})]
 
 
-def test_jsonl_rows_carry_the_line_an_editor_shows(write: Write) -> None:
+def test_jsonl_rows_have_line_numbers(write: Write) -> None:
     path = write("x.jsonl", '{"q": "one", "a": "1"}\n\n{"a": "2", "q": "two"}')
     assert rows_of(path) == [(1, {"q": "one", "a": "1"}), (3, {"q": "two", "a": "2"})]
 
 
-def test_the_same_rows_come_from_windows_line_ends(write: Write) -> None:
+def test_windows_line_ends_give_the_same_rows(write: Write) -> None:
     assert rows_of(write("x.csv", "q,a\r\none,1\r\n")) == [(2, {"q": "one", "a": "1"})]
 
 
@@ -55,26 +55,26 @@ def test_line_ends_inside_quotes_are_kept(write: Write) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])
-def test_a_byte_order_mark_is_no_part_of_the_first_column(write: Write, name: str) -> None:
+def test_byte_order_mark_is_removed(write: Write, name: str) -> None:
     content = "q,a\none,1\n" if name == "x.csv" else '{"q": "one", "a": "1"}\n'
     assert rows_of(write(name, b"\xef\xbb\xbf" + content.encode()))[0][1] == {"q": "one", "a": "1"}
 
 
-def test_columns_nobody_asked_for_are_ignored(write: Write) -> None:
+def test_other_columns_are_ignored(write: Write) -> None:
     assert rows_of(write("x.csv", "id,a,q,note\n7,1,one,\n")) == [(2, {"q": "one", "a": "1"})]
 
 
-def test_json_of_any_kind_is_tolerated_in_columns_nobody_asked_for(write: Write) -> None:
+def test_other_json_columns_may_have_any_type(write: Write) -> None:
     path = write("x.jsonl", '{"q": "one", "a": "1", "tags": [null, NaN]}')
     assert rows_of(path) == [(1, {"q": "one", "a": "1"})]
 
 
-def test_json_numbers_keep_their_spelling(write: Write) -> None:
+def test_json_numbers_keep_their_text(write: Write) -> None:
     path = write("x.jsonl", '{"q": 7, "a": 0.10000000000000000001}')
     assert rows_of(path) == [(1, {"q": "7", "a": "0.10000000000000000001"})]
 
 
-def test_a_line_separator_inside_json_text_does_not_end_the_line(write: Write) -> None:
+def test_unicode_line_separator_does_not_end_a_jsonl_line(write: Write) -> None:
     path = write("x.jsonl", '{"q": "one\u2028two", "a": "1"}')
     assert rows_of(path) == [(1, {"q": "one\u2028two", "a": "1"})]
 
@@ -82,29 +82,29 @@ def test_a_line_separator_inside_json_text_does_not_end_the_line(write: Write) -
 @pytest.mark.parametrize(
     ("name", "count"), [("math_1k", 1000), ("math_250", 250), ("math_10k", 10_000)]
 )
-def test_a_shipped_set_is_read_by_its_name(name: str, count: int) -> None:
+def test_shipped_data_set_is_read_by_name(name: str, count: int) -> None:
     columns = ("natural_language", "python_expression")
     rows = read_rows(name, columns=columns)
     assert [row.number for row in rows] == list(range(2, count + 2))
 
 
-def test_an_unknown_name_is_answered_with_the_menu_and_the_nearest() -> None:
+def test_unknown_data_set_is_refused_with_choices() -> None:
     error = error_of("math_1kk")
     assert "no data set or file 'math_1kk', did you mean 'math_1k'?" in error
     assert "choose one of math_1k, math_250, math_10k" in error
 
 
-def test_a_shipped_name_with_a_suffix_is_answered_with_the_name() -> None:
+def test_shipped_name_with_suffix_suggests_the_name() -> None:
     assert "did you mean 'math_250'?" in error_of("data/math_250.csv")
 
 
-def test_a_misspelt_path_is_answered_with_its_neighbour(write: Write) -> None:
+def test_misspelt_path_suggests_a_file_of_the_folder(write: Write) -> None:
     path = write("problems.csv", "q,a\none,1\n")
     assert f"did you mean '{path}'?" in error_of(path.replace("problems", "problms"))
 
 
 @pytest.mark.parametrize("source", ["", "\x00", "a" * 5000, "~no-such-user/x.csv", "/"])
-def test_a_name_that_no_file_can_have_is_an_ordinary_mistake(source: str) -> None:
+def test_impossible_file_name_is_a_task_error(source: str) -> None:
     assert "no data set or file" in error_of(source)
 
 
@@ -135,9 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_file_that_cannot_be_used_is_refused_with_the_line_and_the_reason(
-    write: Write, case: str
-) -> None:
+def test_unusable_file_is_refused_with_line_and_reason(write: Write, case: str) -> None:
     name, content, message = REFUSED[case]
     path = write(name, content)
     error = error_of(path)
@@ -146,12 +144,12 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_line_and_the_reason(
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_every_error_is_one_line(write: Write, case: str) -> None:
+def test_errors_are_one_line(write: Write, case: str) -> None:
     name, content, _ = REFUSED[case]
     assert not re.search(r"[\r\n]", error_of(write(name, content)))
 
 
-def test_tokens_may_stand_in_for_the_prompt(write: Write) -> None:
+def test_input_token_ids_may_replace_the_prompt(write: Write) -> None:
     path = write("x.jsonl", '{"input_token_ids": [5, 0, 17], "a": "1"}\n{"q": "one", "a": "2"}')
     rows = read_rows(path, columns=("a",), prompt_column="q")
     assert [row.columns for row in rows] == [
@@ -160,7 +158,7 @@ def test_tokens_may_stand_in_for_the_prompt(write: Write) -> None:
     ]
 
 
-def test_a_row_with_neither_prompt_nor_tokens_is_refused(write: Write) -> None:
+def test_row_without_prompt_and_tokens_is_refused(write: Write) -> None:
     path = write("x.csv", "a,b\n1,2\n")
     with pytest.raises(TaskError, match=r"line 1: no column 'q'; the columns are 'a', 'b'"):
         read_rows(path, columns=("a",), prompt_column="q")

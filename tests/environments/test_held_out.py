@@ -1,4 +1,4 @@
-"""pass@k and avg@k by hand, and examples that are all answered whoever dies."""
+"""pass@k and avg@n by hand, and the split of the examples between generators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_pass_at_k_by_hand(num_answers: int, num_right: int, k: int, expected: f
 
 
 @pytest.mark.parametrize("num_right", range(7))
-def test_pass_at_k_is_the_share_of_all_choices_with_a_right_answer(num_right: int) -> None:
+def test_pass_at_k_equals_enumeration(num_right: int) -> None:
     answers = [True] * num_right + [False] * (6 - num_right)
     for k in range(1, 7):
         chosen = [any(each) for each in combinations(answers, k)]
@@ -50,11 +50,11 @@ def test_eval_metrics_of_two_environments_by_hand() -> None:
     )
 
 
-def test_three_answers_have_a_pass_at_three() -> None:
+def test_three_answers_give_pass_at_3() -> None:
     assert list(eval_metrics({"a": [[1, 0, 0]]})) == ["a/avg@3", "a/pass@1", "a/pass@2", "a/pass@3"]
 
 
-def test_an_evaluation_ends_with_its_last_example() -> None:
+def test_evaluation_is_complete_with_its_last_example() -> None:
     made = Evaluation(5, PROBLEMS, rollouts_per_example=2)
     assert not made.expects("9", 2)  # no example of ours
     assert not made.expects("1", 1)  # of other settings
@@ -69,7 +69,7 @@ def test_an_evaluation_ends_with_its_last_example() -> None:
     assert made.policy_steps == [5, 6, 7]
 
 
-def test_generators_begin_with_their_shares_and_then_help_out_from_the_end() -> None:
+def test_generators_do_their_share_and_then_the_others() -> None:
     def todo(index: int) -> list[int]:
         return list(examples_for(7, index=index, count=2, answered=lambda place: place == 4))
 
@@ -77,7 +77,7 @@ def test_generators_begin_with_their_shares_and_then_help_out_from_the_end() -> 
     assert todo(1) == [1, 3, 5, 6, 2, 0]
 
 
-def test_whoever_lives_answers_every_example() -> None:
+def test_any_single_generator_answers_every_example() -> None:
     for count in (1, 2, 5, 9):
         for index in range(count):
             todo = examples_for(7, index=index, count=count, answered=lambda place: False)

@@ -27,18 +27,18 @@ def problem(answer: str) -> Problem:
         ("64", "I do not know", 0.0),
     ],
 )
-def test_equal_values_are_paid(target: str, said: str, worth: float) -> None:
+def test_equal_values_earn_one(target: str, said: str, worth: float) -> None:
     pytest.importorskip("math_verify")
     assert math_answers.reward(problem(target), said) == worth
 
 
-def test_a_target_that_is_no_mathematics_is_an_error_and_no_zero() -> None:
+def test_target_that_cannot_be_parsed_is_an_error() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(TaskError, match=r"problem p: the answer .* is not mathematics"):
         math_answers.reward(problem(""), "1")
 
 
-def test_without_the_library_the_task_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     math_answers._library.cache_clear()
     math_answers._parse_target.cache_clear()

@@ -1,4 +1,4 @@
-"""From settings to the loss, the advantages and the filters, and what is refused on the way."""
+"""Loss, advantage and filters from the config; refused options and failing user functions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tokens_of(pi: float = -1.0) -> Tokens:
     )
 
 
-def refusal(function: Callable[[Config], Any], *arguments: str) -> str:
+def error_of(function: Callable[[Config], Any], *arguments: str) -> str:
     with pytest.raises((ConfigError, UserCodeError)) as caught:
         function(config_of(*arguments))
     assert len(str(caught.value).splitlines()) == 1
@@ -80,7 +80,7 @@ def filters(config: Config) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", registry.TABLES["loss"])
-def test_every_shipped_loss_trains_with_its_defaults(name: str) -> None:
+def test_shipped_loss_trains_with_defaults(name: str) -> None:
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
     learner = build.make_learner(config_of("--loss.name", name, "--train.dtype=float32"), model)
@@ -90,43 +90,45 @@ def test_every_shipped_loss_trains_with_its_defaults(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", registry.TABLES["advantage"])
-def test_every_shipped_estimator_trains_with_its_defaults(name: str) -> None:
+def test_shipped_advantage_trains_with_defaults(name: str) -> None:
     config = config_of("--advantage.name", name, "--train.dtype=float32")
     row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])])
     assert row["grad_norm"] > 0
 
 
-def test_an_option_reaches_its_loss() -> None:
+def test_loss_option_is_bound() -> None:
     # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
     loss = build.make_loss(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
     assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
 
 
-def test_an_option_reaches_its_estimator() -> None:
+def test_advantage_option_is_bound() -> None:
     advantage = build.make_advantage(
         config_of("--advantage.name=group_zscore", "--advantage.ddof=1", "--advantage.eps=0")
     )
     assert advantage([1, 0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-def test_an_option_of_other_losses_is_refused_with_those_that_take_it() -> None:
+def test_option_of_other_losses_is_refused_with_their_names() -> None:
     expected = (
         "loss.c_clip is not an option of loss 'reinforce'; "
         "remove it or set loss.name to grpo or decoupled_ppo"
     )
-    assert refusal(build.make_loss, "--loss.c-clip=3") == expected
+    assert error_of(build.make_loss, "--loss.c-clip=3") == expected
 
 
-def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> None:
-    words = refusal(build.make_advantage, "--advantage.ddof=1")
-    assert words.startswith("advantage.ddof is not an option of advantage 'group_mean'; remove it")
-    assert words.endswith("set advantage.name to group_zscore")
-    words = refusal(build.make_advantage, "--advantage.group-adv-norm")
-    assert words.endswith("set advantage.name to token_whitening")
+def test_option_of_other_advantages_is_refused_with_their_names() -> None:
+    message = error_of(build.make_advantage, "--advantage.ddof=1")
+    assert message.startswith(
+        "advantage.ddof is not an option of advantage 'group_mean'; remove it"
+    )
+    assert message.endswith("set advantage.name to group_zscore")
+    message = error_of(build.make_advantage, "--advantage.group-adv-norm")
+    assert message.endswith("set advantage.name to token_whitening")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (
             ["--loss.token-mask-low=9"],
@@ -140,12 +142,12 @@ def test_an_option_of_other_estimators_is_refused_with_those_that_take_it() -> N
         (["--loss.sequence-clip-high=5"], "loss.sequence_clip_high needs loss.ratio_type sequence"),
     ],
 )
-def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str) -> None:
-    assert refusal(build.make_loss, "--loss.name=importance", *arguments).startswith(words)
+def test_loss_bounds_in_wrong_order_are_refused(arguments: list[str], message: str) -> None:
+    assert error_of(build.make_loss, "--loss.name=importance", *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--loss.name=decoupled_ppo", "--no-loss.use-decoupled-loss",
           "--loss.behav-imp-weight-cap=5"],
@@ -154,19 +156,17 @@ def test_bounds_the_wrong_way_round_are_refused(arguments: list[str], words: str
          "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
     ],
 )  # fmt: skip
-def test_options_that_leave_others_without_effect_are_refused(
-    arguments: list[str], words: str
-) -> None:
-    assert refusal(build.make_loss, *arguments).startswith(words)
+def test_loss_options_without_effect_are_refused(arguments: list[str], message: str) -> None:
+    assert error_of(build.make_loss, *arguments).startswith(message)
     build.make_loss(config_of(*arguments[:-1]))  # the others alone are sound
 
 
 @pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
-def test_a_loss_without_advantages_may_pull_elsewhere(pull: str) -> None:
+def test_loss_without_advantages_needs_another_term(pull: str) -> None:
     build.make_loss(config_of("--loss.name=importance", "--loss.adv-tau=0", pull))
 
 
-def test_the_reference_is_the_model_before_training() -> None:
+def test_reference_is_the_model_before_training() -> None:
     # k3 is 0 at the start, and no longer after a step
     config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")
     learner = build.make_learner(config, tiny_model())
@@ -175,7 +175,7 @@ def test_the_reference_is_the_model_before_training() -> None:
     assert rows[1]["kl"] > 1e-6
 
 
-def test_the_entropy_bonus_is_the_mean_over_the_tokens() -> None:
+def test_entropy_bonus_is_the_mean_over_tokens() -> None:
     plain = build.make_loss(config_of())(tokens_of())[0].item()
     loss = build.make_loss(config_of("--loss.entropy-coef=0.1"))
     value, metrics = loss(tokens_of())
@@ -183,7 +183,7 @@ def test_the_entropy_bonus_is_the_mean_over_the_tokens() -> None:
     assert metrics["entropy"].item() == 2.5
 
 
-def test_the_entropy_bonus_flattens_what_the_policy_draws() -> None:
+def test_entropy_bonus_raises_the_entropy() -> None:
     config = config_of("--loss.entropy-coef=10", "--train.dtype=float32", "--train.max-steps=9",
                        "--train.learning-rate=0.01")  # fmt: skip
     model = tiny_model(seed=3, tie_word_embeddings=False)
@@ -198,18 +198,18 @@ def test_the_entropy_bonus_flattens_what_the_policy_draws() -> None:
 # Filters.
 
 
-def test_filters_get_their_options_and_the_facts_of_the_run() -> None:
+def test_filters_get_options_and_values_of_the_run() -> None:
     arguments = ["--filter.repetition.window=4", "--sampling.max-completion-length=20",
                  "--filter.overlong.enforce",
                  "--filter.gibberish.token-id-threshold=60"]  # fmt: skip
-    found = {each.name: each for each in filters(config_of(*arguments))}
-    assert {name: each.enforce for name, each in found.items()} == {
+    by_name = {entry.name: entry for entry in filters(config_of(*arguments))}
+    assert {name: entry.enforce for name, entry in by_name.items()} == {
         "gibberish": False, "repetition": False, "overlong": True,
     }  # fmt: skip
-    assert found["repetition"].catches.keywords == {  # type: ignore[attr-defined]
+    assert by_name["repetition"].catches.keywords == {  # type: ignore[attr-defined]
         "window": 4, "prob_threshold": 0.99, "max_completion_length": 20,
     }  # fmt: skip
-    assert found["gibberish"].catches.keywords["vocab_size"] == 64  # type: ignore[attr-defined]
+    assert by_name["gibberish"].catches.keywords["vocab_size"] == 64  # type: ignore[attr-defined]
 
 
 def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
@@ -222,7 +222,7 @@ def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
 OWN = '{{"mine.loud": {{"enforce": {}, "kwargs": {{"limit": 5}}}}}}'
 
 
-def test_what_an_enforced_filter_catches_is_not_learned_from_and_counts_in_the_baseline() -> None:
+def test_enforced_filter_removes_rollouts_but_keeps_the_baseline() -> None:
     # reinforce over the rest: advantages 1/3 stay: -(2/3 * pi of 4 - 1/3 * pi of 2) / 6
     counted, unfiltered = learned("--filter.custom", OWN.format("false"))
     enforced, filtered = learned("--filter.custom", OWN.format("true"))
@@ -236,15 +236,15 @@ def test_what_an_enforced_filter_catches_is_not_learned_from_and_counts_in_the_b
     assert enforced["loss"] == pytest.approx(expected, abs=0.05)
 
 
-def test_an_unknown_filter_is_answered_with_the_menu() -> None:
-    words = refusal(filters, "--filter.custom", '{"lengthy": {}}')
-    assert words.startswith("unknown filter 'lengthy'; choose one of gibberish, overlong, repet")
+def test_unknown_filter_is_refused_with_the_choices() -> None:
+    message = error_of(filters, "--filter.custom", '{"lengthy": {}}')
+    assert message.startswith("unknown filter 'lengthy'; choose one of gibberish, overlong, repet")
 
 
-# Functions of one's own.
+# User functions.
 
 
-def test_a_loss_of_one_s_own_takes_its_options() -> None:
+def test_user_loss_gets_its_kwargs() -> None:
     config = config_of("--loss.name=mine.loss", "--loss.kwargs", '{"power": 2.0}')
     loss = build.make_loss(config)
     assert loss(tokens_of(-2.0))[0].item() == 0
@@ -255,12 +255,12 @@ def test_a_loss_of_one_s_own_takes_its_options() -> None:
     assert torch.equal(doubled, 2 * single)
 
 
-def test_an_estimator_of_one_s_own_takes_its_options() -> None:
+def test_user_advantage_gets_its_kwargs() -> None:
     arguments = ["--advantage.name=mine.best", "--advantage.kwargs", '{"scale": 3.0}']
     assert build.make_advantage(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
 
 
-def test_an_estimator_of_one_s_own_may_compare_the_whole_step() -> None:
+def test_user_advantage_may_use_the_whole_step() -> None:
     from peralta_zmq.learning.advantages import advantages_of
 
     advantage = build.make_advantage(config_of("--advantage.name=mine.whole"))
@@ -268,13 +268,13 @@ def test_an_estimator_of_one_s_own_may_compare_the_whole_step() -> None:
     assert advantages_of(groups, advantage) == [[-4, -5], [0, -2]]
 
 
-def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
+def test_user_loss_with_var_keywords_gets_section_options() -> None:
     loss = build.make_loss(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
     assert loss(tokens_of())[0].item() == -2.0
 
 
 @pytest.mark.parametrize(
-    ("build", "arguments", "words"),
+    ("build", "arguments", "message"),
     [
         (build.make_loss, ["--loss.name=mine.shy"],
          "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
@@ -292,31 +292,31 @@ def test_a_loss_with_any_options_takes_those_of_the_section_too() -> None:
          "filter 'mine.loud': missing a required argument: 'limit'; its options are limit, "),
     ],
 )  # fmt: skip
-def test_options_that_do_not_fit_a_function_of_one_s_own_are_refused(
-    build: Any, arguments: list[str], words: str
+def test_options_that_do_not_fit_a_user_function_are_refused(
+    build: Any, arguments: list[str], message: str
 ) -> None:
-    assert refusal(build, *arguments).startswith(words)
+    assert error_of(build, *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("mine.nan_loss", r"loss 'mine\.nan_loss' returned nan although all logprobs are finite"),
         ("mine.raising", r"loss 'mine\.raising' raised KeyError: 'missing' \(.*mine.py, line 8\)"),
         ("mine.hanging", r"loss 'mine\.hanging' did not return within 0\.2 s"),
     ],
 )
-def test_a_loss_of_one_s_own_that_fails_is_named(
-    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_failing_user_loss_is_named(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "CALL_TIMEOUT_SECONDS", 0.2)
     loss = build.make_loss(config_of("--loss.name", name))
-    with pytest.raises(UserCodeError, match=words):
+    with pytest.raises(UserCodeError, match=message):
         loss(tokens_of())
 
 
 @pytest.mark.parametrize("bonus", ["0", "0.1"])
-def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) -> None:
+def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
     config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
     learner = build.make_learner(config, tiny_model())
     assert learner.learn([group_of([1, 0])])["skipped"] == 1
@@ -326,7 +326,7 @@ def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--advantage.name=mine.short"],
          r"advantage 'mine\.short' gives 1 advantages for 2 rewards"),
@@ -344,12 +344,12 @@ def test_a_loss_of_one_s_own_whose_gradient_is_no_number_is_named(bonus: str) ->
          r"filter 'mine\.hanging' did not return within 0\.2 s"),
     ],
 )  # fmt: skip
-def test_an_estimator_or_filter_of_one_s_own_that_fails_is_named_and_nothing_is_learned(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+def test_failing_user_advantage_or_filter_changes_no_weights(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "CALL_TIMEOUT_SECONDS", 0.2)
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
-    with pytest.raises(UserCodeError, match=words):
+    with pytest.raises(UserCodeError, match=message):
         build.make_learner(config_of(*arguments), model).learn([group_of([1, 0])])
     assert torch.equal(model.lm_head.weight, before)
