@@ -182,7 +182,7 @@ def charts_of(
 ) -> list[dict[str, Any]]:
     """All charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
 
-    `evaluations` maps steps to held-out accuracy. Long columns are downsampled; a gap is null.
+    `evaluations` maps steps to held-out accuracy. Long columns are downsampled; a gap is NaN.
     """
     return [_points(chart, table, evaluations, after) for chart in CHARTS]
 
@@ -227,12 +227,12 @@ def _points(
     index_of = {table.steps[index]: index for index in sorted(indices)}
     x = sorted(index_of.keys() | held_out.keys())
 
-    def value(line: Line, step: float) -> float | None:
-        if line.key == EVAL:
-            value = held_out.get(step, math.nan)
-        else:
-            value = table.value(line.key, index_of.get(step))
-        return float(f"{value:.7g}") if math.isfinite(value) else None  # shorter JSON
+    def value(line: Line, step: float) -> float:
+        is_eval = line.key == EVAL
+        value = (
+            held_out.get(step, math.nan) if is_eval else table.value(line.key, index_of.get(step))
+        )
+        return float(f"{value:.7g}")  # makes the JSON shorter
 
     return {
         "id": chart.id,

@@ -1,6 +1,7 @@
 """Content of the dashboard as JSON: header, verdict, cards, charts, generators, events, samples.
 
 Numbers are formatted here only, so that the web page and the exported file cannot differ.
+NaN becomes null when the JSON is written.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def _header(run: RunFiles, config: Mapping[str, Any], status: str, now: float) -
         "max_steps": format_number(max_steps, 0),
         "share": step / max_steps if max_steps > 0 else None,
         "eta": _eta(run, max_steps - step) if status == "training" else "",
-        "age": _finite(now - run.newest_time),
+        "age": now - run.newest_time,
     }
 
 
@@ -305,7 +306,7 @@ def _event(row: Row) -> Json:
             fields |= cast("Row", value) if isinstance(value, dict) else {key: value}
     text = "  ".join(f"{key}={_format_value(value)}" for key, value in fields.items())
     return {
-        "time": _finite(number(row, "time")),
+        "time": number(row, "time"),
         "event": str(row.get("event", ""))[:MAX_EVENT_TEXT],
         "text": text[:MAX_EVENT_TEXT],
     }
@@ -352,7 +353,3 @@ def _parse_cursor(cursor: str) -> tuple[str, int, int]:
 def _truncate(text: str) -> str:
     num_more = len(text) - MAX_TEXT
     return text if num_more <= 0 else f"{text[:MAX_TEXT]} ... ({num_more} more characters)"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
