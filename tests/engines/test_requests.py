@@ -22,12 +22,12 @@ def tokenizer() -> Any:
     return models.load_tokenizer(models.EMBEDDED)
 
 
-class Parrot:
+class ScriptedEngine:
     """An engine that completes requests in a given order, with the prompt length as text."""
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self.order = order
-        self.asked: list[int] = []  # requests per call
+        self.num_requests: list[int] = []  # requests per call
         self.samplings: list[Sampling] = []
         self.yielded = 0
 
@@ -37,15 +37,15 @@ class Parrot:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        taken = [each for each in requests if each is not None]
-        self.asked.append(len(taken))
+        read = [each for each in requests if each is not None]
+        self.num_requests.append(len(read))
         self.samplings.append(sampling)
-        for position in self.order or range(len(taken)):
+        for position in self.order or range(len(read)):
             self.yielded += 1
-            yield answer_to(taken[position])
+            yield completion_of(read[position])
 
 
-def answer_to(request: Request) -> Completion:
+def completion_of(request: Request) -> Completion:
     return Completion(
         index=request.index,
         prompt_ids=request.prompt_ids,
@@ -57,11 +57,11 @@ def answer_to(request: Request) -> Completion:
     )
 
 
-class Hasty:
+class OneSlotEngine:
     """An engine with one slot, which records the requests that it reads."""
 
     def __init__(self) -> None:
-        self.taken: list[int | None] = []
+        self.read: list[int | None] = []
 
     def generate(
         self,
@@ -70,95 +70,97 @@ class Hasty:
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
         for request in requests:
-            self.taken.append(request and request.index)
+            self.read.append(request and request.index)
             if request is not None:
-                yield answer_to(request)
+                yield completion_of(request)
 
 
-def asked(engine: Any, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
+def groups_of(engine: Any, tokenizer: Any, count: int) -> Iterator[tuple[int, list[Completion]]]:
     """The position of each completed problem, with its completions."""
-    answers = generate_groups(
+    groups = generate_groups(
         engine, tokenizer, PROBLEMS, num_generations=count, sampling=Sampling()
     )
-    return ((int(problem.id) - 1, said) for problem, said in answers)
+    return ((int(problem.id) - 1, completions) for problem, completions in groups)
 
 
 def test_every_problem_gets_its_completions(tokenizer: Any) -> None:
-    answers = list(asked(Parrot(), tokenizer, 2))
-    assert [(index, len(said)) for index, said in answers] == [(0, 2), (1, 2), (2, 2)]
+    groups = list(groups_of(ScriptedEngine(), tokenizer, 2))
+    assert [(index, len(completions)) for index, completions in groups] == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_siblings_have_the_prompt_of_their_problem(tokenizer: Any) -> None:
-    for index, said in asked(Parrot(), tokenizer, 2):
+    for index, completions in groups_of(ScriptedEngine(), tokenizer, 2):
         expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
-        assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
+        assert [each.prompt_ids.tolist() for each in completions] == [expected, expected]
 
 
 def test_problem_is_yielded_with_its_last_sibling(tokenizer: Any) -> None:
-    engine = Parrot(order=[4, 0, 5, 2, 1, 3])  # problem 3 is complete after three
-    seen = [(index, engine.yielded) for index, _ in asked(engine, tokenizer, 2)]
+    engine = ScriptedEngine(order=[4, 0, 5, 2, 1, 3])  # problem 3 is complete after three
+    seen = [(index, engine.yielded) for index, _ in groups_of(engine, tokenizer, 2)]
     assert seen == [(2, 3), (0, 5), (1, 6)]
 
 
 def test_completions_in_any_order_are_assigned_to_their_problem(tokenizer: Any) -> None:
-    for index, said in asked(Parrot(order=[4, 0, 5, 2, 1, 3]), tokenizer, 2):
+    for index, completions in groups_of(ScriptedEngine(order=[4, 0, 5, 2, 1, 3]), tokenizer, 2):
         expected = models.chat_prompt(tokenizer, PROBLEMS[index].messages)
-        assert [each.prompt_ids.tolist() for each in said] == [expected, expected]
+        assert [each.prompt_ids.tolist() for each in completions] == [expected, expected]
 
 
 def test_siblings_are_sorted_by_index(tokenizer: Any) -> None:
-    for index, said in asked(Parrot(order=[4, 1, 5, 2, 0, 3]), tokenizer, 2):
-        assert [each.index for each in said] == [2 * index, 2 * index + 1]
+    for index, completions in groups_of(ScriptedEngine(order=[4, 1, 5, 2, 0, 3]), tokenizer, 2):
+        assert [each.index for each in completions] == [2 * index, 2 * index + 1]
 
 
 def test_problems_are_read_one_at_a_time_and_none_is_forwarded(tokenizer: Any) -> None:
-    engine = Hasty()
+    engine = OneSlotEngine()
     problems = iter([None, PROBLEMS[0], None, None, PROBLEMS[1], PROBLEMS[2]])
-    answers = generate_groups(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
-    assert next(answers)[0] is PROBLEMS[0]
-    assert engine.taken == [None, 0, 1]
-    assert next(answers)[0] is PROBLEMS[1]
-    assert engine.taken == [None, 0, 1, None, None, 2, 3]
+    groups = generate_groups(engine, tokenizer, problems, num_generations=2, sampling=Sampling())
+    assert next(groups)[0] is PROBLEMS[0]
+    assert engine.read == [None, 0, 1]
+    assert next(groups)[0] is PROBLEMS[1]
+    assert engine.read == [None, 0, 1, None, None, 2, 3]
 
 
 def test_prompt_does_not_contain_the_answer(tokenizer: Any) -> None:
     secret = Problem("1", "calculator", (Message("user", "3 plus 2"),), "41")
-    ((_, (said,)),) = generate_groups(
-        Parrot(), tokenizer, [secret], num_generations=1, sampling=Sampling()
+    ((_, (completion,)),) = generate_groups(
+        ScriptedEngine(), tokenizer, [secret], num_generations=1, sampling=Sampling()
     )
-    assert "41" not in tokenizer.decode(said.prompt_ids)
+    assert "41" not in tokenizer.decode(completion.prompt_ids)
 
 
 def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
     tokens = Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9))
-    ((_, (said,)),) = generate_groups(
-        Parrot(), tokenizer, [tokens], num_generations=1, sampling=Sampling()
+    ((_, (completion,)),) = generate_groups(
+        ScriptedEngine(), tokenizer, [tokens], num_generations=1, sampling=Sampling()
     )
-    assert said.prompt_ids.tolist() == [7, 0, 9]
+    assert completion.prompt_ids.tolist() == [7, 0, 9]
 
 
 # Evaluation.
 
 
-def paid(problem: Problem, text: str) -> float:
+def fixed_reward(problem: Problem, text: str) -> float:
     return float(problem.id) / 4
 
 
 def test_evaluate_keeps_the_order_of_the_problems(tokenizer: Any) -> None:
-    engine = Parrot(order=[2, 5, 0, 3, 1, 4])
-    found = evaluate(engine, tokenizer, PROBLEMS, paid, sampling=Sampling(), num_generations=2)
-    assert [problem.id for problem, _ in found] == ["1", "2", "3"]
-    assert [[(each.problem, each.reward) for each in said] for _, said in found] == [
+    engine = ScriptedEngine(order=[2, 5, 0, 3, 1, 4])
+    results = evaluate(
+        engine, tokenizer, PROBLEMS, fixed_reward, sampling=Sampling(), num_generations=2
+    )
+    assert [problem.id for problem, _ in results] == ["1", "2", "3"]
+    assert [[(answer.problem, answer.reward) for answer in answers] for _, answers in results] == [
         [("1 plus 2", 0.25)] * 2, [("2 plus 2", 0.5)] * 2, [("3 plus 2", 0.75)] * 2,
     ]  # fmt: skip
 
 
 def test_evaluate_sums_reward_parts(tokenizer: Any) -> None:
     parts = {"right": 1.0, "short": 0.5}
-    found = evaluate(
-        Parrot(), tokenizer, PROBLEMS, lambda problem, text: parts, sampling=Sampling()
+    results = evaluate(
+        ScriptedEngine(), tokenizer, PROBLEMS, lambda problem, text: parts, sampling=Sampling()
     )
-    assert [each.reward for _, said in found for each in said] == [1.5] * 3
+    assert [each.reward for _, answers in results for each in answers] == [1.5] * 3
 
 
 def test_evaluate_skips_problems_whose_reward_fails(
@@ -170,9 +172,9 @@ def test_evaluate_skips_problems_whose_reward_fails(
         return 1.0
 
     broken = False
-    found = evaluate(Parrot(), tokenizer, PROBLEMS, failing, sampling=Sampling())
-    assert [problem.id for problem, _ in found] == ["1", "3"]
+    results = evaluate(ScriptedEngine(), tokenizer, PROBLEMS, failing, sampling=Sampling())
+    assert [problem.id for problem, _ in results] == ["1", "3"]
     assert "not evaluated: problem=2 reason=no idea" in caplog.text
     broken = True
     with pytest.raises(TaskError, match="no idea"):
-        evaluate(Parrot(), tokenizer, PROBLEMS, failing, sampling=Sampling())
+        evaluate(ScriptedEngine(), tokenizer, PROBLEMS, failing, sampling=Sampling())

@@ -86,9 +86,9 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> l
     return [Request(index, ids) for index, ids in enumerate(arrays)]
 
 
-def sampled(engine: Any, sampling: Sampling, *asked: Any, **options: Any) -> list[Completion]:
+def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> list[Completion]:
     """In the order of the requests."""
-    completions = engine.generate(*asked or (requests(),), sampling, **options)
+    completions = engine.generate(*source or (requests(),), sampling, **options)
     return sorted(completions, key=lambda each: each.index)
 
 
@@ -160,12 +160,12 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
     decoder = engine_of(model, tokenizer)._decoder
     assert decoder is not None
     with torch.inference_mode():
-        places = np.tile(np.arange(8), (2, 1))
-        decoder.hidden(ids[:, :5].numpy(), places[:, :5], first_row=1)
-        for place in range(5, 8):
-            newest = slice(place, place + 1)
-            last = decoder.hidden(ids[:, newest].numpy(), places[:, newest], first_row=1)
-            error = (decoder.logits(last[:, 0]) - expected[:, place]).abs().max()
+        positions = np.tile(np.arange(8), (2, 1))
+        decoder.hidden(ids[:, :5].numpy(), positions[:, :5], first_row=1)
+        for position in range(5, 8):
+            newest = slice(position, position + 1)
+            last = decoder.hidden(ids[:, newest].numpy(), positions[:, newest], first_row=1)
+            error = (decoder.logits(last[:, 0]) - expected[:, position]).abs().max()
             assert error <= 1e-5
 
 
@@ -239,8 +239,8 @@ def ending_soon() -> Any:
     """A model whose most frequent token ends a completion, and that never samples the pad token,
     which transformers counts as a part of shorter prompts and penalizes."""
     model = sharp_model(head_dim=8)
-    favourite = plain_greedy(model, PROMPTS[0], 2)[1]
-    model.generation_config.eos_token_id = [END, favourite]
+    frequent = plain_greedy(model, PROMPTS[0], 2)[1]
+    model.generation_config.eos_token_id = [END, frequent]
     return model
 
 
@@ -248,10 +248,10 @@ def ending_soon() -> Any:
 
 
 def test_each_request_gets_one_completion_of_its_prompt(engine: NativeEngine) -> None:
-    asked = requests(siblings=3)
-    completions = sampled(engine, Sampling(max_completion_length=9), asked)
+    batch = requests(siblings=3)
+    completions = sampled(engine, Sampling(max_completion_length=9), batch)
     assert [each.index for each in completions] == list(range(30))
-    for request, each in zip(asked, completions, strict=True):
+    for request, each in zip(batch, completions, strict=True):
         assert each.prompt_ids.tolist() == request.prompt_ids.tolist()
         assert len(each.token_ids) == len(each.logprobs) == len(each.policy_steps) <= 9
         ended = each.token_ids[-1] == END
@@ -273,9 +273,9 @@ def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
 
 
 def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> None:
-    drawn = Sampling(max_completion_length=9, top_k=9, seed=5)
-    one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), drawn))
-    four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), drawn))
+    sampling = Sampling(max_completion_length=9, top_k=9, seed=5)
+    one = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=1), sampling))
+    four = tokens(sampled(engine_of(sharp_model(), tokenizer, slots=7), sampling))
     assert one == four
 
 
@@ -306,16 +306,16 @@ def test_none_among_requests_does_not_end_the_source(engine: NativeEngine) -> No
 
 
 def test_requests_are_read_only_when_rows_are_free(engine: NativeEngine) -> None:
-    taken: list[int] = []
+    read: list[int] = []
 
     def source() -> Iterator[Request]:
         for request in requests():
-            taken.append(request.index)
+            read.append(request.index)
             yield request
 
     completions = engine.generate(source(), Sampling(min_tokens=9, max_completion_length=9))
     next(completions)
-    assert taken == [0, 1, 2, 3]
+    assert read == [0, 1, 2, 3]
 
 
 def test_cancel_drops_completions_in_flight(engine: NativeEngine) -> None:
@@ -346,13 +346,13 @@ def test_stop_string_ends_a_completion_and_is_removed(tokenizer: Any) -> None:
 # Prefix cache.
 
 
-def tokens_computed(engine: NativeEngine, asked: list[Request]) -> int:
+def tokens_computed(engine: NativeEngine, batch: list[Request]) -> int:
     """Tokens that went through the model before the first decode step."""
     computed: list[int] = []
     embed = engine._model.model.embed_tokens
     hook = embed.register_forward_pre_hook(lambda module, ids: computed.append(ids[0].numel()))
     one = Sampling(temperature=0.0, max_completion_length=1)
-    list(engine.generate(asked, one))
+    list(engine.generate(batch, one))
     hook.remove()
     return sum(computed)
 
@@ -365,8 +365,8 @@ def test_prompt_is_computed_once_per_group(tokenizer: Any) -> None:
 def test_common_prefix_is_computed_once(tokenizer: Any) -> None:
     prefix = list(range(10, 30))
     engine = engine_of(sharp_model(), tokenizer, slots=4)
-    asked = requests([[*prefix, last, last + 1] for last in range(40, 52)])
-    assert tokens_computed(engine, asked) == 20 + 12 * 2
+    batch = requests([[*prefix, last, last + 1] for last in range(40, 52)])
+    assert tokens_computed(engine, batch) == 20 + 12 * 2
 
 
 # New weights.
@@ -377,14 +377,14 @@ class Lazy(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: Any) -> None:
         self._weights = models.weights_of(model)
-        self._given: list[weakref.ref[torch.Tensor]] = []
+        self._created: list[weakref.ref[torch.Tensor]] = []
         self.most = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        made = self._weights[name].detach().clone()
-        self._given.append(weakref.ref(made))
-        self.most = max(self.most, sum(each() is not None for each in self._given))
-        return made
+        created = self._weights[name].detach().clone()
+        self._created.append(weakref.ref(created))
+        self.most = max(self.most, sum(each() is not None for each in self._created))
+        return created
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -424,8 +424,8 @@ def switched_greedy(
     while len(out) < len(seeds) and (not out or out[-1] != END):
         models.apply_weights(model, models.weights_of(sharp_model(seed=seeds[len(out)], **kind)))
         with torch.no_grad():
-            said = model(input_ids=fed, past_key_values=cache, use_cache=True)
-        cache, logprobs = said.past_key_values, said.logits[0, -1].log_softmax(-1)
+            output = model(input_ids=fed, past_key_values=cache, use_cache=True)
+        cache, logprobs = output.past_key_values, output.logits[0, -1].log_softmax(-1)
         out.append(int(logprobs.argmax()))
         scores.append(float(logprobs.max()))
         fed = torch.tensor([[out[-1]]])
@@ -467,11 +467,11 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
             newest = engine.step + 1
             engine.apply(models.weights_of(sharp_model(seed=seeds[newest % 3])), step=newest)
 
-    asked = requests([[*range(10, 30), last] for last in range(40, 56)])
-    completions = sampled(engine, GREEDY, asked, between_steps=swap)
+    batch = requests([[*range(10, 30), last] for last in range(40, 56)])
+    completions = sampled(engine, GREEDY, batch, between_steps=swap)
     assert len({step for each in completions for step in each.policy_steps.tolist()}) > 5
     assert any(len(set(each.policy_steps.tolist())) > 2 for each in completions)
-    for request, each in zip(asked, completions, strict=True):
+    for request, each in zip(batch, completions, strict=True):
         chosen = [seeds[step % 3] for step in each.policy_steps.tolist()]
         expected, scores = switched_greedy(request.prompt_ids.tolist(), chosen)
         assert each.token_ids.tolist() == expected
@@ -523,7 +523,7 @@ def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
     assert tokens(sampled(last, cold)) != tokens(sampled(last, GREEDY))
 
 
-def strange(name: str) -> dict[str, torch.Tensor]:
+def foreign_weights(name: str) -> dict[str, torch.Tensor]:
     weights = dict(models.weights_of(sharp_model(seed=8)))
     last = "model.norm.weight"  # the check must come before the first copy
     if name == "other name":
@@ -539,7 +539,7 @@ def strange(name: str) -> dict[str, torch.Tensor]:
 def test_apply_rejects_weights_of_another_model_unchanged(name: str, engine: NativeEngine) -> None:
     before = tokens(sampled(engine, GREEDY))
     with pytest.raises(ValueError, match=r"model\.(norm|other)"):
-        engine.apply(strange(name), step=9)
+        engine.apply(foreign_weights(name), step=9)
     assert (tokens(sampled(engine, GREEDY)), engine.step) == (before, 3)
 
 
@@ -556,7 +556,7 @@ def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: NativeEngine,
 
 def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
     long = Sampling(temperature=0.0, max_completion_length=80)
-    engine = engine_of(sharp_model(), tokenizer, max_model_len=100)  # 32 places, 64, 96, 100
+    engine = engine_of(sharp_model(), tokenizer, max_model_len=100)  # rows of 32, 64, 96, 100
     expected = [plain_greedy(sharp_model(), each, 80) for each in PROMPTS]
     assert tokens(sampled(engine, long)) == expected
     assert max(map(len, expected)) == 80
@@ -568,10 +568,10 @@ def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
 def test_live_engine_holds_no_cache_between_calls(tokenizer: Any) -> None:
     before = alive(KVCache)
     engine = engine_of(sharp_model(), tokenizer, live=True)
-    under_way = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
-    next(under_way)
+    in_flight = engine.generate(requests([PROMPTS[0]], siblings=2), Sampling(temperature=0.0))
+    next(in_flight)
     assert alive(KVCache) == before + 1
-    under_way.close()
+    in_flight.close()
     assert alive(KVCache) == before
 
 
@@ -621,14 +621,14 @@ def test_unsupported_architecture_falls_back_to_transformers(
 @pytest.mark.slow
 def test_memory_is_constant_over_10_000_completions(tokenizer: Any) -> None:
     engine = engine_of(sharp_model(), tokenizer, slots=32)
-    drawn = Sampling(max_completion_length=6)
+    sampling = Sampling(max_completion_length=6)
 
     def source() -> Iterator[Request]:
         for index in range(10_040):  # oneDNN keeps something for each number of rows: not the end
             yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
 
     resident, kept = list[int](), list[int]()
-    for number, _ in enumerate(engine.generate(source(), drawn), start=1):
+    for number, _ in enumerate(engine.generate(source(), sampling), start=1):
         if number in (5_000, 10_000):
             resident.append(resident_bytes())
             kept.append(alive(Completion) + alive(Request))

@@ -42,7 +42,7 @@ class StepRecorder(TorchDispatchMode):
                     old.copy_(new)
 
 
-class Counted:
+class CountingCapture:
     """A capture function that counts captures and replays."""
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
             newer = tiny_model(seed=len(steps))
             engine.apply(models.weights_of(newer), step=engine.step + 1)
 
-    asked = [
+    batch = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
         for number in range(20)
     ]
     completions = engine.generate(
-        asked, Sampling(min_tokens=70, max_completion_length=70), between_steps
+        batch, Sampling(min_tokens=70, max_completion_length=70), between_steps
     )
     return {
         each.index: (each.token_ids.tolist(), each.logprobs.tolist(), each.policy_steps.tolist())
@@ -91,7 +91,7 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
 def test_captured_steps_give_identical_completions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, capture = generated(), Counted()
+    plain, capture = generated(), CountingCapture()
     monkeypatch.setattr(decoder, "capture_for", lambda device: capture)
     assert generated() == plain
     assert max(len(tokens) for tokens, _, _ in plain.values()) == 62  # first there are 32 places
@@ -101,13 +101,13 @@ def test_captured_steps_give_identical_completions(
 
 
 def test_work_is_captured_at_its_second_run_per_layout() -> None:
-    capture = Counted()
+    capture = CountingCapture()
     graphs, numbers = GraphCache(capture, CPU), torch.arange(6.0)
 
     def run(start: int, end: int, layout: int, scale: torch.Tensor) -> list[float]:
-        given = numbers[start:end].clone()
+        inputs = numbers[start:end].clone()
         return graphs.run(
-            lambda each: each * scale, given, key=end - start, layout=layout
+            lambda each: each * scale, inputs, key=end - start, layout=layout
         ).tolist()  # fmt: skip
 
     twice, thrice = torch.tensor(2.0), torch.tensor(3.0)

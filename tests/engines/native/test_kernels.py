@@ -297,15 +297,15 @@ def compile_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
     return lambda: compiler._compiled(source, ())
 
 
-@pytest.mark.parametrize("kept", [0, 0.5, 1], ids=["empty", "cut", "zeroed"])
+@pytest.mark.parametrize("kept_part", [0, 0.5, 1], ids=["empty", "cut", "zeroed"])
 def test_damaged_library_is_compiled_again(
-    compile_library: Callable[[], Path], kept: float
+    compile_library: Callable[[], Path], kept_part: float
 ) -> None:
     content = (damaged := compile_library()).read_bytes()
     assert compile_library() == damaged
     zeroed = content[:4096] + bytes(4096) + content[8192:]
     assert zeroed != content
-    damaged.write_bytes(zeroed[: int(kept * len(content))])
+    damaged.write_bytes(zeroed[: int(kept_part * len(content))])
     assert compile_library().read_bytes() == content
     assert [each.suffix for each in damaged.parent.iterdir()] == [".so"]
     assert ctypes.CDLL(str(compile_library())).two() == 2

@@ -40,16 +40,16 @@ AT = {
 }
 
 
-def drawn(sampling: Sampling, **options: Any) -> np.ndarray:
+def sample_counts(sampling: Sampling, **options: Any) -> np.ndarray:
     uniform = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
     tokens, _ = sample(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(uniform), **options)
     return np.bincount(tokens.numpy(), minlength=8)
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    there = expected > 0
-    assert counts[~there].sum() == 0
-    return float((((counts - expected) ** 2)[there] / expected[there]).sum())
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    return float((((counts - expected) ** 2)[possible] / expected[possible]).sum())
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -60,7 +60,7 @@ def test_sample_frequencies_follow_the_truncated_distribution(
     options, kept = KEPT[name]
     kept, probs = AT.get((name, temperature), kept), np.zeros(8)
     probs[kept] = PROBABILITIES[kept] ** (1 / temperature)
-    counts = drawn(Sampling(temperature=temperature, **options))
+    counts = sample_counts(Sampling(temperature=temperature, **options))
     assert chi_square(counts, DRAWS * probs / probs.sum()) < 24.3  # 0.1% at 7 degrees
 
 
@@ -69,25 +69,25 @@ def test_packed_bias_is_a_copy() -> None:
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
     linear = torch.nn.Linear(48, 16)
-    product, given = FusedLinear([linear], ["weight"], ["bias"]), torch.randn(3, 48)
+    fused, inputs = FusedLinear([linear], ["weight"], ["bias"]), torch.randn(3, 48)
     weights = {"weight": linear.weight.detach() * 2, "bias": linear.bias.detach() * 2}
-    product.load(weights)
+    fused.load(weights)
     with torch.inference_mode():
-        before = product.output(0, given)
+        before = fused.output(0, inputs)
         weights["bias"].zero_()
-        assert torch.equal(product.output(0, given), before)
+        assert torch.equal(fused.output(0, inputs), before)
 
 
 def test_fused_linear_keeps_no_rows_after_the_last_output() -> None:
     if not can_pack(torch.float32):
         pytest.skip("this build cannot pack")
-    product = FusedLinear([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
-    given = torch.randn(3, 48)
-    parts = [product.output(number, given) for number in range(3)]
-    assert torch.equal(product.output(1, given), parts[1])  # in another order it is done once more
-    assert torch.equal(product.output(2, given), parts[2])
-    memory = [weakref.ref(each) for each in (given, parts[0])]
-    del given, parts
+    fused = FusedLinear([torch.nn.Linear(48, 16) for _ in range(3)], ["q", "k", "v"])
+    inputs = torch.randn(3, 48)
+    parts = [fused.output(number, inputs) for number in range(3)]
+    assert torch.equal(fused.output(1, inputs), parts[1])  # in another order it is done once more
+    assert torch.equal(fused.output(2, inputs), parts[2])
+    memory = [weakref.ref(each) for each in (inputs, parts[0])]
+    del inputs, parts
     assert [each() for each in memory] == [None, None]
 
 
@@ -95,7 +95,7 @@ def test_banned_tokens_are_never_sampled() -> None:
     banned = torch.zeros(DRAWS, 8, dtype=torch.bool)
     banned[:, 1] = True
     probs = np.where(np.arange(8) == 1, 0, PROBABILITIES)
-    counts = drawn(Sampling(min_tokens=1), banned=banned)
+    counts = sample_counts(Sampling(min_tokens=1), banned=banned)
     assert chi_square(counts, DRAWS * probs / probs.sum()) < 24.3
 
 
@@ -120,19 +120,19 @@ def test_packed_linears_match_plain_ones(dtype: torch.dtype, rows: int) -> None:
         pytest.skip("this build cannot pack")
     torch.manual_seed(0)
     linears = [torch.nn.Linear(48, size).to(dtype) for size in (64, 16)]
-    product = FusedLinear(linears, ["wide", "narrow"], ["wide_bias", "narrow_bias"])
-    packed = [PackedLinear(product, number) for number in (0, 1)]
+    fused = FusedLinear(linears, ["wide", "narrow"], ["wide_bias", "narrow_bias"])
+    packed = [PackedLinear(fused, number) for number in (0, 1)]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
 
     def compare() -> None:
-        given = torch.randn(rows, 3, 48).to(dtype)
+        inputs = torch.randn(rows, 3, 48).to(dtype)
         for ours, reference in zip(packed, linears, strict=True):
-            assert torch.allclose(ours(given), reference(given), atol=tolerance, rtol=tolerance)
+            assert torch.allclose(ours(inputs), reference(inputs), atol=tolerance, rtol=tolerance)
 
     with torch.inference_mode():
         compare()
         compare()  # other rows, the same layers
-        product.load(
+        fused.load(
             {
                 name + suffix: tensor * 2
                 for name, linear in zip(("wide", "narrow"), linears, strict=True)
