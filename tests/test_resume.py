@@ -1,7 +1,4 @@
-"""A resumed run is the run that was never interrupted: weights, optimizer, pools, draws, schedules.
-
-.venv/bin/python -m pytest tests/test_resume.py
-"""
+"""A resumed run equals an uninterrupted one: weights, optimizer, pools, samples, schedules."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ FALLING = (
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A trainer sets its own handlers; give the test runner its back."""
+    """Restore the signal handlers that a trainer replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -63,22 +60,22 @@ def signals() -> Iterator[None]:
 
 
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
-    """More than enough for all steps; some are filtered, some make their problem rest."""
-    drawn = random.Random(7)
+    """More than enough for all steps; some are filtered, some exclude their problem."""
+    rng = random.Random(7)
     ids = list(trainer.collector.curriculum.pools._positions)
     return [
         group_of(
-            [float(drawn.random() < 0.5) for _ in range(4)],
-            lengths=[drawn.randint(2, 9) for _ in range(4)],
+            [float(rng.random() < 0.5) for _ in range(4)],
+            lengths=[rng.randint(2, 9) for _ in range(4)],
             seed=number, sequence=number, sample_index=3 * number,
-            problem_id=ids[drawn.randrange(12)], run_id=trainer.session.run_id,
+            problem_id=ids[rng.randrange(12)], run_id=trainer.session.run_id,
         )
         for number in range(STEPS * 6)
     ]  # fmt: skip
 
 
 def start(folder: Path, plan: str) -> None:
-    """The start of a trainer, in a process of its own; killed where `plan` says."""
+    """Start a trainer in a child process, to be killed at the failpoints of `plan`."""
     failpoints._remaining = failpoints.parse(plan)
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
@@ -91,7 +88,7 @@ def start(folder: Path, plan: str) -> None:
     [pytest.param(place, marks=() if place == "atomic_files.opened" else pytest.mark.chaos)
      for place in DURABLE],
 )  # fmt: skip
-def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
+def test_first_start_killed_at_any_write_is_completed_by_the_next(
     place: str, tmp_path: Path
 ) -> None:
     for count in range(1, 7):  # the first four are files of the run, the rest of weights
@@ -107,7 +104,7 @@ def test_a_first_start_killed_while_it_writes_is_made_good_by_the_next(
 
 
 class Session:
-    """A trainer that is fed all groups from the first on, as a generator's outbox would."""
+    """A trainer that receives all groups from the first on, as a generator resends them."""
 
     def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
         port = free_ports()
@@ -139,7 +136,7 @@ ADAPTERS = ("--lora.rank=4", "--lora.dropout=0.1", "--loss.name=grpo_kl", "--los
 
 
 @pytest.mark.parametrize("more", [(), ADAPTERS], ids=["all weights", "adapters"])
-def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit(
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:
     if more:
@@ -169,12 +166,12 @@ def test_five_steps_after_a_kill_equal_those_of_an_uninterrupted_run_bit_for_bit
     ("setting", "evaluated"),
     [("--eval.skip-eval-on-resume", -1), ("--no-eval.skip-eval-on-resume", 3)],
 )
-def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
+def test_resumed_step_is_evaluated_once_if_configured(
     setting: str, evaluated: int, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, setting)
-        assert first.trainer.session.status.announcement.evaluation_step == -1  # it is no resume
+        assert first.trainer.session.status.announcement.evaluation_step == -1  # not resumed
         for _ in range(3):
             first.advance()
     with ExitStack() as stack:
@@ -189,7 +186,7 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
                               evaluation_step=3, run_id=second.trainer.session.run_id)  # fmt: skip
             second.trainer.evaluations.receive(answer)
         assert second.trainer.session.run_log.has_evaluation(3)
-    with ExitStack() as stack:  # once is enough
+    with ExitStack() as stack:  # only once
         assert (
             Session(stack, tmp_path, setting).trainer.session.status.announcement.evaluation_step
             == -1
@@ -197,7 +194,7 @@ def test_the_step_at_which_a_run_is_resumed_is_evaluated_when_asked(
 
 
 def lose_step_3(folder: Path) -> str:
-    """Three steps, of which the journal loses the last; the id of the weights that it led to."""
+    """Train three steps and truncate the journal of the last; returns its weights_id."""
     with ExitStack() as stack:
         first = Session(stack, folder)
         for _ in range(3):  # the checkpoint is of step 2
@@ -210,7 +207,7 @@ def lose_step_3(folder: Path) -> str:
     return lost.weights_id
 
 
-def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: Path) -> None:
+def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack:
         second = Session(stack, tmp_path)
@@ -220,7 +217,7 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
         assert second.trainer.collector.admission.admit(late, step=5) == "abandoned"
-    with ExitStack() as stack:  # once is enough
+    with ExitStack() as stack:  # only once
         assert Session(stack, tmp_path).trainer.session.run_log.last_step == 4
     run = tmp_path / "demo"
     assert [row["step"] for row in read_rows(run / METRICS)] == [1, 2, 3, 3, 4]
@@ -228,27 +225,25 @@ def test_a_step_that_the_journal_has_lost_is_trained_and_written_anew(tmp_path: 
     assert backs == [2]
 
 
-def test_a_roll_back_to_the_step_that_is_out_publishes_it_as_the_new_lines(tmp_path: Path) -> None:
+def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path)
         for _ in range(2):
             first.advance()
         first.trainer.steps.save()
-    for more in (("--checkpoint.resume-step=2",), ()):  # once is enough
+    for more in (("--checkpoint.resume-step=2",), ()):  # only once
         with ExitStack() as stack:
             versions = Session(stack, tmp_path, *more).trainer.publishing.store.versions()
             assert [(each.step, each.lineage) for each in versions][-2:] == [(2, 0), (2, 1)]
             assert versions[-1].field("result") == versions[-2].field("result")
 
 
-def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_anew(
+def test_abandoned_weights_of_a_step_are_not_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack, monkeypatch.context() as away:
-        away.setattr(
-            WeightPublishing, "publish", lambda *_, **__: 0.0
-        )  # as while the folder is away
+        away.setattr(WeightPublishing, "publish", lambda *_, **__: 0.0)  # the folder is unavailable
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:
         third = Session(stack, tmp_path).trainer
@@ -257,7 +252,7 @@ def test_weights_that_were_left_behind_are_not_those_of_the_same_step_trained_an
         assert third.session.status.announcement.weights_id == newest.weights_id
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_weights(
+def test_run_without_its_checkpoints_is_refused(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
@@ -271,7 +266,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_over_its_weights(
 
 
 class Continued:
-    """Sessions of one run whose `train.max_steps` grows; its rate of learning falls to the end."""
+    """Sessions of one run with growing `train.max_steps` and a falling learning rate."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "demo"
@@ -292,12 +287,12 @@ class Continued:
         self.feed(trainer, groups_for(trainer), until=until)
 
     def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
-        """Send groups, and take steps up to this one, each of which is published."""
+        """Send groups and take steps up to this one; each is published."""
         for group in groups:
             assert self._sender.send(wire.encode_group(group), timeout=5)
         while trainer.policy.learner.step < until:
             trainer.advance()
-            trainer.publishing.wait(30)  # of versions that wait the newest alone comes out
+            trainer.publishing.wait(30)  # a newer version would replace a waiting one
 
 
 @pytest.fixture
@@ -313,7 +308,7 @@ def weights_of(trainer: Trainer) -> str:
     return replay.fingerprint(lora.published_weights(trainer.policy.model))
 
 
-def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
+def test_stop_during_a_replay_changes_no_published_step(
     continued: Continued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
@@ -324,11 +319,11 @@ def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
         trainer = continued.open(stack, max_steps=8)
         learn = trainer.steps.learn
 
-        def stopped(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        def learn_then_stop(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             trainer.session.stop.requested = True
             return learn(groups)
 
-        monkeypatch.setattr(trainer.steps, "learn", stopped)
+        monkeypatch.setattr(trainer.steps, "learn", learn_then_stop)
         trainer.recover()
         trainer.finish()
         assert trainer.policy.learner.step == 1
@@ -340,7 +335,7 @@ def test_a_stop_during_the_replay_of_a_continued_run_changes_no_published_step(
     assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
 
 
-def test_the_replay_of_a_continued_run_trains_each_step_at_the_rate_it_had(
+def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for max_steps in (2, 4):
@@ -360,7 +355,7 @@ def test_the_replay_of_a_continued_run_trains_each_step_at_the_rate_it_had(
     assert last.endswith("  not compared: metrics.jsonl lacks the learning rate of step 2")
 
 
-def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued: Continued) -> None:
+def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Continued) -> None:
     steep = ("--loss.name=bad_losses.steep", "--checkpoint.interval=1")
 
     def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
@@ -376,19 +371,19 @@ def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued:
         continued.feed(trainer, groups(trainer, "ann")[:2], until=1)
         with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no") as caught:
             continued.feed(trainer, groups(trainer, "bob", poisoned=True), until=4)
-    said = str(caught.value)
+    message = str(caught.value)
     with ExitStack() as stack:
-        assert "the same command ends here again" in said
+        assert "the same command would fail here again" in message
         with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no"):
             continued.open(stack, *steep, max_steps=8).recover()
     with ExitStack() as stack:
-        assert "mend the rewards and go back to a checkpoint with --checkpoint.resume-step" in said
+        assert "fix the rewards and resume a checkpoint with --checkpoint.resume-step" in message
         trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "cid"), until=6)
         assert trainer.policy.learner.skip_reason == ""
     with ExitStack() as stack:
-        assert "another --run.name with a lower train.learning_rate or another [loss]" in said
+        assert "another --run.name with a lower train.learning_rate or another [loss]" in message
         others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
         trainer = continued.open(stack, *others, max_steps=8)
         trainer.recover()
@@ -396,7 +391,7 @@ def test_steps_without_a_gradient_end_a_run_with_ways_on_that_lead_on(continued:
         assert trainer.policy.learner.skip_reason == ""
 
 
-def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
+def test_continued_run_without_room_for_a_checkpoint_is_refused(
     continued: Continued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -413,7 +408,7 @@ def test_a_disk_without_room_for_its_checkpoint_keeps_a_run_from_growing(
     assert (continued.folder / RESOLVED).read_bytes() == before
 
 
-def test_at_a_resume_shares_of_the_pools_are_drawn_again(tmp_path: Path) -> None:
+def test_resume_returns_shares_of_the_pools(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path)
         pools = [first.advance() for _ in range(4)][-1]["pools"]
