@@ -249,13 +249,10 @@ def open_intake(
     speaker = StatusPublisher(announcer, wire.Announcement(RUN, incarnation=os.urandom(8)))
     roster, nobody = GeneratorRegistry(counters, books, {}), cast(Any, None)
     session = Session(config, RUN, books, speaker, StopSignal())
-    evaluations = EvaluationCoordinator(session, nobody, nobody, nobody)
+    evaluations = EvaluationCoordinator(session, nobody, nobody)
     journal = stack.enter_context(closing(Journal(folder / "journal")))
     pools = DifficultyPools(["math_1k/7"], easy_threshold=None, hard_threshold=None)
-    intake = BatchCollector(
-        session, receiver=receiver, journal=journal, generators=roster, pools=pools,
-        evaluations=evaluations,
-    )  # fmt: skip
+    intake = BatchCollector(session, receiver, journal, roster, pools, evaluations)
     return intake, roster, speaker, address
 
 

@@ -48,7 +48,6 @@ class BatchCollector:
     def __init__(
         self,
         session: Session,
-        *,
         receiver: wire.RolloutReceiver,
         journal: Journal,
         generators: GeneratorRegistry,

@@ -12,23 +12,16 @@ from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import Evaluation, eval_metrics
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup
+from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 
 
 class EvaluationCoordinator:
     """Runs at most one evaluation at a time, and each step's only once."""
 
-    def __init__(
-        self,
-        session: Session,
-        held_out: Environments,
-        engine: Engine,
-        tokenizer: models.Tokenizer,
-    ) -> None:
-        self._session, self._held_out = session, held_out
-        self._engine, self._tokenizer = engine, tokenizer
+    def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
+        self._session, self._held_out, self._policy = session, held_out, policy
         self._current: Evaluation | None = None  # by the generators
 
     def evaluate(self, step: int) -> bool:
@@ -42,7 +35,7 @@ class EvaluationCoordinator:
             run_log.event("evaluate", step=step)
             with run_log.progress(f"evaluating step {step}", len(problems)) as progress:
                 answers = evaluate(
-                    self._engine, self._tokenizer, problems, self._held_out.reward,
+                    self._policy.engine, self._policy.tokenizer, problems, self._held_out.reward,
                     sampling=build.make_eval_sampling(config, seed=config.run.seed),
                     num_generations=config.eval.rollouts_per_example, reach=progress.update,
                     between_steps=self._cancel_on_stop,
@@ -75,7 +68,10 @@ class EvaluationCoordinator:
         if not current.expects(group.problem_id, len(group.rollouts)):
             return
         answers = [
-            (models.text_of(self._tokenizer, rollout.token_ids[rollout.loss_mask]), rollout.reward)
+            (
+                models.text_of(self._policy.tokenizer, rollout.token_ids[rollout.loss_mask]),
+                rollout.reward,
+            )
             for rollout in group.rollouts
         ]
         current.add(group.problem_id, answers, policy_step=group.policy_step)
@@ -96,7 +92,7 @@ class EvaluationCoordinator:
 
     def _cancel_on_stop(self) -> None:
         if self._session.stop.requested:
-            self._engine.cancel()
+            self._policy.engine.cancel()
 
     def _announce(self) -> None:
         step = self._current.step if self._current else -1

@@ -69,36 +69,20 @@ class Trainer:
         self.policy = open_policy(config, [*train.problems, *held_out.problems], ranks)
         run_id = run_folder.run_id_of(config.run_folder, config.run.name)
         receiver, status_receiver, status = _open_sockets(
-            config, stack, self.policy, run_id=run_id, train_set=train.digest
+            config, stack, self.policy, run_id, train.digest
         )
         store = publishing.open_store(config)
-        run_log, journal = run_folder.open_run_folder(
-            config, stack, store, run_id=run_id, stop=stop
-        )
+        run_log, journal = run_folder.open_run_folder(config, stack, store, run_id, stop)
         self.session = Session(config, run_id, run_log, status, stop)
-        self.publishing = publishing.WeightPublishing(
-            self.session, store, self.policy.model, self.policy.companions, stack
-        )
+        self.publishing = publishing.WeightPublishing(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, self.policy.worker_info)
-        self.evaluations = evaluation.EvaluationCoordinator(
-            self.session, held_out, self.policy.engine, self.policy.tokenizer
-        )
+        self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)
         self.collector = BatchCollector(
-            self.session,
-            receiver=receiver,
-            journal=journal,
-            generators=self.generators,
-            pools=pools,
-            evaluations=self.evaluations,
+            self.session, receiver, journal, self.generators, pools, self.evaluations
         )
         self.steps = StepTrainer(self.session, self.policy, self.collector, self.generators)
         self.recovery = Recovery(
-            self.session,
-            self.policy,
-            self.collector,
-            self.steps,
-            self.publishing,
-            previous_config=previous_config,
+            self.session, previous_config, self.policy, self.collector, self.steps, self.publishing
         )
         open_dashboard(config, stack, run_log)
         stop.install()  # up to here a signal ends the process: a restart needs nothing from it
@@ -208,7 +192,7 @@ def _open_pools(config: Config, train: Environments) -> DifficultyPools:
 
 
 def _open_sockets(
-    config: Config, stack: ExitStack, policy: Policy, *, run_id: str, train_set: bytes
+    config: Config, stack: ExitStack, policy: Policy, run_id: str, train_set: bytes
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
     """Bind four ports: rollouts, announcements, generator statuses, probes of bin/doctor."""
     address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder

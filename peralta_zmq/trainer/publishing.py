@@ -9,7 +9,7 @@ from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.models import lora
-from peralta_zmq.trainer.adapter_files import CompanionFiles
+from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.http_backend import WeightServer
@@ -25,16 +25,11 @@ class WeightPublishing:
     """Publishes the policy's weights and announces each version as soon as it is committed."""
 
     def __init__(
-        self,
-        session: Session,
-        store: WeightStore,
-        model: models.Model,
-        companions: CompanionFiles,
-        stack: ExitStack,
+        self, session: Session, store: WeightStore, policy: Policy, stack: ExitStack
     ) -> None:
         self.store = store
-        self._session, self._model = session, model
-        self._manifest_fields: dict[str, str | int] = {**companions.about}
+        self._session, self._model = session, policy.model
+        self._manifest_fields: dict[str, str | int] = {**policy.companions.about}
         self._newest: PublishReport | None = None
         weights, token = (
             session.config.weights,
@@ -48,7 +43,7 @@ class WeightPublishing:
             stack.enter_context(closing(server))
         self._publisher = WeightPublisher(
             store,
-            companions=companions.companions,
+            companions=policy.companions.companions,
             about=self._manifest_fields,
             dtype=models.DTYPES[weights.dtype],
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),

@@ -36,17 +36,16 @@ class Recovery:
     def __init__(
         self,
         session: Session,
+        previous_config: Config,  # of the session before
         policy: Policy,
         collector: BatchCollector,
         steps: StepTrainer,
         publishing: WeightPublishing,
-        *,
-        previous_config: Config,
     ) -> None:
         self._session, self._config, self._run_log = session, session.config, session.run_log
         self._policy, self._learner = policy, policy.learner
         self._collector, self._steps, self._publishing = collector, steps, publishing
-        self._previous_config = previous_config  # of the session before
+        self._previous_config = previous_config
 
     def run(self) -> bool:
         """Recover; False if a stop was requested during the replay.

@@ -1,7 +1,7 @@
-"""`bin/replay RUN`: train a run again from its journal, with no generator; write nothing into it.
+"""`bin/replay RUN`: train a run again from its journal, without generators; writes nothing to it.
 
-The same settings give the same weights, bit for bit on a CPU. Other settings (`--loss.name grpo`)
-answer what they would have made of the same rollouts. Knows the config and the leaves.
+The same settings give the same weights, bit-identical on CPUs. With other settings
+(`--loss.name grpo`) it shows what they would have made of the same rollouts.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from peralta_zmq.weights.version import WEIGHTS, Version
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
        bin/replay export RUN STEP FOLDER"""
-SHOWN = ("reward", "loss", "grad_norm", "learning_rate")
+PRINTED = ("reward", "loss", "grad_norm", "learning_rate")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; 1 when the weights differ from those that the run published.
+    """Replay or export; returns 1 if weights differ from the published ones.
 
-    Each step has the learning rate it had, as metrics.jsonl tells, unless the settings that make
-    it are other ones; where it does not tell, weights that differ say nothing.
-    Raises ConfigError or JournalError when there is nothing to replay.
+    Each step uses its recorded learning rate, unless the settings of the schedule changed. Weights
+    are compared only where the rates of all steps up to theirs are recorded.
+    Raises ConfigError or JournalError if there is nothing to replay.
     """
     if arguments[:1] == ["export"]:
         return export(arguments[1:])
@@ -50,22 +50,32 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--from", dest="first", type=int, help="first step (default: the earliest)")
     parser.add_argument("--to", dest="last", type=int, help="last step (default: all there are)")
-    asked, settings = parser.parse_known_args(arguments)
-    config, own = _config_of(asked.run, settings)
-    rates = _rates_of(asked.run)
-    theirs = rates if _schedule(config) == _schedule(own) else {}
-    replayed = replay(config, asked.run, first=asked.first, last=asked.last, rates=theirs)
-    published = _published(config) if config == own else {}
-    differ = 0
-    for step, metrics, digest in replayed:
-        verdict = "" if step not in published else "  as published"
-        if published.get(step, digest) != digest:
-            verdict = _difference(asked.run, step, rates)
-        differ += verdict.startswith("  NOT")
-        numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in SHOWN)
-        sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{verdict}\n")
+    options, settings = parser.parse_known_args(arguments)
+    run: Path = options.run
+    config, run_config = _load_configs(run, settings)
+    rates = _recorded_rates(run)
+    schedule = build.learning_rate_schedule
+    is_same = schedule(config).keywords == schedule(run_config).keywords
+    steps = replay(
+        config, run, first=options.first, last=options.last, rates=rates if is_same else {}
+    )
+    published = _published(config) if config == run_config else {}
+    unrecorded = [step for step in journal.steps_in(run / "journal") if step not in rates]
+    num_different = 0
+    for step, metrics, digest in steps:
+        result = ""
+        if step in published:
+            result = "  as published"
+            if digest != published[step]:
+                missing = next((other for other in unrecorded if other <= step), None)
+                num_different += missing is None
+                result = "  NOT as published" if missing is None else (
+                    f"  not compared: {METRICS} lacks the learning rate of step {missing}"
+                )  # fmt: skip
+        numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED)
+        sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
         sys.stdout.flush()
-    return 1 if differ else 0
+    return 1 if num_different else 0
 
 
 def replay(
@@ -76,32 +86,27 @@ def replay(
     last: int | None = None,
     rates: Mapping[int, float] = MappingProxyType({}),
 ) -> Iterator[tuple[int, dict[str, float], str]]:
-    """Every step with its metrics and the sha256 of the weights that it would publish.
+    """Yield each step with its metrics and the sha256 of the weights it would publish.
 
-    Steps before `first` back to a checkpoint (or the base model) are trained again too, unseen.
-    `rates` are the learning rates of steps that had another than the settings give them.
-    Raises JournalError when the journal does not reach back far enough or has a gap, and when
-    `first` is beyond its last step.
+    Training starts at the newest checkpoint before `first`, or at the base model; steps before
+    `first` are not yielded. `rates` override the learning rates of the schedule.
+    Raises JournalError if the journal starts too late, has a gap, or ends before `first`.
     """
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
-    scheduled = build.learning_rate_schedule(config)
-
-    def rate(step: int) -> float:
-        return rates.get(step, scheduled(step))
-
-    learner.learning_rate = rate
-    there = journal.steps_in(folder / "journal")
-    if not there:
+    schedule = build.learning_rate_schedule(config)
+    learner.learning_rate = lambda step: rates.get(step, schedule(step))
+    steps = journal.steps_in(folder / "journal")
+    if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
-    _start(learner, folder, min(there), first)
-    begin, end = learner.step, max(there) if last is None else min(last, max(there))
+    _restore(learner, folder, min(steps), first)
+    begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
     with progress_on("replaying", end - begin) as progress:
         while last is None or learner.step < last:
-            groups = _groups_of(folder, learner.step + 1, int(model.config.vocab_size))
+            groups = _read_groups(folder, learner.step + 1, int(model.config.vocab_size))
             if not build.is_full(config, groups):
-                _check_last(folder, learner.step + 1, there, empty=not groups)
+                _check_last(folder, learner.step + 1, steps, empty=not groups)
                 break
             metrics = learner.learn(groups)
             progress.hide()
@@ -118,16 +123,16 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("step", type=int, help="optimizer step")
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
-    asked = parser.parse_args(arguments)
-    config, _ = _config_of(asked.run, [])
-    version = _export(config, asked.step, asked.folder)
-    sys.stdout.write(f"step {version.step}, version {version.number}: {asked.folder}\n")
+    options = parser.parse_args(arguments)
+    config, _ = _load_configs(options.run, [])
+    version = _export(config, options.step, options.folder)
+    sys.stdout.write(f"step {version.step}, version {version.number}: {options.folder}\n")
     return 0
 
 
 def _export(config: Config, step: int, target: Path) -> Version:
-    """As published; an adapter merged into its base."""
-    store = _store_of(config)
+    """Export a version as published, or an adapter merged into its base."""
+    store = _open_store(config)
     version = store.version_of_step(step)
     if version.field("adapts") is None:
         return export_step(store, step, target)
@@ -144,30 +149,26 @@ def _export(config: Config, step: int, target: Path) -> Version:
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over names and bfloat16 bytes, in the order of the names."""
-    hashed = hashlib.sha256()
+    """sha256 over the names and bfloat16 bytes of all tensors, sorted by name."""
+    sha256 = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().to("cpu", torch.bfloat16).contiguous()
-        hashed.update(name.encode() + b"\0")
-        hashed.update(tensor.view(torch.int16).numpy().tobytes())
-    return hashed.hexdigest()
+        sha256.update(name.encode() + b"\0")
+        sha256.update(tensor.view(torch.int16).numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def _config_of(run: Path, settings: Sequence[str]) -> tuple[Config, Config]:
-    """The run's settings with these changes, and without."""
+def _load_configs(run: Path, settings: Sequence[str]) -> tuple[Config, Config]:
+    """The run's config with `settings` applied, and as it is."""
     if not (run / RESOLVED).exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
-    own = ["@", str(run / RESOLVED)]
-    config = load_config("bin/replay RUN", [*own, *settings])
-    return config, load_config("bin/replay RUN", own)
+    file = ["@", str(run / RESOLVED)]
+    config = load_config("bin/replay RUN", [*file, *settings])
+    return config, load_config("bin/replay RUN", file)
 
 
-def _schedule(config: Config) -> Mapping[str, object]:
-    return build.learning_rate_schedule(config).keywords
-
-
-def _rates_of(run: Path) -> dict[int, float]:
-    """The learning rate that each step had: a run that is continued gets another schedule."""
+def _recorded_rates(run: Path) -> dict[int, float]:
+    """The learning rate of each step; `train.max_steps` and with it the schedule may have grown."""
     rates: dict[int, float] = {}
     for row in read_rows(run / METRICS):
         step = int(number(row, "step", 0))
@@ -178,16 +179,8 @@ def _rates_of(run: Path) -> dict[int, float]:
     return rates
 
 
-def _difference(run: Path, step: int, rates: Mapping[int, float]) -> str:
-    """What to say of a step whose weights are not those that were published."""
-    there = journal.steps_in(run / "journal")
-    lacking = next((each for each in there if each <= step and each not in rates), None)
-    if lacking is None:
-        return "  NOT as published"
-    return f"  not compared: {METRICS} lacks the learning rate of step {lacking}"
-
-
-def _start(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
+def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
+    """Restore the newest checkpoint that the journal from step `earliest` on continues."""
     if earliest == 1 and first is None:
         return
     run_id = run_id_of(folder, folder.name)
@@ -208,20 +201,18 @@ def _start(learner: Learner, folder: Path, earliest: int, first: int | None) -> 
         )
 
 
-def _groups_of(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
+def _read_groups(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
     records, _ = journal.read_records(folder / "journal", step)
-    return [
-        wire.decode_group(each.content, vocab_size=vocab_size)
-        for each in records if each.kind == journal.GROUP
-    ]  # fmt: skip
+    contents = [record.content for record in records if record.kind == journal.GROUP]
+    return [wire.decode_group(content, vocab_size=vocab_size) for content in contents]
 
 
-def _check_last(folder: Path, step: int, there: Sequence[int], *, empty: bool) -> None:
-    """Raise JournalError when a step that is no batch is not the last: groups of it are gone.
+def _check_last(folder: Path, step: int, steps: Sequence[int], *, empty: bool) -> None:
+    """Raise JournalError if an incomplete step is not the last one.
 
-    Unless some are there (not `empty`): then the batch may just be larger than the run's.
+    With some groups (not `empty`) the cause may also be a larger batch than the run's.
     """
-    if step < max(there):
+    if step < max(steps):
         larger = "" if empty else " (or train.batch_size is larger than the run's)"
         raise JournalError(
             f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups{larger}, and "
@@ -231,19 +222,19 @@ def _check_last(folder: Path, step: int, there: Sequence[int], *, empty: bool) -
 
 
 def _published(config: Config) -> dict[int, str]:
-    """Fingerprint by step of every version that the run's weights folder still has."""
-    found: dict[int, str] = {}
-    store = _store_of(config)
+    """Step -> fingerprint of each version in the run's weights folder."""
+    fingerprints: dict[int, str] = {}
+    store = _open_store(config)
     versions = store.versions()
     with progress_on("reading published weights", len(versions)) as progress:
         for count, version in enumerate(versions, start=1):
-            # Where a later one is of an earlier step, a roll-back has left these behind.
-            found = {step: each for step, each in found.items() if step < version.step}
+            # A version of an earlier step follows a roll-back, which abandoned the later steps.
+            fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
             with load_version(store, version) as local:
-                found[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
+                fingerprints[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
             progress.update(count)
-    return found
+    return fingerprints
 
 
-def _store_of(config: Config) -> WeightStore:
+def _open_store(config: Config) -> WeightStore:
     return WeightStore(open_backend(config.weights_address))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_run_folder(
-    config: Config, stack: ExitStack, store: WeightStore, *, run_id: str, stop: StopSignal
+    config: Config, stack: ExitStack, store: WeightStore, run_id: str, stop: StopSignal
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, and open the run log and the journal.
 
@@ -42,7 +42,7 @@ def open_run_folder(
             write_identity(folder, run_id=run_id, weights=None)
         if not (folder / RESOLVED).exists():  # a start may be killed between the two writes
             write_resolved(config, folder)
-        _claim_weights(store, config, run_id=run_id, stop=stop)
+        _claim_weights(store, config, run_id, stop)
     except StoreError:
         if is_new:
             _remove_new(folder)
@@ -97,7 +97,7 @@ def _read_identity(folder: Path, field: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _claim_weights(store: WeightStore, config: Config, *, run_id: str, stop: StopSignal) -> None:
+def _claim_weights(store: WeightStore, config: Config, run_id: str, stop: StopSignal) -> None:
     """Claim the weights folder; wait for one that this run has published to and that is gone.
 
     A folder inside the run folder is created again instead: it is no mount, and users delete it

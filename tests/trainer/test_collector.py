@@ -111,11 +111,11 @@ def opened(
     )  # fmt: skip
     collector = BatchCollector(
         session,
-        receiver=cast(Any, receiver or real_receiver),
-        journal=stack.enter_context(closing(CountingJournal(folder / "journal"))),
-        generators=GeneratorRegistry(statuses, run_log, {}),
-        pools=DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
-        evaluations=cast(Any, None),
+        cast(Any, receiver or real_receiver),
+        stack.enter_context(closing(CountingJournal(folder / "journal"))),
+        GeneratorRegistry(statuses, run_log, {}),
+        DifficultyPools(["math_1k/7"], easy_threshold=easy_threshold, hard_threshold=None),
+        cast(Any, None),
     )
     return Opened(collector, publisher.announcements, session, real_receiver.address)
 
