@@ -96,7 +96,11 @@ def replay(
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
     schedule = build.learning_rate_schedule(config)
-    learner.learning_rate = lambda step: rates.get(step, schedule(step))
+
+    def learning_rate(step: int) -> float:
+        return rates.get(step, schedule(step))
+
+    learner.learning_rate = learning_rate
     steps = journal.steps_in(folder / "journal")
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")

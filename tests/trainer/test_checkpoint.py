@@ -1,3 +1,5 @@
+"""Checkpoints: content, verification, pruning."""
+
 from __future__ import annotations
 
 import errno
@@ -38,9 +40,9 @@ def test_tensors_come_back_bit_identical_with_shape_and_type(tmp_path: Path) -> 
     restored = restore(tmp_path, run_id="run-1")
     assert restored is not None
     for name, tensor in checkpoint_at(5).tensors.items():
-        theirs = restored.tensors[name]
-        assert (theirs.dtype, theirs.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(theirs, tensor)
+        tensor_read = restored.tensors[name]
+        assert (tensor_read.dtype, tensor_read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(tensor_read, tensor)
 
 
 def test_progress_comes_back(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_progress_comes_back(tmp_path: Path) -> None:
     assert restored is not None and restored.progress == {"ledger": LEDGER}
 
 
-def test_random_numbers_go_on_where_they_stopped(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_a_restore(tmp_path: Path) -> None:
     torch.manual_seed(4)
     torch.rand(3)
     state = Checkpoint(1, {"rng/torch": torch.get_rng_state()}, {})
@@ -87,7 +89,7 @@ def missing(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["state.safetensors", "progress.json", "manifest.json", "STABLE"])
 @pytest.mark.parametrize("damage", [bit_flip, truncated, missing])
-def test_newest_that_does_not_verify_gives_way_to_the_previous(
+def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
     saved(tmp_path, 10, 20)
@@ -95,7 +97,7 @@ def test_newest_that_does_not_verify_gives_way_to_the_previous(
     assert step_of(tmp_path) == 10
 
 
-def test_checkpoints_of_which_none_verifies_are_an_error_and_not_a_new_beginning(
+def test_only_damaged_checkpoints_are_an_error(
     tmp_path: Path,
 ) -> None:
     saved(tmp_path, 10)
@@ -105,7 +107,7 @@ def test_checkpoints_of_which_none_verifies_are_an_error_and_not_a_new_beginning
     assert (tmp_path / "step_000010").exists()
 
 
-def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_half_written_checkpoint_is_removed(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     (tmp_path / ".tmp-step_000020-99").mkdir()
     (tmp_path / ".trash-step_000005-99").mkdir()
@@ -131,7 +133,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step_000020", "step_000030"]
 
 
-def test_oldest_kept_step_tells_how_far_the_journal_is_needed(tmp_path: Path) -> None:
+def test_oldest_step_is_that_of_the_oldest_kept_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, keep_last=2)
     assert oldest_step(tmp_path) == 20
 
@@ -140,7 +142,7 @@ def test_oldest_step_of_nothing_is_zero(tmp_path: Path) -> None:
     assert oldest_step(tmp_path) == 0
 
 
-def test_full_disk_is_reported_and_the_older_stays(
+def test_full_disk_is_reported_and_keeps_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 10)

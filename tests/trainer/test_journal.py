@@ -1,3 +1,5 @@
+"""The journal: durability, torn tails, damage, disk errors."""
+
 from __future__ import annotations
 
 import errno
@@ -28,7 +30,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 def written(folder: Path, frames: list[bytes] = FRAMES) -> Path:
-    """A journal file of step 4 whose writer is gone."""
+    """A journal file of step 4 whose writer has closed it."""
     with closing(Journal(folder)) as journal:
         for frame in frames:
             journal.append(4, frame)
@@ -54,9 +56,9 @@ def test_records_come_back_in_order(journal: Journal) -> None:
 
 def test_kinds_come_back(journal: Journal) -> None:
     journal.append(4, b"a group")
-    journal.append(4, b"a note", DROPPED)
+    journal.append(4, b"a drop", DROPPED)
     journal.commit()
-    assert journal.read(4)[1] == JournalRecord(DROPPED, b"a note")
+    assert journal.read(4)[1] == JournalRecord(DROPPED, b"a drop")
 
 
 def test_nothing_is_on_disk_before_the_commit(journal: Journal) -> None:
@@ -87,7 +89,7 @@ def test_records_are_on_disk_when_commit_returns(
     assert sizes == [ENDS[1]]
 
 
-def test_what_a_killed_writer_had_not_synced_is_durable_once_it_is_read(
+def test_read_makes_unsynced_records_of_a_killed_writer_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path)
@@ -106,9 +108,7 @@ def test_what_a_killed_writer_had_not_synced_is_durable_once_it_is_read(
     assert tmp_path.stat().st_ino in dict(synced)
 
 
-def test_a_disk_that_cannot_make_the_last_step_durable_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_reports_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
 
     def fails(descriptor: int) -> None:
@@ -136,7 +136,7 @@ def test_torn_tail_costs_only_the_record_it_tears(tmp_path: Path, size: int) -> 
     assert read(tmp_path) == FRAMES[: sum(end <= size for end in ENDS)]
 
 
-def test_journal_goes_on_after_a_torn_tail(tmp_path: Path) -> None:
+def test_append_after_a_torn_tail_is_read_back(tmp_path: Path) -> None:
     os.truncate(written(tmp_path), ENDS[1] + 3)
     with closing(Journal(tmp_path)) as journal:
         journal.read(4)
@@ -160,9 +160,7 @@ def test_bit_flip_never_yields_the_damaged_record(tmp_path: Path, position: int)
 
 
 @pytest.mark.parametrize("position", range(ENDS[0], ENDS[1]))
-def test_damage_before_a_whole_record_is_no_torn_tail_and_destroys_nothing(
-    tmp_path: Path, position: int
-) -> None:
+def test_damage_before_whole_records_is_refused_and_kept(tmp_path: Path, position: int) -> None:
     file = written(tmp_path)
     content = damage(file, position)
     with closing(Journal(tmp_path)) as journal:
@@ -176,7 +174,7 @@ def test_damage_before_a_whole_record_is_no_torn_tail_and_destroys_nothing(
     assert read(tmp_path) == FRAMES[:1]
 
 
-def test_a_page_that_was_never_written_is_found_before_a_whole_record(tmp_path: Path) -> None:
+def test_unwritten_page_before_a_whole_record_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, [b"first", b"\1" * 200_000, b"third"])
     content = file.read_bytes()
     file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
@@ -184,7 +182,7 @@ def test_a_page_that_was_never_written_is_found_before_a_whole_record(tmp_path: 
         journal.read(4)
 
 
-def test_garbage_behind_the_last_record_is_a_torn_tail(tmp_path: Path) -> None:
+def test_garbage_after_the_last_record_is_a_torn_tail(tmp_path: Path) -> None:
     file = written(tmp_path)
     file.write_bytes(file.read_bytes() + random.Random(7).randbytes(200_000))
     assert read(tmp_path) == FRAMES
@@ -203,7 +201,7 @@ def test_length_beyond_the_file_is_a_torn_record(tmp_path: Path) -> None:
     assert read(tmp_path) == FRAMES
 
 
-def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_torn_file_before_the_last_step_is_refused_and_kept(tmp_path: Path) -> None:
     os.truncate(written(tmp_path), ENDS[1] + 3)
     with closing(Journal(tmp_path)) as journal:
         for step in (5, 7):
@@ -218,7 +216,7 @@ def test_a_torn_file_before_the_last_is_refused_and_stays_as_it_is(tmp_path: Pat
     "name",
     ["step_000004.old.msgpack", "step_four.msgpack", "step_4.msgpack", "step_0000004.msgpack"],
 )
-def test_a_name_that_is_not_exactly_a_steps_is_ignored(tmp_path: Path, name: str) -> None:
+def test_file_with_another_name_is_ignored(tmp_path: Path, name: str) -> None:
     shutil.copy(written(tmp_path), tmp_path / name)
     with closing(Journal(tmp_path)) as journal:
         assert journal.steps() == [4]
@@ -235,7 +233,7 @@ def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -
 
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_disk_that_refuses_is_reported_with_its_reason(
+def test_disk_error_is_reported_and_the_commit_repeated(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     def fails(*_: object) -> None:
@@ -247,11 +245,11 @@ def test_disk_that_refuses_is_reported_with_its_reason(
         with pytest.raises(JournalError, match=os.strerror(code)):
             journal.commit()
     journal.append(4, b"another")
-    journal.commit()  # room again: nothing is lost and nothing is there twice
+    journal.commit()  # room again: nothing is lost or written twice
     assert frames(journal, 4) == [b"frame", b"another"]
 
 
-def test_disk_that_takes_half_a_record_is_reported_and_the_half_is_cut_off(
+def test_partly_written_record_is_reported_and_cut_off(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.append(4, b"whole")
@@ -266,7 +264,7 @@ def test_disk_that_takes_half_a_record_is_reported_and_the_half_is_cut_off(
     assert frames(journal, 4) == [b"whole", b"frame"]
 
 
-def test_later_steps_are_moved_away_and_earlier_stay(journal: Journal, tmp_path: Path) -> None:
+def test_move_after_moves_later_steps_only(journal: Journal, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         journal.append(step, b"frame")
         journal.commit()
@@ -276,7 +274,7 @@ def test_later_steps_are_moved_away_and_earlier_stay(journal: Journal, tmp_path:
     assert len(os.listdir(tmp_path / "aside")) == 2
 
 
-def test_a_commit_that_was_begun_ends_with_the_commit_and_writes_once(journal: Journal) -> None:
+def test_begun_commit_ends_with_commit_and_writes_once(journal: Journal) -> None:
     for frame in FRAMES:
         journal.append(4, frame)
     journal.begin_commit()
@@ -285,7 +283,7 @@ def test_a_commit_that_was_begun_ends_with_the_commit_and_writes_once(journal: J
     assert (journal.commit(), journal.commit(), frames(journal, 4)) == (True, False, FRAMES)
 
 
-def test_a_commit_that_was_begun_and_failed_is_told_and_tried_again(
+def test_failed_begun_commit_is_reported_and_repeated(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:

@@ -1,7 +1,4 @@
-"""What a trainer refuses, in one line and before anything is written.
-
-.venv/bin/python -m pytest tests/test_trainer.py
-"""
+"""Opening and recovery of a trainer: what it refuses, in one line and with nothing written."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from peralta_zmq.errors import (
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, run_folder
-from peralta_zmq.trainer import collector as intakes
+from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
 from peralta_zmq.trainer.loop import Trainer
@@ -48,7 +45,7 @@ from tools.link_proxy import free_ports
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A trainer sets its own handlers; give the test runner its back."""
+    """Restore the signal handlers that a trainer replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -70,51 +67,51 @@ def config_of(*arguments: str) -> Config:
 
 
 def refused(config: Config, kind: type[PeraltaError], match: str) -> None:
-    """The run ends with this one line, and has written nothing."""
+    """The run ends with an error of one line and has written nothing."""
     with pytest.raises(kind, match=match) as caught:
         trainer.run(config)
     assert "\n" not in str(caught.value)
     assert not config.run_folder.exists()
 
 
-def test_a_folder_that_is_not_a_model_is_refused(settings: list[str], tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(settings: list[str], tmp_path: Path) -> None:
     config = config_of(*settings, "--model.name", str(tmp_path))
     refused(config, ConfigError, r"has no config\.json; give a Hugging Face model folder")
 
 
-def test_a_model_that_is_nowhere_is_refused_with_the_way_to_fetch_it(settings: list[str]) -> None:
+def test_model_that_is_not_cached_is_refused_with_the_download_command(settings: list[str]) -> None:
     config = config_of(*settings, "--model.name", "nobody/no-model")
     refused(config, ConfigError, r"fetch it once with: hf download nobody/no-model")
 
 
-def test_a_missing_data_file_is_refused(settings: list[str]) -> None:
+def test_missing_data_file_is_refused(settings: list[str]) -> None:
     config = config_of(*settings, "--data.train", "math_1kk")
     refused(config, TaskError, r"math_1kk.*did you mean 'math_1k'")
 
 
-def test_a_missing_column_is_refused_with_those_there_are(settings: list[str]) -> None:
+def test_missing_column_is_refused_with_the_existing_columns(settings: list[str]) -> None:
     config = config_of(*settings, "--data.prompt-column", "question")
     refused(config, TaskError, r"question.*python_expression.*natural_language")
 
 
-def test_an_empty_data_set_is_refused(settings: list[str], tmp_path: Path) -> None:
+def test_empty_data_set_is_refused(settings: list[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("python_expression,natural_language\n")
     refused(config_of(*settings, "--data.eval", str(empty)), TaskError, "empty.csv")
 
 
-def test_an_unknown_loss_is_refused_with_the_menu(settings: list[str]) -> None:
+def test_unknown_loss_is_refused_with_the_choices(settings: list[str]) -> None:
     config = config_of(*settings, "--loss.name", "gropo")
     refused(config, ConfigError, r"unknown loss 'gropo'; did you mean grpo\?.*reinforce")
 
 
-def test_a_device_that_is_not_here_is_refused(settings: list[str]) -> None:
+def test_missing_device_is_refused(settings: list[str]) -> None:
     config = config_of(*settings, "--model.device", "abacus")
     refused(config, ConfigError, "device 'abacus' cannot be used here")
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_port_in_use_is_refused_with_its_holder(
+def test_port_in_use_is_refused_with_its_process(
     settings: list[str], port: int, offset: int
 ) -> None:
     with socket.socket() as holder:
@@ -124,7 +121,7 @@ def test_a_port_in_use_is_refused_with_its_holder(
         refused(config_of(*settings), WireError, taken)
 
 
-def test_a_weights_folder_that_cannot_be_made_is_refused(
+def test_weights_folder_that_cannot_be_created_is_refused(
     settings: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -132,14 +129,14 @@ def test_a_weights_folder_that_cannot_be_made_is_refused(
     refused(config, StoreError, r"cannot be written .*choose another with --weights\.dir")
 
 
-def test_a_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path: Path) -> None:
+def test_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path: Path) -> None:
     (tmp_path / "nas").mkdir()
     (tmp_path / "nas" / "RUN.json").write_text(json.dumps({"run_id": "other-1"}))
     config = config_of(*settings, "--weights.dir", str(tmp_path / "nas"))
     refused(config, StoreError, r"belongs to run other-1.*choose another with --weights\.dir")
 
 
-def test_a_run_folder_reused_with_other_settings_is_refused_and_untouched(
+def test_run_folder_with_other_settings_is_refused_and_unchanged(
     settings: list[str],
 ) -> None:
     earlier = config_of(*settings)
@@ -152,7 +149,7 @@ def test_a_run_folder_reused_with_other_settings_is_refused_and_untouched(
     assert (earlier.run_folder / "config.toml").read_bytes() == before
 
 
-def test_a_run_keeps_its_id(settings: list[str]) -> None:
+def test_run_keeps_its_id(settings: list[str]) -> None:
     config = config_of(*settings)
     with ExitStack() as stack:
         Trainer(config, stack)
@@ -161,7 +158,7 @@ def test_a_run_keeps_its_id(settings: list[str]) -> None:
     assert first.startswith("demo-")
 
 
-def test_the_config_of_the_original_experiment_opens_with_the_embedded_model(
+def test_config_of_the_original_experiment_opens(
     settings: list[str],
 ) -> None:
     original = str(Path(__file__).parents[2] / "configs" / "calculator.toml")
@@ -171,26 +168,26 @@ def test_the_config_of_the_original_experiment_opens_with_the_embedded_model(
     assert config.groups_per_step == 12
 
 
-def test_a_second_trainer_on_the_run_folder_is_refused(settings: list[str], port: int) -> None:
+def test_second_trainer_on_a_run_folder_is_refused(settings: list[str], port: int) -> None:
     with ExitStack() as stack:
         Trainer(config_of(*settings), stack)
         with pytest.raises(ConfigError, match=r"another trainer works in .*--run\.name"):
             trainer.run(config_of(*settings, "--wire.port", str(port + 10)))
 
 
-def test_who_looks_at_the_lock_of_a_run_keeps_no_trainer_out(
+def test_lock_held_for_a_moment_by_a_reader_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    glance = (tmp_path / run_folder.LOCK).open("ab")
-    fcntl.flock(glance, fcntl.LOCK_SH)
-    monkeypatch.setattr(time, "sleep", lambda seconds: glance.close())
+    reader = (tmp_path / run_folder.LOCK).open("ab")
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: reader.close())
     with closing(run_folder.lock(tmp_path)):
         assert is_held(tmp_path / run_folder.LOCK) is True
     assert is_held(tmp_path / run_folder.LOCK) is False
     assert is_held(tmp_path / "nothing") is None
 
 
-def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
+def test_unmounted_weights_folder_is_awaited_and_not_created(
     settings: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -202,11 +199,11 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
         first = Trainer(config, stack).session.run_id
     nas.rename(away)
 
-    def mounted_meanwhile(self: StopSignal, seconds: float) -> None:
+    def mount(self: StopSignal, seconds: float) -> None:
         assert not nas.exists()
         away.rename(nas)
 
-    monkeypatch.setattr(StopSignal, "pause", mounted_meanwhile)
+    monkeypatch.setattr(StopSignal, "pause", mount)
     with ExitStack() as stack:
         again = Trainer(config, stack)
     assert again.publishing.store.run_id == first
@@ -214,7 +211,7 @@ def test_a_weights_folder_that_is_unmounted_is_waited_for_and_not_made_anew(
     assert "--weights.dir" in line and "\n" not in line
 
 
-def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path: Path) -> None:
+def test_run_can_change_its_weights_folder(settings: list[str], tmp_path: Path) -> None:
     for name in ("nas", "other"):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
@@ -222,7 +219,7 @@ def test_a_run_may_move_to_another_weights_folder(settings: list[str], tmp_path:
         shutil.rmtree(tmp_path / name)
 
 
-def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -> None:
+def test_weights_folder_inside_the_run_can_be_deleted(settings: list[str]) -> None:
     for _ in range(2):
         with ExitStack() as stack:
             trainer = Trainer(config_of(*settings), stack)
@@ -231,18 +228,18 @@ def test_the_weights_folder_inside_the_run_may_be_deleted(settings: list[str]) -
 
 
 @pytest.mark.timeout(60)
-def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], port: int) -> None:
+def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], port: int) -> None:
     with ExitStack() as stack:
         trainer = Trainer(config_of(*settings), stack)
         trainer.recover()
         sender = stack.enter_context(
             closing(wire.GeneratorStatusSender(f"tcp://127.0.0.1:{port + 2}"))
         )
-        said = wire.GeneratorStatus(trainer.session.run_id, "ann", b"bootboot")
+        status = wire.GeneratorStatus(trainer.session.run_id, "ann", b"bootboot")
 
-        def heard(report: wire.GeneratorStatus) -> None:
-            while trainer.generators.statuses.get(report.sender) != report:  # the first may be lost
-                sender.send(report)
+        def deliver(status: wire.GeneratorStatus) -> None:
+            while trainer.generators.statuses.get(status.sender) != status:  # the first may be lost
+                sender.send(status)
                 trainer.generators.receive_status(step=1)
 
         def kind_of_next() -> str:
@@ -253,18 +250,18 @@ def test_a_generator_that_cannot_follow_gets_one_keyframe(settings: list[str], p
             assert newest is not None and newest != before
             return newest.kind
 
-        heard(said)
+        deliver(status)
         assert kind_of_next() == "delta"
-        heard(replace(said, wants_keyframe=True))
+        deliver(replace(status, wants_keyframe=True))
         assert kind_of_next() == "keyframe"
-        heard(replace(said, wants_keyframe=True, made=1))  # it has not read it yet
+        deliver(replace(status, wants_keyframe=True, made=1))  # not loaded yet: no new request
         assert kind_of_next() == "delta"
-        heard(said)
-        heard(replace(said, wants_keyframe=True))
+        deliver(status)
+        deliver(replace(status, wants_keyframe=True))
         assert kind_of_next() == "keyframe"
 
 
-def test_a_refused_weights_folder_leaves_the_next_start_free(
+def test_refused_weights_folder_does_not_block_the_next_start(
     settings: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -274,7 +271,7 @@ def test_a_refused_weights_folder_leaves_the_next_start_free(
         assert Trainer(config_of(*settings), stack).unfinished
 
 
-# What an earlier session left.
+# Recovery from what an earlier session left.
 
 
 @pytest.fixture
@@ -302,7 +299,7 @@ def saved_by(
 def journaled_by(
     trainer: Trainer, *sequences: int, step: int = 1, run_id: str | None = None
 ) -> Path:
-    """Groups taken in for a step, of this run unless another is named."""
+    """Journal groups for a step, of this run unless another is given."""
     for sequence in sequences:
         run_id = run_id or run_id_of(trainer.session.folder, "demo")
         group = group_of([1, 0], sequence=sequence, run_id=run_id)
@@ -311,49 +308,49 @@ def journaled_by(
     return trainer.collector.journal.file_of(step)
 
 
-def test_nothing_comes_of_a_step_whose_groups_are_not_on_disk(
+def test_step_is_not_published_before_its_groups_are_on_disk(
     opened: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened.recover()
-    intake, learn = opened.collector, opened.policy.learner.learn
+    collector, learn = opened.collector, opened.policy.learner.learn
     run_id = run_id_of(opened.session.folder, "demo")
-    monkeypatch.setattr(intakes, "COMMIT_GROUPS", 1000)  # all wait for the step
-    monkeypatch.setattr(intakes, "COMMIT_SECONDS", 1000.0)
-    for sequence in itertools.takewhile(lambda _: not intake.is_full, itertools.count()):
+    monkeypatch.setattr(collectors, "COMMIT_GROUPS", 1000)  # no commit before the step
+    monkeypatch.setattr(collectors, "COMMIT_SECONDS", 1000.0)
+    for sequence in itertools.takewhile(lambda _: not collector.is_full, itertools.count()):
         group = group_of([1, 0], sequence=sequence, run_id=run_id)
-        assert intake.add(group, wire.encode_group(group), step=1) == "trained"
-    before = dict(intake.acknowledgements.durable)
+        assert collector.add(group, wire.encode_group(group), step=1) == "trained"
+    before = dict(collector.acknowledgements.durable)
 
-    def learns(groups: list[RolloutGroup]) -> dict[str, float]:
-        opened.session.stop.requested = True  # else it waits for the disk
+    def learn_and_stop(groups: list[RolloutGroup]) -> dict[str, float]:
+        opened.session.stop.requested = True  # else it retries until there is room
         return learn(groups)
 
     def full(content: bytes) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(opened.policy.learner, "learn", learns)
-    monkeypatch.setattr(intake.journal, "_write", full)
+    monkeypatch.setattr(opened.policy.learner, "learn", learn_and_stop)
+    monkeypatch.setattr(collector.journal, "_write", full)
     with pytest.raises(JournalError, match="full"):
         opened.advance()
     newest = opened.publishing.store.newest()
     assert newest is not None and newest.step == 0
-    assert intake.acknowledgements.durable == before and intake.journal.num_waiting
+    assert collector.acknowledgements.durable == before and collector.journal.num_waiting
     assert not (opened.session.folder / "checkpoints").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
+def test_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
     saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
     with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):
         opened.recover()
 
 
-def test_a_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
+def test_checkpoint_of_another_run_is_refused(opened: Trainer) -> None:
     saved_by(opened, ledger=Ledger(), run_id="another-1")
     with pytest.raises(JournalError, match=r"belongs to run another-1, not to demo-.*--run\.name"):
         opened.recover()
 
 
-def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) -> None:
+def test_group_in_both_checkpoint_and_journal_is_refused(opened: Trainer) -> None:
     ledger = Ledger()
     ledger.settle(group_of([1, 0]).sender, 0, "trained")
     saved_by(opened, ledger=ledger)
@@ -362,8 +359,8 @@ def test_a_ledger_that_disagrees_with_the_journal_is_refused(opened: Trainer) ->
         opened.recover()
 
 
-@pytest.mark.parametrize("left", [(), (0,)], ids=["no file", "cut behind its first group"])
-def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
+@pytest.mark.parametrize("left", [(), (0,)], ids=["no file", "cut after its first group"])
+def test_journal_gap_before_the_last_step_is_refused(
     opened: Trainer, left: tuple[int, ...]
 ) -> None:
     saved_by(opened, ledger=Ledger())
@@ -387,7 +384,7 @@ def test_a_journal_without_all_groups_of_a_step_before_its_last_is_refused(
         (b'{"sender": "ann/00", "sequence": 0, "outcome": "vanished"}', DROPPED),
     ],
 )
-def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
+def test_unreadable_record_is_refused_with_its_file(
     opened: Trainer, content: bytes, kind: int
 ) -> None:
     opened.collector.journal.append(1, content, kind)
@@ -399,7 +396,7 @@ def test_a_whole_record_that_cannot_be_read_is_refused_with_its_file(
     assert "\n" not in str(caught.value)
 
 
-def test_a_journal_of_another_run_is_refused(opened: Trainer) -> None:
+def test_journal_of_another_run_is_refused(opened: Trainer) -> None:
     journaled_by(opened, 0, run_id="other-0011aabb")
     with pytest.raises(
         JournalError,
@@ -408,7 +405,7 @@ def test_a_journal_of_another_run_is_refused(opened: Trainer) -> None:
         opened.recover()
 
 
-def test_a_torn_journal_goes_on_at_its_last_good_record(
+def test_torn_journal_continues_after_its_last_whole_record(
     opened: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = journaled_by(opened, 0, 1, 2)
@@ -418,12 +415,12 @@ def test_a_torn_journal_goes_on_at_its_last_good_record(
     assert "journal cut: file=step_000001.msgpack" in caplog.text
 
 
-def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_a_restart(
+def test_lost_and_duplicate_groups_are_counted_after_a_restart(
     opened: Trainer,
 ) -> None:
     saved_by(opened, ledger=Ledger(), duplicates=3)
-    note = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
-    opened.collector.journal.append(1, json.dumps(asdict(note)).encode(), DROPPED)
+    dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
+    opened.collector.journal.append(1, json.dumps(asdict(dropped)).encode(), DROPPED)
     opened.collector.journal.commit()
     opened.recover()
     counts = opened.collector.accounting()
@@ -431,7 +428,7 @@ def test_what_was_lost_below_a_noted_group_and_what_came_twice_is_counted_after_
     assert {name: counts[name] for name in expected} == expected
 
 
-def test_a_journal_that_begins_later_than_the_checkpoints_that_are_there_is_refused(
+def test_journal_start_without_a_checkpoint_before_it_is_refused(
     opened: Trainer,
 ) -> None:
     journaled_by(opened, 0, step=5)
@@ -441,7 +438,7 @@ def test_a_journal_that_begins_later_than_the_checkpoints_that_are_there_is_refu
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id"'])
-def test_an_identity_that_cannot_be_read_makes_no_new_run(settings: list[str], text: str) -> None:
+def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text: str) -> None:
     config = config_of(*settings)
     with ExitStack() as stack:
         Trainer(config, stack)

@@ -1,7 +1,4 @@
-"""How a session of a trainer ends: complete, or stopped by hand.
-
-.venv/bin/python -m pytest tests/test_trainer_end.py
-"""
+"""The end of a trainer session: the run complete, or stopped by a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 signals = test_resume.signals
 
 
-def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
+def test_long_last_evaluation_makes_no_generator_leave(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Session(stack, tmp_path, "--train.max-steps=4").trainer
@@ -46,13 +43,13 @@ def test_a_last_evaluation_that_takes_long_is_no_silence_of_the_generators(
     assert events[events.index("evaluate") :] == ["evaluate", "evaluated", "complete"]
 
 
-def say_last(trainer: Trainer, *, made: int) -> None:
-    """The generator of the session's groups says that it makes no more; returns once heard."""
+def send_final_status(trainer: Trainer, *, made: int) -> None:
+    """Send the final status of the session's generator until the trainer has received it."""
     address = f"tcp://127.0.0.1:{trainer.session.config.wire.port}"
     last = wire.GeneratorStatus(trainer.session.run_id, "ann", BOOT, made=made, last=True)
     with closing(wire.GeneratorStatusSender(wire.next_port(address, 2))) as sender:
         while not trainer.generators.made_by_ended():
-            sender.send(last)  # until the two have met
+            sender.send(last)  # lost until the sockets are connected
             trainer.generators.receive_status(step=4, timeout=0.2)
 
 
@@ -65,14 +62,14 @@ def summary_of(trainer: Trainer) -> Row:
 FOUR = "--train.max-steps=4"
 
 
-def test_a_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None:
+def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, FOUR).trainer
         while first.unfinished:
             first.advance()
-        say_last(first, made=60)
-        told = wire.GeneratorStatus(first.session.run_id, "bob", BOOT, made=3)  # and was killed
-        first.generators.statuses[told.sender] = told
+        send_final_status(first, made=60)
+        status = wire.GeneratorStatus(first.session.run_id, "bob", BOOT, made=3)  # and was killed
+        first.generators.statuses[status.sender] = status
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])
     assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{BOOT.hex()}": 60})
@@ -81,19 +78,19 @@ def test_a_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> No
             assert summary_of(Session(stack, tmp_path, FOUR).trainer) == summary
 
 
-def test_a_last_report_outlives_a_trainer_killed_while_it_evaluates(tmp_path: Path) -> None:
+def test_final_status_survives_a_kill_during_the_evaluation(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, FOUR).trainer
         while first.unfinished:
             first.advance()
-        say_last(first, made=60)  # and nothing is finished
+        send_final_status(first, made=60)  # and no `finish`
     with ExitStack() as stack:
         summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
     assert summary["last_reports"] == {f"ann/{BOOT.hex()}": 60}
     assert cast("dict[str, int]", summary["accounting"])["made"] == 60
 
 
-def test_a_complete_run_that_is_stopped_while_it_evaluates_is_closed_by_the_next_start(
+def test_run_stopped_in_its_last_evaluation_is_closed_by_the_next_start(
     tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as opened:
@@ -109,9 +106,7 @@ def test_a_complete_run_that_is_stopped_while_it_evaluates_is_closed_by_the_next
     assert summary_of(again) and again.session.run_log.has_evaluation(4)
 
 
-def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+def test_stopped_run_writes_its_plot_and_report(tmp_path: Path, stack: ExitStack) -> None:
     trainer = Session(stack, tmp_path).trainer
     trainer.advance()
     trainer.session.stop.requested = True
@@ -121,7 +116,7 @@ def test_a_run_that_is_stopped_leaves_its_curve_and_its_page(
     assert '"condition": "stopped"' in page and '"num_steps": 1,' in page
 
 
-def test_a_trainer_that_waits_for_groups_tells_the_verdict_meanwhile(
+def test_verdict_is_printed_while_the_trainer_waits_for_groups(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -130,7 +125,7 @@ def test_a_trainer_that_waits_for_groups_tells_the_verdict_meanwhile(
     capsys.readouterr()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 45.0)
-    trainer.session.stop.requested = True  # after one look for groups
+    trainer.session.stop.requested = True  # after one receive
     trainer.advance()
-    told = "verdict: no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"
-    assert told in capsys.readouterr().out.splitlines()
+    line = "verdict: no step yet: no generator has joined in 45s; start one: bin/generator @ CONFIG"
+    assert line in capsys.readouterr().out.splitlines()

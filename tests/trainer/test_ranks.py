@@ -1,7 +1,4 @@
-"""A trainer of several processes is the trainer of one: its steps, its checkpoints, its end.
-
-.venv/bin/python -m pytest tests/test_ranks.py
-"""
+"""A trainer of several ranks: the same steps and checkpoints as one rank, and its end."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A trainer sets its own handlers; give the test runner its back."""
+    """Restore the signal handlers that a trainer replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -61,7 +58,7 @@ def signals() -> Iterator[None]:
 
 
 class Run:
-    """A run whose groups come from here, whoever trains it."""
+    """A run on the same groups, with any number of ranks."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.port, self._folder, self._sessions = free_ports(), folder, 0
@@ -71,7 +68,7 @@ class Run:
         run_folder.write_identity(self.config.run_folder, run_id=RUN, weights=None)
 
     def train(self, *, to: int, num_ranks: int = 1, **how: Any) -> Tensors:
-        """What is saved when it has had the groups for so many steps and is told to stop."""
+        """The checkpoint after `to` steps and a SIGTERM."""
         with self.session(num_ranks=num_ranks, **how) as session:
             self.feed(session, to=to)
             for each in session.ranks:
@@ -87,7 +84,7 @@ class Run:
         return Session(folder, self.config, num_ranks, how)
 
     def feed(self, session: Session, *, to: int, groups: Sequence[RolloutGroup] = GROUPS) -> None:
-        """Send the groups of these steps, those of before again, as an outbox would; wait."""
+        """Send the groups of all steps up to `to`, also earlier ones, and wait for it."""
         session.until(self._listens)
         with closing(wire.RolloutSender(f"tcp://127.0.0.1:{self.port}", hwm=1000)) as sender:
             for group in groups[: to * GROUPS_PER_STEP]:
@@ -121,7 +118,7 @@ class Run:
 
 
 class Session:
-    """The ranks of one start, which are killed if they do not end."""
+    """The ranks of one start; killed at exit if they have not ended."""
 
     def __init__(self, folder: Path, config: Config, num_ranks: int, how: Any) -> None:
         self._folder = folder
@@ -136,7 +133,7 @@ class Session:
             each.join()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what the ranks do, as long as they live."""
+        """Wait for a condition while all ranks run."""
         ends = time.monotonic() + DEADLINE
         while not condition():
             if not all(each.is_alive() for each in self.ranks):
@@ -162,7 +159,7 @@ def sharing(device: torch.device) -> distributed.DistributedRanks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
-    """What one rank makes of the groups."""
+    """The checkpoint of one rank."""
     return Run(tmp_path_factory.mktemp("alone")).train(to=STEPS)
 
 
@@ -172,7 +169,7 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5, msg=name)
 
 
-def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> None:
+def test_two_ranks_give_the_weights_of_one(tmp_path: Path, alone: Tensors) -> None:
     assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
 
 
@@ -183,7 +180,7 @@ def test_two_ranks_make_the_weights_of_one(tmp_path: Path, alone: Tensors) -> No
         pytest.param((1, 2), id="one to sharded"),
     ],
 )
-def test_a_run_goes_on_at_another_number_of_ranks(
+def test_run_resumes_with_another_number_of_ranks(
     tmp_path: Path, alone: Tensors, counts: tuple[int, int]
 ) -> None:
     run = Run(tmp_path)
@@ -192,7 +189,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(
     assert_same(saved, alone)
 
 
-def test_after_a_rank_has_died_the_same_command_goes_on(tmp_path: Path, alone: Tensors) -> None:
+def test_run_resumes_after_a_killed_rank(tmp_path: Path, alone: Tensors) -> None:
     run = Run(tmp_path)
     with run.session(num_ranks=2) as session:
         run.feed(session, to=3)  # the checkpoint is of step 2
@@ -213,7 +210,7 @@ def poisoned(group: RolloutGroup) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_run(
+def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
     tmp_path: Path, num_ranks: int
 ) -> None:
     run, groups = Run(tmp_path, "--loss.name=bad_losses.steep"), list(GROUPS)
@@ -225,7 +222,7 @@ def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_
         pytest.raises(RuntimeError, match="TrainingError: steps 3 to 5 had no finite grad") as told,
     ):
         run.feed(session, to=STEPS, groups=groups)
-    assert "rank 1" not in str(told.value)  # the others end without a word
+    assert "rank 1" not in str(told.value)  # the followers report nothing
     assert [row["skipped_steps"] for row in run.rows] == [1, 1, 2, 3]
     skips = [each for each in run.events if each["event"] == "skip"]
     assert [each["step"] for each in skips] == [1, 3, 4]
@@ -236,7 +233,7 @@ def test_one_bad_group_skips_its_step_on_all_ranks_and_three_such_steps_end_the_
     assert all(each.isfinite().all() for each in saved.values() if each.is_floating_point())
 
 
-# What torchrun says.
+# The environment of torchrun.
 
 
 def test_a_plain_start_is_one_rank() -> None:
@@ -247,13 +244,13 @@ def test_a_plain_start_is_one_rank() -> None:
     )
 
 
-def test_torchrun_says_which_rank_this_is() -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert placement_of(told) == RankPlacement(3, 4, 1, 2)
+def test_placement_is_read_from_the_environment() -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert placement_of(variables) == RankPlacement(3, 4, 1, 2)
 
 
 @pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])
-def test_half_of_torchruns_words_are_refused(broken: dict[str, str]) -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+def test_incomplete_environment_is_refused(broken: dict[str, str]) -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*torchrun, or unset WORLD_SIZE"):
-        placement_of({**told, **broken})
+        placement_of({**variables, **broken})

@@ -1,7 +1,4 @@
-"""What several ranks learn with adapters, or beside a reference, is what one rank learns.
-
-make test-slow ARGS=tests/test_ranks_learn.py
-"""
+"""Two ranks learn the same as one, with a reference model, adapters and small optimizer states."""
 
 from __future__ import annotations
 
@@ -42,27 +39,27 @@ GROUPS = [
 
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-ROUNDED = ("bf16 state", "8-bit state")  # sums of another order round otherwise
+ROUNDED = ("bf16 state", "8-bit state")  # rounding depends on the order of a sum
 
 
 def learned(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """All tensors of a checkpoint after some steps, and each step's metrics and mismatch."""
+    """The tensors of a checkpoint after STEPS steps, and the metrics and mismatch of each step."""
     config = load_config(
         "bin/trainer",
         ["--train.batch-size=8", "--train.dtype=float32", "--train.max-tokens-per-microbatch=40",
          "--train.learning-rate=0.001", *settings],
     )  # fmt: skip
     learner = build.make_learner(config, build.load_policy(config, models.EMBEDDED), ranks)
-    told = list[Any]()
+    rows_of_rank = list[Any]()
     for step in range(STEPS):
         metrics = learner.learn(GROUPS[3 * step : 3 * step + 3])
         mismatch = {name: (each.kl, each.num_tokens) for name, each in learner.mismatch.items()}
-        told.append((metrics, mismatch))
-    return learner.state(), told
+        rows_of_rank.append((metrics, mismatch))
+    return learner.state(), rows_of_rank
 
 
 def learned_by_all() -> dict[tuple[str, bool], Any]:
-    """The same for each objective, with whole parameters and with shares of them."""
+    """`learned` for each objective, with whole and with sharded parameters."""
     dist.init_process_group("gloo")
     kinds = {
         shards: DistributedRanks(torch.device("cpu"), shards=shards) for shards in (False, True)
@@ -78,10 +75,10 @@ def learned_by_all() -> dict[tuple[str, bool], Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
-    gang = start(tmp_path, learned_by_all)
+def test_two_ranks_learn_the_same_as_one(tmp_path: Path) -> None:
+    ranks = start(tmp_path, learned_by_all)
     alone = {name: learned(SINGLE, *settings) for name, settings in OBJECTIVES.items()}
-    for (name, shards), (theirs, told) in results(tmp_path, gang)[0].items():
+    for (name, shards), (theirs, rows_of_rank) in results(tmp_path, ranks)[0].items():
         expected, rows = alone[name]
         assert theirs.keys() == expected.keys(), name
         assert any(path.startswith("reference/") for path in theirs) == (name == "reference")
@@ -92,7 +89,7 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 theirs[path], expected[path], rtol=0, atol=1e-5, msg=f"{name} {shards} {path}"
             )
-        for (ours, by_sender), (metrics, mismatch) in zip(rows, told, strict=True):
+        for (ours, by_sender), (metrics, mismatch) in zip(rows, rows_of_rank, strict=True):
             assert set(mismatch) == {f"{each}/626f6f74626f6f74" for each in ("ann", "bob", "cleo")}
             for sender, figures in by_sender.items():
                 assert mismatch[sender] == pytest.approx(figures, rel=1e-4), (name, sender)
@@ -101,12 +98,12 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
 
 
 def assert_near(theirs: Tensors, ours: Tensors) -> None:
-    """The weights are apart by 1/1000 of the way that they have come at most."""
+    """The weights differ by at most 1/1000 of their distance from the base model."""
     base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    apart = way = 0.0
+    difference = distance = 0.0
     for name, each in base.named_parameters():
         mine = ours[f"model/{name}"]
-        apart += float((theirs[f"model/{name}"] - mine).square().sum())
-        way += float((mine - each.detach()).square().sum())
-    print(f"apart by {(apart / way) ** 0.5:.3%} of the way")  # docs/optim.md says it
-    assert apart**0.5 < 1e-3 * way**0.5
+        difference += float((theirs[f"model/{name}"] - mine).square().sum())
+        distance += float((mine - each.detach()).square().sum())
+    print(f"difference: {(difference / distance) ** 0.5:.3%} of the distance")  # in docs/optim.md
+    assert difference**0.5 < 1e-3 * distance**0.5

@@ -1,7 +1,4 @@
-"""A trainer of two processes as a person starts it: torchrun, a generator, Ctrl-C, once more.
-
-.venv/bin/python -m pytest -m slow tests/test_torchrun.py
-"""
+"""A trainer of two ranks under torchrun: Ctrl-C, then the same command to the end."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 class Ranks(Machine):
-    """Its trainers are of two processes."""
+    """Starts trainers with two ranks."""
 
     def start_plain(self, door: str, *arguments: str) -> Door:
-        """As the machine does, with torchrun before a trainer."""
+        """Start a program; a trainer under torchrun."""
         before = TORCHRUN if door == "trainer" else (sys.executable,)
         config = ("@", str(REPO / "configs" / "demo.toml"))
         command = [*before, str(REPO / "bin" / door), *config, *arguments]
@@ -31,7 +28,7 @@ class Ranks(Machine):
         return self._started[-1]
 
     def close(self) -> None:
-        """torchrun ends its ranks when it is asked to, not when it is killed."""
+        """Terminate all programs: a killed torchrun would leave its ranks running."""
         for door in self._started:
             door.process.send_signal(signal.SIGCONT)
             door.process.terminate()
@@ -49,7 +46,7 @@ def machine(tmp_path: Path) -> Iterator[Ranks]:
     started.close()
 
 
-def test_two_ranks_train_stop_at_ctrl_c_and_go_on_to_the_end(machine: Ranks) -> None:
+def test_two_ranks_resume_after_ctrl_c_and_complete_the_run(machine: Ranks) -> None:
     generator = machine.start("generator", "--train.max-steps", "12")
     trainer = machine.start("trainer", "--train.max-steps", "12")
     until(lambda: len(machine.rows()) >= 2, trainer, generator)

@@ -1,4 +1,4 @@
-"""A generator whose logprobs are skewed is named, and its groups are set aside when asked."""
+"""Generators with skewed logprobs are reported, and their groups dropped if configured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A trainer sets its own handlers; give the test runner its back."""
+    """Restore the signal handlers that a trainer replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -54,7 +54,7 @@ def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> Rollo
 
 
 def trained(stack: ExitStack, folder: Path, *settings: str) -> Trainer:
-    """After some steps on groups of ann, and of bob, who is skewed."""
+    """A trainer after some steps on groups of ann, and of bob with skewed logprobs."""
     port = free_ports()
     arguments = [*SETTINGS, *settings, "--run.dir", str(folder), "--wire.port", str(port)]
     trainer = Trainer(load_config("bin/trainer", arguments), stack)
@@ -75,7 +75,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == "mismatch"]
 
 
-def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
+def test_skewed_generator_is_reported_and_trained_by_default(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trained(stack, tmp_path)
@@ -93,7 +93,7 @@ def test_skewed_generator_is_reported_by_name_and_trained_all_the_same(
     assert trainer.collector.accounting()["mismatched"] == 0
 
 
-def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
+def test_groups_of_a_skewed_generator_are_dropped_and_counted(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trained(stack, tmp_path, "--train.on-mismatch", "drop")
@@ -115,7 +115,7 @@ def test_groups_of_a_skewed_generator_are_dropped_when_asked_and_all_add_up(
     assert json.dumps(trainer.collector.state())
 
 
-def test_restarted_trainer_replays_what_it_had_admitted_and_judges_again(
+def test_replay_admits_the_groups_that_were_admitted_before_the_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
