@@ -1,4 +1,4 @@
-"""What `make run` promises, measured: `make test-slow`."""
+"""The results that `make run` promises, measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, free_ports, lacking
+from test_end_to_end import REPO, free_ports, missing_keys
 
 from peralta_zmq.observe.metrics import read_rows
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
-def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
+def test_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
                "--loss.name", loss, "--wire.port", str(free_ports())]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
@@ -31,4 +31,4 @@ def test_the_embedded_run_learns_within_three_minutes(loss: str, tmp_path: Path)
     assert summary["restarts"] == 0
     rows = read_rows(tmp_path / "demo" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 81))
-    assert [lacking(row) for row in rows] == [set()] * 80
+    assert [missing_keys(row) for row in rows] == [set()] * 80

@@ -1,7 +1,4 @@
-"""The doors as a person uses them: real processes, real sockets, the embedded model.
-
-.venv/bin/python -m pytest tests/test_end_to_end.py
-"""
+"""The programs as users start them: real processes, real sockets, the embedded model."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parent.parent
-signals = test_resume.signals  # a trainer works in this process too
+signals = test_resume.signals  # some tests open a trainer in this process
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
@@ -52,13 +49,13 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 
 
-def lacking(row: Row) -> set[str]:
-    """The keys that a step's row should have and has not; a step without signal has no entropy."""
+def missing_keys(row: Row) -> set[str]:
+    """The keys missing in a step's row; a step without signal has no entropy."""
     return STEP_KEYS - row.keys() - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
 
 
-class Door:
-    """A started program and what it has printed so far."""
+class Program:
+    """A started program and its output."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._log = log
@@ -76,27 +73,27 @@ class Door:
 
 
 class Machine:
-    """Starts doors on one run folder; nothing it started outlives the test."""
+    """Starts programs on one run folder and kills them at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.run = folder / "run"
         self._folder = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",
                           "--wire.port", str(free_ports()), *SMALL)  # fmt: skip
-        self._started: list[Door] = []
+        self._started: list[Program] = []
 
     def config(self, *settings: str) -> Config:
-        """The trainer's with these settings."""
+        """The trainer's config with these settings."""
         return load_config("bin/trainer", [*self._settings, *settings])
 
-    def start(self, door: str, *settings: str) -> Door:
-        """bin/DOOR with this run's settings; later settings win."""
-        return self.start_plain(door, *self._settings, *settings)
+    def start(self, program: str, *settings: str) -> Program:
+        """Start bin/PROGRAM with this run's settings; later settings win."""
+        return self.start_plain(program, *self._settings, *settings)
 
-    def start_plain(self, door: str, *arguments: str) -> Door:
-        """bin/DOOR with these arguments only."""
-        command = [sys.executable, str(REPO / "bin" / door), *arguments]
-        self._started.append(Door(command, self._folder / f"{len(self._started)}.log"))
+    def start_plain(self, program: str, *arguments: str) -> Program:
+        """Start bin/PROGRAM with these arguments only."""
+        command = [sys.executable, str(REPO / "bin" / program), *arguments]
+        self._started.append(Program(command, self._folder / f"{len(self._started)}.log"))
         return self._started[-1]
 
     def rows(self) -> list[dict[str, object]]:
@@ -104,16 +101,16 @@ class Machine:
         return read_rows(self.run / "metrics.jsonl")
 
     def published_step(self) -> int:
-        """The newest version's, which may lag behind the rows: publishing goes on beside them."""
+        """Step of the newest version; publishing in the background may lag behind the rows."""
         return max(
             (int(each.name[5:]) for each in (self.run / "weights").glob("step_*")), default=-1
         )
 
     def close(self) -> None:
-        """End what still runs."""
-        for door in self._started:
-            door.process.kill()
-            door.process.wait()
+        """Kill the programs that still run."""
+        for program in self._started:
+            program.process.kill()
+            program.process.wait()
 
 
 @pytest.fixture
@@ -123,32 +120,32 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     started.close()
 
 
-def until(condition: Callable[[], bool], *doors: Door) -> None:
-    """Wait for something another process does; the test's own deadline ends a hang."""
+def until(condition: Callable[[], bool], *programs: Program) -> None:
+    """Wait for another process; the timeout of the test limits the wait."""
     while not condition():
-        for door in doors:
-            assert door.process.poll() is None, door.printed
+        for program in programs:
+            assert program.process.poll() is None, program.printed
         time.sleep(0.02)
 
 
 def digest_of_weights(version: Path) -> str:
-    """Of the weights themselves: the version may hold them whole or as a delta."""
+    """Digest of a version's weights, keyframe or delta."""
     return str(json.loads((version / "manifest.json").read_text())["result"])
 
 
 @pytest.mark.timeout(120)
-def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
+def test_complete_run_writes_metrics_summary_and_usable_weights(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
-    # It listens once this is written: a generator's reports arrive from the first step on.
+    # The sockets are bound before this file exists, so the first status arrives in time.
     until((machine.run / "config.toml").exists, trainer)
     generator = machine.start("generator")
     assert trainer.ends() == 0, trainer.printed
     assert generator.ends() == 0, generator.printed
     replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
-    assert [lacking(row) for row in machine.rows()] == [set()] * 3
+    assert [missing_keys(row) for row in machine.rows()] == [set()] * 3
     hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
     assert [hello.keys() for hello in hellos] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
@@ -179,7 +176,7 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
     printed = capsys.readouterr().out
     assert "step=3" in printed and "published" not in printed
 
-    with ExitStack() as stack:  # complete: nothing to train
+    with ExitStack() as stack:  # complete: no step left
         again = Trainer(machine.config("--train.max-steps", "3"), stack)
         again.recover()
         assert not again.unfinished
@@ -202,7 +199,7 @@ def test_a_run_ends_with_metrics_a_summary_and_weights_that_answer(
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
+def test_killed_trainer_resumes_with_a_bit_identical_replay(
     machine: Machine,
 ) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "7")
@@ -213,9 +210,11 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     generator.process.send_signal(signal.SIGSTOP)
     newest = max((machine.run / "weights").glob("step_*"))
     published = digest_of_weights(newest)
-    shutil.rmtree(newest)  # the restarted trainer has to make it again, from the journal
+    shutil.rmtree(newest)  # the restarted trainer publishes it again, from the journal
     journal, after = machine.run / "journal", int(newest.name[5:]) + 1
-    thrown_away = len(read_records(journal, after)[0])  # were they all in already, it went on
+    num_deleted = len(
+        read_records(journal, after)[0]
+    )  # with a full batch the trainer would continue
     (journal / f"step_{after:06d}.msgpack").unlink(missing_ok=True)
 
     trainer = machine.start("trainer", "--train.max-steps", "7")
@@ -229,24 +228,24 @@ def test_a_killed_trainer_goes_on_where_it_was_and_its_replay_is_bit_identical(
     assert events.count("resume") == 1
     progress = (machine.run / "checkpoints" / "step_000007" / "progress.json").read_text()
     ((settled, after_a_gap),) = json.loads(progress)["ledger"]["senders"].values()
-    assert settled >= 27  # 7 steps of 4 groups: what the dead trainer had in its socket came again
+    assert settled >= 27  # 7 steps of 4 groups: those in the killed trainer's socket are resent
     assert after_a_gap == []
     summary = json.loads((machine.run / "summary.json").read_text())
     assert summary["restarts"] == 1
     made, *parts, in_flight, _ = summary["accounting"].values()
     assert made == sum(parts) + in_flight
     assert sum(parts) == settled + 1
-    # Killed between the disk and its word of it, the trainer gets some of them again.
-    assert 0 <= summary["accounting"]["lost"] <= thrown_away
+    # The trainer may have been killed before it announced some of them as durable.
+    assert 0 <= summary["accounting"]["lost"] <= num_deleted
 
 
-@pytest.mark.slow  # test_every_worker_is_killed_and_nothing_is_lost kills generators too
+@pytest.mark.slow  # tests/chaos/test_run_chaos.py kills generators too
 @pytest.mark.timeout(120)
-def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
+def test_run_completes_after_a_killed_generator(machine: Machine) -> None:
     trainer = machine.start("trainer", "--train.max-steps", "6")
-    doomed = machine.start("generator", "--generator.name", "doomed")
-    until(lambda: len(machine.rows()) >= 2, trainer, doomed)
-    doomed.process.kill()
+    first = machine.start("generator", "--generator.name", "first")
+    until(lambda: len(machine.rows()) >= 2, trainer, first)
+    first.process.kill()
     machine.start("generator", "--generator.name", "next")
     assert trainer.ends() == 0, trainer.printed
     assert machine.rows()[-1]["step"] == 6
@@ -254,11 +253,11 @@ def test_a_killed_generator_costs_throughput_only(machine: Machine) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
+def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
     machine: Machine, tmp_path: Path
 ) -> None:
     elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
-    generator = machine.start("generator", *elsewhere)  # it waits for five seconds before it speaks
+    generator = machine.start("generator", *elsewhere)  # prints after five seconds
     trainer = machine.start("trainer")
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
@@ -280,7 +279,7 @@ def test_each_program_alone_says_how_to_go_on_and_leaves_when_it_is_asked_to(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("interval", [1, 10])
-def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
+def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
     machine: Machine, tmp_path: Path, interval: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_ports()
@@ -313,9 +312,7 @@ def test_a_generator_beyond_20_mbit_and_60_ms_keeps_the_trainer_training(
 
 
 @pytest.mark.timeout(120)
-def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(models.EMBEDDED, model)
     settings = json.loads((model / "config.json").read_text())
@@ -334,7 +331,7 @@ def test_the_original_experiment_runs_with_a_random_model_of_its_architecture(
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_doctor_of_a_generator_is_answered_by_a_trainer_at_work(machine: Machine) -> None:
+def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> None:
     trainer = machine.start("trainer", "--no-eval.eval-base-model")
     until(lambda: machine.published_step() == 0, trainer)
     found = machine.start("doctor", "--role", "generator")

@@ -1,4 +1,4 @@
-"""A field for each chaos test, with nothing left running after it."""
+"""A field for each chaos test; its programs are ended after the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roll-backs and damaged checkpoints: numbers still rise, and the one before is used.
+"""Roll-backs and damaged checkpoints: version numbers rise, an older checkpoint is used.
 
 Row 21 of the fault table.
 """
@@ -13,7 +13,7 @@ EVERY_TWO = ("--checkpoint.interval", "2", "--checkpoint.keep-last", "4")
 
 
 def trained_to(field: Field, step: int, *settings: str) -> str:
-    """What the trainer prints of a session that ends at `step`."""
+    """Train a session up to `step`; returns the trainer's output."""
     log = field.run.parent / "trainer.log"
     before = log.read_text() if log.exists() else ""
     trainer = field.trainer("--train.max-steps", str(step), *EVERY_TWO, *settings)
@@ -24,14 +24,14 @@ def trained_to(field: Field, step: int, *settings: str) -> str:
 
 
 def published(field: Field) -> list[tuple[int, int]]:
-    """(number, step) of every version, in their order."""
+    """(number, step) of every version, in the order of publication."""
     return [
         (int(str(row["number"])), int(str(row["step"])))
         for row in field.events if row["event"] == "publish"
     ]  # fmt: skip
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_journal_fills_the_gap(field: Field) -> None:
+def test_damaged_checkpoint_is_replaced_by_an_older_one_and_the_journal(field: Field) -> None:
     trained_to(field, 6)
     newest = field.run / "checkpoints" / "step_000006" / "state.safetensors"
     content = bytearray(newest.read_bytes())
@@ -43,25 +43,25 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_journal_fills_the_gap(field
     assert field.broken() == {}
 
 
-def test_a_roll_back_trains_other_steps_under_numbers_that_still_rise(field: Field) -> None:
+def test_roll_back_trains_new_steps_under_rising_version_numbers(field: Field) -> None:
     trained_to(field, 8)
     before = published(field)
     printed = trained_to(field, 10, "--checkpoint.resume-step", "4")
     assert "rolled back to step 4" in printed
     after = published(field)[len(before) :]
-    assert after[0][1] == 4  # what is published first is what the roll-back went back to
+    assert after[0][1] == 4  # the step of the roll-back is published first
     assert min(number for number, _ in after) > max(number for number, _ in before)
     assert [number for number, _ in after] == sorted(number for number, _ in after)
     assert after[-1][1] == 10
     steps = [int(str(row["step"])) for row in field.rows]
     assert steps == [*range(1, 9), *range(5, 11)]
-    aside = field.run / "rolled_back_to_000004"
-    assert sorted(each.name for each in (aside / "checkpoints").iterdir())[0] == "step_000006"
+    moved = field.run / "rolled_back_to_000004"
+    assert sorted(each.name for each in (moved / "checkpoints").iterdir())[0] == "step_000006"
     assert "already" in trained_to(field, 11, "--checkpoint.resume-step", "4")
     assert field.broken() == {}
 
 
-def test_a_generator_that_lives_through_a_roll_back_makes_no_group_of_both_lines(
+def test_generator_makes_no_group_of_two_lineages(
     field: Field,
 ) -> None:
     long = ("--train.max-steps", "14", *EVERY_TWO)

@@ -1,4 +1,4 @@
-"""The newcomer's chaos run, whole: `make run-chaos`."""
+"""The whole chaos run of `make run-chaos`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.link_proxy import free_ports
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-def test_every_worker_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_chaos_run_kills_every_worker_and_completes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.chaos", "--run.dir", str(tmp_path),
                "--wire.port", str(free_ports())]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO)

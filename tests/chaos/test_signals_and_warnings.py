@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, orphans, and what is said when nothing comes of it.
+"""Ctrl-C, SIGTERM, orphans, and warnings of a run without progress.
 
 Rows 30 and 31 of the fault table.
 """
@@ -32,15 +32,15 @@ def problems(split, seed):
 
 def reward(problem, completion_text):
 """
-DULL = f'''"""Every answer is worth the same."""
+CONSTANT = f'''"""Every answer has the same reward."""
 {SUMS}    return 0.5
 '''
-SLOW = f'''"""An answer takes long to judge."""
+SLOW = f'''"""The reward takes four seconds."""
 {SUMS}    Path(__file__).with_suffix(".reached").touch()
     time.sleep(4)
     return 0.5
 '''
-DEAF = '''"""Swallows every exception, as a callback or a destructor of a library would."""
+UNINTERRUPTIBLE = '''"""Swallows every exception, as a callback of a library may."""
 
 import time
 from pathlib import Path
@@ -75,10 +75,10 @@ EVALUATES = ("--eval.num-examples", "250", "--eval.rollouts-per-example", "64",
              "--eval.eval-base-model")  # fmt: skip
 
 
-@chaos  # where nothing else computes: three seconds are the promise
+@chaos  # on an idle machine: the limit is three seconds
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("during", "settings"), [("evaluate", EVALUATES), ("publish", ())])
-def test_one_signal_ends_a_trainer_without_a_generator_in_3_seconds(
+def test_one_signal_ends_a_waiting_trainer_in_3_seconds(
     field: Field, during: str, settings: tuple[str, ...], number: signal.Signals
 ) -> None:
     trainer = field.trainer(*settings)
@@ -91,18 +91,18 @@ def test_one_signal_ends_a_trainer_without_a_generator_in_3_seconds(
 
 
 @chaos
-def test_the_second_signal_leaves_at_once(field: Field, tmp_path: Path) -> None:
+def test_second_signal_ends_the_trainer_at_once(field: Field, tmp_path: Path) -> None:
     task = task_in(tmp_path, "slow", SLOW)
     trainer = field.trainer("--task.name", "lab.slow", "--eval.eval-base-model", environment=task)
     until((tmp_path / "lab" / "slow.reached").exists, trainer)
     trainer.signal(signal.SIGINT)
-    assert not ended_within(trainer, 0.5)  # it judges an answer, and would save
+    assert not ended_within(trainer, 0.5)  # it computes a reward, and would save
     trainer.signal(signal.SIGINT)
     assert trainer.ends(timeout=3) == -signal.SIGINT
 
 
 @chaos
-def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(field: Field) -> None:
+def test_generator_with_a_full_queue_ends_in_3_seconds(field: Field) -> None:
     eager = ("--train.max-async-level", "16")
     trainer = field.trainer(*LONG, *eager)
     generators = [field.generator(name, *eager) for name in ("ann", "bob")]
@@ -117,23 +117,25 @@ def test_a_generator_with_a_full_queue_and_no_trainer_leaves_in_3_seconds(field:
 
 
 @pytest.mark.parametrize(
-    ("door", "seconds"),  # the first beside other tests
+    ("program", "seconds"),  # 20 s on a machine that runs other tests
     [("trainer", 20), pytest.param("trainer", 3, marks=chaos),
      pytest.param("generator", 3, marks=chaos)],
 )  # fmt: skip
-def test_ctrl_c_while_a_program_starts_ends_it_whatever_swallows_exceptions(
-    field: Field, tmp_path: Path, door: str, seconds: float
+def test_ctrl_c_during_a_start_ends_the_program(
+    field: Field, tmp_path: Path, program: str, seconds: float
 ) -> None:
-    task = task_in(tmp_path, "deaf", DEAF)
-    program = field.start(door, "--task.name", "lab.deaf", log=door, environment=task)
-    until((tmp_path / "lab" / "deaf.reached").exists, program)
-    program.signal(signal.SIGINT)
-    assert program.ends(timeout=seconds) == -signal.SIGINT
-    assert "Traceback" not in program.printed
+    task = task_in(tmp_path, "uninterruptible", UNINTERRUPTIBLE)
+    started = field.start(
+        program, "--task.name", "lab.uninterruptible", log=program, environment=task
+    )
+    until((tmp_path / "lab" / "uninterruptible.reached").exists, started)
+    started.signal(signal.SIGINT)
+    assert started.ends(timeout=seconds) == -signal.SIGINT
+    assert "Traceback" not in started.printed
 
 
 @chaos
-def test_a_supervisor_killed_leaves_no_orphan(field: Field) -> None:
+def test_killed_supervisor_leaves_no_orphan(field: Field) -> None:
     lan = field.start("lan", *LONG, log="lan")
     until(lambda: field.step >= 2, lan)
     assert len(processes_that_name(str(field.run.parent))) >= 4
@@ -141,7 +143,7 @@ def test_a_supervisor_killed_leaves_no_orphan(field: Field) -> None:
     until(lambda: not processes_that_name(str(field.run.parent)), seconds=3)
 
 
-def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> None:
+def test_ctrl_c_to_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> None:
     lan = field.start("lan", *LONG, "--run.num-local-generators", "1", log="lan")
     until(lambda: field.step >= 2, lan)
     lan.signal(signal.SIGINT)
@@ -151,15 +153,15 @@ def test_ctrl_c_at_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> No
 
 
 @chaos
-def test_no_generator_and_groups_without_signal_are_named_within_half_a_minute(
+def test_missing_generator_and_missing_signal_are_reported_in_30_s(
     field: Field, tmp_path: Path
 ) -> None:
     (tmp_path / "alone").mkdir()
-    task, found = ("--task.name", "lab.dull"), task_in(tmp_path, "dull", DULL)
+    task, environment = ("--task.name", "lab.constant"), task_in(tmp_path, "constant", CONSTANT)
     with closing(Field(tmp_path / "alone")) as lonely:
         alone = lonely.trainer(*LONG)
-        trainer = field.trainer(*LONG, *task, environment=found)
-        generator = field.generator("ann", *LONG, *task, environment=found)
+        trainer = field.trainer(*LONG, *task, environment=environment)
+        generator = field.generator("ann", *LONG, *task, environment=environment)
         until(lambda: any(row["event"] == "publish" for row in lonely.events), alone)
         started = time.monotonic()
         until(lambda: field.step >= 1, trainer, generator)
@@ -172,7 +174,7 @@ def test_no_generator_and_groups_without_signal_are_named_within_half_a_minute(
 
 
 def task_in(folder: Path, name: str, source: str) -> dict[str, str]:
-    """The environment in which a task `lab.NAME` is found."""
+    """Write a task `lab.NAME`; returns the environment that makes it importable."""
     (folder / "lab").mkdir()
     (folder / "lab" / f"{name}.py").write_text(source)
     return {"PYTHONPATH": str(folder)}

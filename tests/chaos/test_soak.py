@@ -1,7 +1,4 @@
-"""Half a minute of the long run: row 32 of the fault table.
-
-make test-slow ARGS=tests/chaos/test_soak.py
-"""
+"""Half a minute of the long run: row 32 of the fault table."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tools.soak_report import BEGIN, END
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_half_a_minute_of_random_faults_keeps_all_promises_and_writes_its_report(
+def test_soak_keeps_all_promises_and_writes_its_report(
     tmp_path: Path,
 ) -> None:
     document = tmp_path / "reliability.md"

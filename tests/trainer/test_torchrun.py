@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_end_to_end import REPO, Door, Machine, until
+from test_end_to_end import REPO, Machine, Program, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
@@ -19,24 +19,24 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 class Ranks(Machine):
     """Starts trainers with two ranks."""
 
-    def start_plain(self, door: str, *arguments: str) -> Door:
+    def start_plain(self, program: str, *arguments: str) -> Program:
         """Start a program; a trainer under torchrun."""
-        before = TORCHRUN if door == "trainer" else (sys.executable,)
+        before = TORCHRUN if program == "trainer" else (sys.executable,)
         config = ("@", str(REPO / "configs" / "demo.toml"))
-        command = [*before, str(REPO / "bin" / door), *config, *arguments]
-        self._started.append(Door(command, self._folder / f"{len(self._started)}.log"))
+        command = [*before, str(REPO / "bin" / program), *config, *arguments]
+        self._started.append(Program(command, self._folder / f"{len(self._started)}.log"))
         return self._started[-1]
 
     def close(self) -> None:
         """Terminate all programs: a killed torchrun would leave its ranks running."""
-        for door in self._started:
-            door.process.send_signal(signal.SIGCONT)
-            door.process.terminate()
+        for program in self._started:
+            program.process.send_signal(signal.SIGCONT)
+            program.process.terminate()
             try:
-                door.process.wait(timeout=40)
+                program.process.wait(timeout=40)
             except subprocess.TimeoutExpired:
-                door.process.kill()
-                door.process.wait()
+                program.process.kill()
+                program.process.wait()
 
 
 @pytest.fixture
