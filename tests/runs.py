@@ -1,4 +1,4 @@
-"""Run folders made by hand, for whatever reads them."""
+"""Synthetic run folders, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ max_steps = {max_steps}
 
 
 def row(step: int, *, when: float | None = None, **more: object) -> Row:
-    """One row of metrics.jsonl: two generators, half of the time is waiting."""
+    """One row of metrics.jsonl: two generators; the trainer waits half of the time."""
     reward = 0.5 + 0.4 * math.sin(step / 50)
     made: Row = {
         "step": step, "time": time.time() if when is None else when, "reward": reward,
@@ -44,7 +44,7 @@ def row(step: int, *, when: float | None = None, **more: object) -> Row:
 
 
 def append(path: Path, *rows: Row) -> None:
-    """More whole lines; NaN as Python writes it."""
+    """Append rows to a file; NaN in Python's notation."""
     with path.open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in rows)
 
@@ -52,7 +52,7 @@ def append(path: Path, *rows: Row) -> None:
 def make_run(
     folder: Path, *, num_steps: int, max_steps: int | None = None, quiet: float = 0.0
 ) -> Path:
-    """A run that took its newest step `quiet` seconds ago, 0.4 s after the one before."""
+    """A run whose newest step is `quiet` seconds old, with 0.4 s per step."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(max_steps=max_steps or max(1, 2 * num_steps)))
     now = time.time() - quiet
@@ -71,7 +71,7 @@ def make_run(
 
 
 def group(step: int, *texts: str) -> Row:
-    """One row of samples.jsonl; the first answer is right."""
+    """One row of samples.jsonl; the first answer is correct."""
     answers = texts or ("3 + 4", "3 4 +", "7", "4 - 3")
     rewards = [1.0] + [0.0] * (len(answers) - 1)
     return {

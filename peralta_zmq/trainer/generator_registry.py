@@ -35,13 +35,13 @@ class GeneratorRegistry:
         trainer_info: Mapping[str, str],
     ) -> None:
         self.statuses: dict[str, wire.GeneratorStatus] = {}
+        self.keyframe_requested = False  # by a generator that cannot load the newest version
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
         self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
         # Liveness is measured up to here: nothing is received while the trainer computes.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
         self._num_made = dict(run_log.last_reports)  # ended sender -> groups it has made
-        self._keyframe_requested = False
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
         """Process the statuses that have arrived; wait up to `timeout` seconds for the first."""
@@ -58,18 +58,13 @@ class GeneratorRegistry:
             self.mark_alive(sender, step=step, worker_info=status.worker_info)
             # One keyframe per request: a generator that has not loaded it yet repeats the flag.
             if status.wants_keyframe and not (before and before.wants_keyframe):
-                self._keyframe_requested = True
+                self.keyframe_requested = True
             if status.last:
                 self._record_final(sender, status.made)
 
-    @property
-    def keyframe_requested(self) -> bool:
-        """True if a generator cannot load the newest version without a keyframe."""
-        return self._keyframe_requested
-
     def clear_keyframe_request(self) -> bool:
-        """Return `keyframe_requested` and reset it."""
-        requested, self._keyframe_requested = self._keyframe_requested, False
+        """Return `keyframe_requested` and reset it: the next version answers all requests."""
+        requested, self.keyframe_requested = self.keyframe_requested, False
         return requested
 
     def wait_for_final_statuses(self, *, step: int) -> None:

@@ -8,7 +8,7 @@ What a killed trainer leaves behind, and what becomes of it:
 - Journal of step N+1, not yet a full batch: its groups are the beginning of the next batch.
 - Groups in the sockets: lost here. The generators send them again, since the trainer never
   announced them as durable.
-- Versions in the weights folder: if step N is not among them, it is published again.
+- Weights folder: if the newest version is not that of step N, step N is published again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ with JsonLines(folder / "events.jsonl") as events, JsonLines(folder / "metrics.j
         step += 1
         row = {"step": step, "time": time.time(), "reward": float(os.environ["REWARD"])}
         metrics.append(row | {"gen/local-0/groups": 2})
-accounting = {"made": 0, "trained": 0, "set_aside": 0, "stale": 0, "abandoned": 0}
+accounting = {"made": 0, "trained": 0, "no_signal": 0, "stale": 0, "abandoned": 0}
 (folder / "summary.json").write_text(json.dumps({"accounting": accounting}))
 """
 GENERATOR = (
