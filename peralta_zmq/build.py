@@ -332,7 +332,7 @@ def make_engine(
 def base_folder(config: Config, version: Version) -> Path:
     """The folder of a published adapter's base model; ConfigError if `model.name` is another."""
     folder = models.model_folder(config.model.name)
-    if lora.digest_of(folder) != version.field("adapts"):
+    if lora.weights_digest(folder) != version.field("adapts"):
         raise ConfigError(
             f"version {version.number} is an adapter for {version.field('adapts_name')} "
             f"({version.field('adapts')}), but model.name {config.model.name} is another model; "

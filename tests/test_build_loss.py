@@ -206,10 +206,10 @@ def test_filters_get_options_and_values_of_the_run() -> None:
     assert {name: entry.enforce for name, entry in by_name.items()} == {
         "gibberish": False, "repetition": False, "overlong": True,
     }  # fmt: skip
-    assert by_name["repetition"].catches.keywords == {  # type: ignore[attr-defined]
+    assert by_name["repetition"].detects.keywords == {  # type: ignore[attr-defined]
         "window": 4, "prob_threshold": 0.99, "max_completion_length": 20,
     }  # fmt: skip
-    assert by_name["gibberish"].catches.keywords["vocab_size"] == 64  # type: ignore[attr-defined]
+    assert by_name["gibberish"].detects.keywords["vocab_size"] == 64  # type: ignore[attr-defined]
 
 
 def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
@@ -329,9 +329,9 @@ def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
     ("arguments", "message"),
     [
         (["--advantage.name=mine.short"],
-         r"advantage 'mine\.short' gives 1 advantages for 2 rewards"),
+         r"advantage 'mine\.short' returned 1 advantages for 2 rewards"),
         (["--advantage.name=mine.unsure"],
-         r"advantage 'mine\.unsure' gives the advantage nan for the rewards \[1, 0\]"),
+         r"advantage 'mine\.unsure' returned the advantage nan for the rewards \[1, 0\]"),
         (["--advantage.name=mine.raising"],
          r"advantage 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
         (["--advantage.name=mine.hanging"],

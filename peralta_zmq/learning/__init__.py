@@ -1,1 +1,1 @@
-"""From groups to an optimizer step: `learner` is the story; the rest are its formulas and parts."""
+"""Training: from rollout groups to an optimizer step. Start reading at `learner.Learner.learn`."""

@@ -1,9 +1,9 @@
-"""How much better than its siblings each rollout was. One function each, no torch.
+"""Advantage functions: from the rewards of K rollouts to K advantages.
 
-`rewards` are those of the K rollouts compared with each other, `lengths` the generated tokens of
-each; returns K advantages. Further keywords are options in [advantage]. K rollouts are one group,
-unless the function has the keyword `group_adv_norm` and it is false: then they are all rollouts
-of the step.
+To add one, write a function here and add its line to the table in `registry.py`. `rewards` and
+`lengths` (generated tokens) have one entry per rollout; keywords become options in [advantage].
+The K rollouts are one group. For a function with the keyword `group_adv_norm` set to false they
+are all rollouts of the step.
 """
 
 from __future__ import annotations
@@ -23,26 +23,21 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 def advantages_of(
     groups: Sequence[RolloutGroup], advantage: AdvantageFunction
 ) -> list[list[float]]:
-    """The advantages of each group's rollouts.
+    """Compute the advantages of each group's rollouts.
 
-    Raises PartError, naming the function, when it does not give a finite number for each.
+    Raises UserCodeError if the function does not return one finite number per rollout.
     """
     rewards = [group.rewards for group in groups]
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
-    if not over_the_step(advantage):
-        return [_checked(advantage, *each) for each in zip(rewards, lengths, strict=True)]
-    found = iter(_checked(advantage, [*chain(*rewards)], [*chain(*lengths)]))
-    return [list(islice(found, len(group))) for group in rewards]
-
-
-def over_the_step(advantage: AdvantageFunction) -> bool:
-    """Whether it compares all rollouts of a step, and not those of one group."""
-    choice = inspect.signature(advantage).parameters.get("group_adv_norm")
-    return choice is not None and not choice.default
+    option = inspect.signature(advantage).parameters.get("group_adv_norm")
+    if option is None or option.default:
+        return [_checked(advantage, r, n) for r, n in zip(rewards, lengths, strict=True)]
+    advantages = iter(_checked(advantage, [*chain(*rewards)], [*chain(*lengths)]))
+    return [list(islice(advantages, len(group))) for group in rewards]
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - mean(R): Peralta's REINFORCE baseline."""
+    """R - mean(R), the baseline of REINFORCE in Peralta."""
     mean = fmean(rewards)
     return [reward - mean for reward in rewards]
 
@@ -50,20 +45,20 @@ def group_mean(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 def group_zscore(
     rewards: Sequence[float], lengths: Sequence[int], *, eps: float = 1e-8, ddof: int = 0
 ) -> list[float]:
-    """(R - mean) / (std + eps), population standard deviation unless ddof is 1: GRPO."""
+    """(R - mean) / (std + eps) (GRPO); std is the population's unless ddof is 1."""
     mean = fmean(rewards)
     variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - ddof)
     return [(reward - mean) / (math.sqrt(variance) + eps) for reward in rewards]
 
 
 def leave_one_out(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - mean of the other K - 1 rewards: PipelineRL."""
+    """R - mean of the other K - 1 rewards (RLOO, PipelineRL)."""
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]
 
 
 def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """R - sum(R * length) / sum(length): Surogate's length_weighted_mean."""
+    """R - sum(R * length) / sum(length) (Surogate's length_weighted_mean)."""
     baseline = _token_mean(rewards, lengths)
     return [reward - baseline for reward in rewards]
 
@@ -75,9 +70,9 @@ def token_whitening(
     eps: float = 1e-5,
     group_adv_norm: bool = False,
 ) -> list[float]:
-    """(R - mean) / (std + eps), each rollout counted once per generated token (AReaL).
+    """(R - mean) / (std + eps) with each rollout weighted by its generated tokens (AReaL).
 
-    Biased variance; over the step, or over each group with `group_adv_norm`.
+    Biased variance. Over all rollouts of the step, or over each group with `group_adv_norm`.
     """
     mean = _token_mean(rewards, lengths)
     variance = _token_mean([(reward - mean) ** 2 for reward in rewards], lengths)
@@ -92,21 +87,18 @@ def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:
 def _checked(
     advantage: AdvantageFunction, rewards: Sequence[float], lengths: Sequence[int]
 ) -> list[float]:
-    found = advantage(rewards, lengths)
-    if len(found) != len(rewards):
+    advantages = advantage(rewards, lengths)
+    function = getattr(advantage, "func", advantage)
+    name = f"advantage '{function.__module__}.{function.__qualname__}'"
+    if len(advantages) != len(rewards):
         raise UserCodeError(
-            f"{_name(advantage)} gives {len(found)} advantages for {len(rewards)} rewards; "
+            f"{name} returned {len(advantages)} advantages for {len(rewards)} rewards; "
             "return one for each, in their order"
         )
-    for value in found:
+    for value in advantages:
         if not math.isfinite(value):
             raise UserCodeError(
-                f"{_name(advantage)} gives the advantage {value} for the rewards "
+                f"{name} returned the advantage {value} for the rewards "
                 f"{list(rewards)!r:.200}; return finite numbers"
             )
-    return found
-
-
-def _name(advantage: AdvantageFunction) -> str:
-    function = getattr(advantage, "func", advantage)
-    return f"advantage '{function.__module__}.{function.__qualname__}'"
+    return advantages

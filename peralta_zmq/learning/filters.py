@@ -1,9 +1,9 @@
-"""Which rollouts are better not learned from. One function each, no torch.
+"""Rollout filters, which detect rollouts that should not be trained on.
 
-A filter is `def name(rollout, *, option=...) -> bool`: True when it catches the rollout. Options
-come from [filter]; `vocab_size` and `max_completion_length`, when a filter has them, from the run.
-An enforced filter takes the rollout's tokens out of the loss; its reward still counts in the
-baseline of its group, and in what is reported. Knows rollouts; knows nothing of losses.
+To add one, write `def name(rollout, *, option=...) -> bool` here, True for a detected rollout, and
+add its line to the table in `registry.py`. Keywords become options in [filter]; `vocab_size` and
+`max_completion_length` come from the run. An enforced filter removes the rollout's tokens from the
+loss; its reward still counts in the metrics and in the advantages of its group.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from peralta_zmq.rollout import Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A filter with its options, and whether it takes out what it catches or only counts."""
+    """A filter function with its options bound."""
 
     name: str  # in metrics
-    catches: Callable[[Rollout], bool]
-    enforce: bool = False
+    detects: Callable[[Rollout], bool]
+    enforce: bool = False  # remove detected rollouts from the loss instead of only counting them
 
 
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
 ) -> tuple[list[list[bool]], dict[str, float]]:
-    """Whether each rollout of each group stays in the loss; and metrics.
+    """Return a flag per group and rollout, False if it is removed from the loss; and metrics.
 
-    `filter/NAME` is the share of rollouts that a filter caught, `filter/taken_out` that of those
-    that are not learned from.
+    `filter/NAME` is the share of rollouts that a filter detected, `filter/taken_out` the share
+    removed from the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    stays, metrics = [True] * len(rollouts), dict[str, float]()
-    for each in filters:
-        caught = [each.catches(rollout) for rollout in rollouts]
-        metrics[f"filter/{each.name}"] = _share(caught)
-        if each.enforce:
-            stays = [here and not out for here, out in zip(stays, caught, strict=True)]
+    included, metrics = [True] * len(rollouts), dict[str, float]()
+    for rule in filters:
+        detected = [rule.detects(rollout) for rollout in rollouts]
+        metrics[f"filter/{rule.name}"] = _share(detected)
+        if rule.enforce:
+            included = [a and not b for a, b in zip(included, detected, strict=True)]
     if filters:
-        metrics["filter/taken_out"] = _share([not here for here in stays])
-    following = iter(stays)
-    return [list(islice(following, len(group.rollouts))) for group in groups], metrics
+        metrics["filter/taken_out"] = _share([not flag for flag in included])
+    flags = iter(included)
+    return [list(islice(flags, len(group.rollouts))) for group in groups], metrics
 
 
 def gibberish(
@@ -55,9 +55,9 @@ def gibberish(
     token_id_threshold: int = 100_000,
     logprob_offset: float = 2.0,
 ) -> bool:
-    """A rare token (id above the threshold) that was drawn against all odds (Surogate).
+    """Detect a token with an id above the threshold and a very low probability (Surogate).
 
-    logprob < -ln(vocab_size) - logprob_offset; never, when the vocabulary has no such id.
+    Very low: logprob < -ln(vocab_size) - logprob_offset.
     """
     unlikely = rollout.logprobs < -math.log(vocab_size) - logprob_offset
     rare = rollout.token_ids > token_id_threshold
@@ -71,19 +71,19 @@ def repetition(
     window: int = 3000,
     prob_threshold: float = 0.99,
 ) -> bool:
-    """`window` tokens in a row, each drawn with a probability above the threshold (Surogate).
+    """Detect `window` consecutive tokens with a probability above the threshold (Surogate).
 
-    The window is half of max_completion_length at most, or short answers would never be caught.
+    The window is at most half of max_completion_length, so that it can occur in short completions.
     """
-    needed = max(1, min(window, max_completion_length // 2))
+    window = max(1, min(window, max_completion_length // 2))
     certain = rollout.logprobs[rollout.loss_mask] > math.log(prob_threshold)
     breaks = np.flatnonzero(~certain)
     ends = np.concatenate([[-1], breaks, [len(certain)]])
-    return bool((np.diff(ends) - 1).max() >= needed)
+    return bool((np.diff(ends) - 1).max() >= window)
 
 
 def overlong(rollout: Rollout) -> bool:
-    """Cut off at the largest length before it ended."""
+    """Detect a completion that reached the maximum length before its end token."""
     return rollout.finish_reason == "length"
 
 

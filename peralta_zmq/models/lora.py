@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): into a model, out of it, and merged into the weights of a base.
+"""Low-rank adapters (LoRA): adding them to a model, publishing them, merging them into a base.
 
-Knows peft, which only a trainer needs, and the names of tensors; knows nothing of stores or runs.
-What leaves a model has the scale alpha / rank in B, so that W = base + B A is all to know of it.
+Published adapters have the scale alpha / rank multiplied into B, so a merged weight is
+W = base + B A. Only a trainer needs peft.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.models import Model, weights_of
+from peralta_zmq.models.loading import Model, weights_of
 
 ALL_LINEAR = "all-linear"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
-ADAPTER = "default"  # the name of ours among a model's
+ADAPTER = "default"  # name of the adapter in peft
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 WEIGHT_FILES = (".safetensors", ".bin")
 
 
 class DropoutInTraining(nn.Module):
-    """Dropout where gradients are computed, and nowhere else: not when a policy is only scored."""
+    """Dropout that is active only where gradients are enabled, not when tokens are only scored."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, probability: float) -> None:
         super().__init__()
-        self._share = share
+        self._probability = probability
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] to the same."""
-        return nn.functional.dropout(rows, self._share, training=torch.is_grad_enabled())
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in] -> [..., in]."""
+        return nn.functional.dropout(inputs, self._probability, training=torch.is_grad_enabled())
 
 
 def add_adapters(
@@ -46,45 +46,46 @@ def add_adapters(
     target_modules: Sequence[str] = (ALL_LINEAR,),
     seed: int = 0,
 ) -> None:
-    """Put adapters into the linear layers named, in place; nothing else of it is trained then.
+    """Add adapters to the named linear layers, in place, and freeze all other parameters.
 
-    A is random and B is 0, so that it computes what it did. Raises ConfigError without peft, and
-    for layers that are not there or not linear.
+    A is random and B is 0, so the outputs do not change. Raises ConfigError without peft, and for
+    layers that are missing or not linear.
     """
     peft = _peft()
-    chosen = peft.LoraConfig(
+    config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none", task_type="CAUSAL_LM",
         target_modules=_targets(model, target_modules),
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(chosen, model, adapter_name=ADAPTER)
+        peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     if dropout:
         for layer in _layers(model).values():
             layer.lora_dropout[ADAPTER] = DropoutInTraining(dropout)
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` was here."""
+    """Whether the model has adapters from `add_adapters`."""
     return bool(_layers(model))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What gradients are computed for, by name: the adapters of a model that has some, else all."""
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+    """Parameters with gradients by name: the adapters if the model has any, else all."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def published_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What others need to compute what the model does: its adapters if it has some, else all."""
-    found: dict[str, Tensor] = {}
+    """Weights that a version holds: the scaled adapters if the model has any, else all."""
+    adapters: dict[str, Tensor] = {}
     for name, layer in _layers(model).items():
-        found[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
-        found[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * layer.scaling[ADAPTER]
-    return found or weights_of(model)
+        scale = layer.scaling[ADAPTER]
+        adapters[PREFIX + name + A] = layer.lora_A[ADAPTER].weight.detach()
+        adapters[PREFIX + name + B] = layer.lora_B[ADAPTER].weight.detach() * scale
+    return adapters or weights_of(model)
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the base under the adapters, named as without them."""
+    """Weights of the base under the adapters, with the names of a model without adapters."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in weights_of(model).items()
@@ -93,33 +94,36 @@ def base_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_file(model: Model, *, base: str) -> bytes:
-    """peft's own description of what `published_weights` gives; `base` is where the base lies."""
-    chosen = cast(Any, model).peft_config[ADAPTER]
-    described = _peft().LoraConfig(
-        r=chosen.r, lora_alpha=chosen.r, target_modules=chosen.target_modules, bias="none",
+    """The adapter_config.json of peft for `published_weights`; `base` is the path of the base.
+
+    lora_alpha equals r, because the scale is in B already.
+    """
+    trained = cast(Any, model).peft_config[ADAPTER]
+    config = _peft().LoraConfig(
+        r=trained.r, lora_alpha=trained.r, target_modules=trained.target_modules, bias="none",
         task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
-        described.save_pretrained(folder)
+        config.save_pretrained(folder)
         return (Path(folder) / CONFIG_FILE).read_bytes()
 
 
 def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The weights of `base` with the adapter added; each is computed when it is asked for.
+    """Weights of `base` with the adapter added; each is computed when it is read.
 
-    Raises ValueError when the adapter is of another model.
+    Raises ValueError if the adapter does not fit the base.
     """
     return _Merged(base, adapter)
 
 
-def digest_of(folder: Path) -> str:
-    """What tells the weights in a model folder from all others, 16 hexadecimal digits."""
-    hashed = hashlib.sha256()
-    for file in sorted(each for each in folder.iterdir() if each.suffix in WEIGHT_FILES):
-        with file.open("rb") as opened:
-            while chunk := opened.read(1 << 22):
-                hashed.update(chunk)
-    return hashed.hexdigest()[:16]
+def weights_digest(folder: Path) -> str:
+    """First 16 hexadecimal digits of the sha256 of the weight files in a model folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]
 
 
 class _Merged(Mapping[str, Tensor]):
@@ -130,7 +134,7 @@ class _Merged(Mapping[str, Tensor]):
             stem = PREFIX + target.removesuffix(".weight")
             pair = adapter.get(stem + A), adapter.get(stem + B)
             if target not in base or pair[0] is None or pair[1] is None:
-                raise ValueError(f"{name} is no adapter of this model")
+                raise ValueError(f"{name} does not belong to an adapter of this model")
             shape = (pair[1].shape[0], pair[0].shape[-1])
             if pair[0].shape[0] != pair[1].shape[-1] or shape != base[target].shape:
                 raise ValueError(f"{name} does not fit {target} {list(base[target].shape)}")
@@ -139,8 +143,8 @@ class _Merged(Mapping[str, Tensor]):
         weight, stem = self._base[name], PREFIX + name.removesuffix(".weight")
         if stem + A not in self._adapter:
             return weight
-        low, high = (self._adapter[stem + each].to(weight.device).float() for each in (A, B))
-        return torch.addmm(weight.float(), high, low)  # in fp32; who takes it chooses a format
+        a, b = (self._adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
+        return torch.addmm(weight.float(), b, a)  # fp32; the reader converts it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
@@ -150,33 +154,34 @@ class _Merged(Mapping[str, Tensor]):
 
 
 def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
-    """The layers as peft wants them told. Raises ConfigError for what cannot have an adapter."""
+    """Target modules as peft takes them. Raises ConfigError for layers without adapter support."""
     if tuple(names) == (ALL_LINEAR,):
         return ALL_LINEAR
-    own = weights_of(model)  # a head that is the embedding is no weight of its own
-    fit = [name for name, each in model.named_modules()
-           if isinstance(each, nn.Linear) and f"{name}.weight" in own]  # fmt: skip
+    weights = weights_of(model)  # without a head that is tied to the embedding
+    modules = dict(model.named_modules())
+    linear = {
+        n for n, m in modules.items() if isinstance(m, nn.Linear) and f"{n}.weight" in weights
+    }
     for target in names:
-        named = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")]
-        if not named or not set(named) <= set(fit):
-            there = sorted({name.rpartition(".")[2] for name in fit})
+        matches = {name for name in modules if f".{name}".endswith(f".{target}")}
+        if not matches or not matches <= linear:
+            choices = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"lora.target_modules has '{target}', which is no linear layer of this model; "
-                f"choose from {', '.join(there)}, or {ALL_LINEAR}"
+                f"choose from {', '.join(choices)}, or {ALL_LINEAR}"
             )
     return list(names)
 
 
 def _target(name: str) -> str:
-    """The weight that a tensor of an adapter belongs to."""
+    """Name of the weight that an adapter tensor changes."""
     return name.removeprefix(PREFIX).removesuffix(A).removesuffix(B) + ".weight"
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: each for name, each in model.named_modules()
-        if hasattr(each, "lora_A") and hasattr(each, "base_layer")
-    }  # fmt: skip
+    """Linear layers with an adapter, by the name of the layer in the base."""
+    modules = model.named_modules()
+    return {n: m for n, m in modules if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
 
 
 def _peft() -> Any:

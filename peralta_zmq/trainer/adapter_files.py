@@ -31,7 +31,7 @@ def companion_files(config: Config, folder: Path, model: models.Model) -> Compan
         return CompanionFiles(models.companion_files(folder), {})
     name = config.model.name
     content = lora.config_file(model, base=str(folder) if name == "embedded" else name)
-    about = {"adapts": lora.digest_of(folder), "adapts_name": name}
+    about = {"adapts": lora.weights_digest(folder), "adapts_name": name}
     return CompanionFiles({lora.CONFIG_FILE: content}, about)
 
 

@@ -127,9 +127,9 @@ def too_few(rewards: Any, lengths: Any, *, shown: int = 1) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (no_number, "no_number' gives the advantage nan for the rewards"),
-        (too_few, "too_few' gives 1 advantages for 2 rewards"),
-        (functools.partial(too_few, shown=4), "too_few' gives 4 advantages for 2 rewards"),
+        (no_number, "no_number' returned the advantage nan for the rewards"),
+        (too_few, "too_few' returned 1 advantages for 2 rewards"),
+        (functools.partial(too_few, shown=4), "too_few' returned 4 advantages for 2 rewards"),
     ],
 )
 def test_a_function_that_gives_no_advantages_is_named(function: Any, words: str) -> None:
