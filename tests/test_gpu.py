@@ -75,7 +75,7 @@ def agree(one: Sampled, other: Sampled, *, within: float) -> bool:
     )
 
 
-def test_recorded_steps_are_those_that_are_not_and_those_of_a_cpu(
+def test_graph_decoding_matches_eager_and_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded = generated("cuda")
@@ -118,7 +118,7 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     ("dtype", "within", "apart"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
     ids=["fp32", "bf16"],
 )  # fmt: skip
-def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float, apart: float) -> None:
+def test_training_steps_match_the_cpu(dtype: torch.dtype, within: float, apart: float) -> None:
     there, weights = trained("cuda", dtype)
     here, expected = trained("cpu", dtype)
     for one, other in zip(there, here, strict=True):
@@ -128,7 +128,7 @@ def test_training_steps_are_those_of_a_cpu(dtype: torch.dtype, within: float, ap
         assert (weights[name] - each).abs().mean() < apart, name
 
 
-def test_what_is_published_are_the_weights_before_the_next_step(tmp_path: Path) -> None:
+def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
     """Large enough that the copies are still under way when the weights change."""
     store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")

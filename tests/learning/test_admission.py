@@ -14,34 +14,34 @@ from peralta_zmq.learning import admission as admission_module
 from peralta_zmq.learning.admission import Admission, Ledger, staleness
 
 
-def test_group_sampled_from_the_newest_weights_is_not_stale() -> None:
+def test_staleness_of_newest_weights_is_zero() -> None:
     assert staleness(group_of([1, 0], policy_step=6), step=7) == 0
 
 
-def test_staleness_counts_the_steps_taken_since() -> None:
+def test_staleness_counts_steps_since_policy_step() -> None:
     assert staleness(group_of([1, 0], policy_step=2), step=7) == 4
 
 
 @pytest.mark.parametrize(("step", "admitted"), [(1, True), (8, True), (9, True), (10, False)])
-def test_group_is_admitted_up_to_the_bound_and_not_beyond(step: int, admitted: bool) -> None:
+def test_admission_accepts_groups_up_to_max_off_policy_steps(step: int, admitted: bool) -> None:
     # policy step 0: staleness 0, 7, 8 and 9
     verdict = Admission(8).admit(group_of([1, 0]), step=step)
     assert verdict == ("trained" if admitted else "stale")
 
 
-def test_bound_of_zero_admits_the_newest_weights_only() -> None:
+def test_admission_with_bound_zero_accepts_only_newest_weights() -> None:
     admission = Admission(0)
     fresh, old = group_of([1, 0], policy_step=4), group_of([1, 0], policy_step=3, sequence=1)
     assert [admission.admit(each, step=5) for each in (fresh, old)] == ["trained", "stale"]
 
 
-def test_stale_group_is_counted() -> None:
+def test_ledger_counts_stale_group() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0]), step=10)
     assert admission.ledger.outcomes == {"stale": 1}
 
 
-def test_refused_group_is_settled_so_that_its_sender_may_forget_it() -> None:
+def test_admission_settles_invalid_group() -> None:
     admission = Admission(8)
     refused = replace(group_of([1, 0]), rollouts=())
     assert admission.admit(refused, step=1) == "invalid"
@@ -49,27 +49,27 @@ def test_refused_group_is_settled_so_that_its_sender_may_forget_it() -> None:
     assert admission.ledger.outcomes == {"invalid": 1}
 
 
-def test_group_that_comes_twice_is_dropped_and_counted() -> None:
+def test_admission_drops_and_counts_duplicate() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=3), step=1)
     assert admission.admit(group_of([1, 0], sequence=3), step=1) == "duplicate"
     assert (admission.duplicates, admission.ledger.outcomes) == (1, {"trained": 1})
 
 
-def test_group_that_was_overtaken_is_still_admitted() -> None:
+def test_admission_accepts_group_out_of_order() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=3), step=1)
     assert admission.admit(group_of([1, 0], sequence=2), step=1) == "trained"
 
 
-def test_stale_group_that_comes_again_is_a_duplicate() -> None:
+def test_admission_counts_repeated_stale_group_as_duplicate() -> None:
     admission = Admission(8)
     for _ in range(2):
         admission.admit(group_of([1, 0]), step=10)
     assert (admission.duplicates, admission.ledger.outcomes) == (1, {"stale": 1})
 
 
-def test_restarted_generator_may_count_from_zero_again() -> None:
+def test_admission_accepts_sequence_zero_after_restart() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=9), step=1)
     assert (
@@ -77,13 +77,13 @@ def test_restarted_generator_may_count_from_zero_again() -> None:
     )
 
 
-def test_generators_count_apart() -> None:
+def test_admission_counts_sequences_per_generator() -> None:
     admission = Admission(8)
     admission.admit(group_of([1, 0], sequence=9), step=1)
     assert admission.admit(group_of([1, 0], sequence=0, generator_id="bob"), step=1) == "trained"
 
 
-def test_ledger_of_an_earlier_start_is_honoured() -> None:
+def test_ledger_restored_from_json_detects_duplicates() -> None:
     before = Admission(8)
     before.admit(group_of([1, 0], sequence=3), step=1)
     saved = json.loads(json.dumps(before.ledger.saved()))
@@ -92,14 +92,14 @@ def test_ledger_of_an_earlier_start_is_honoured() -> None:
     assert after.admit(group_of([1, 0], sequence=0), step=1) == "trained"
 
 
-def test_floor_of_a_group_settles_what_its_sender_has_given_up() -> None:
+def test_ledger_settles_everything_below_min_sequence() -> None:
     ledger = Ledger()
     ledger.settle("a", 5, "trained", min_sequence=5)
     assert (ledger.settled("a"), ledger.highest("a")) == (5, 5)
     assert not ledger.settle("a", 3, "trained")
 
 
-def test_a_gap_holds_the_watermark_until_it_is_filled() -> None:
+def test_ledger_gap_holds_settled_until_filled() -> None:
     ledger = Ledger()
     marks = []
     for sequence in (0, 2, 3, 1):
@@ -108,11 +108,11 @@ def test_a_gap_holds_the_watermark_until_it_is_filled() -> None:
     assert marks == [(0, 0), (0, 2), (0, 3), (3, 3)]
 
 
-def test_a_sender_never_heard_has_settled_nothing() -> None:
+def test_ledger_of_unknown_sender_is_empty() -> None:
     assert (Ledger().settled("a"), Ledger().highest("a")) == (-1, -1)
 
 
-def test_jumping_sequences_do_not_fill_memory() -> None:
+def test_ledger_memory_is_bounded_for_jumping_sequences() -> None:
     ledger = Ledger()
     for sequence in range(0, 40_000, 2):
         assert ledger.settle("a", sequence, "trained")
@@ -123,12 +123,12 @@ def test_jumping_sequences_do_not_fill_memory() -> None:
 @pytest.mark.parametrize(
     "field", [{"policy_step": 5}, {"policy_step": 9}, {"weights_id": "left behind"}]
 )
-def test_group_of_weights_left_behind_by_a_roll_back_is_not_trained(field: dict[str, Any]) -> None:
+def test_admission_rejects_group_of_abandoned_weights(field: dict[str, Any]) -> None:
     admission = Admission(8, abandoned={"left behind"})
     assert admission.admit(group_of([1, 0], **field), step=5) == "abandoned"
 
 
-def test_group_with_one_token_of_weights_left_behind_is_not_trained() -> None:
+def test_admission_rejects_group_with_one_abandoned_token() -> None:
     first, second = group_of([1, 0], policy_step=4).rollouts
     second.policy_steps[-1] = 5
     group = replace(group_of([1, 0], policy_step=4), rollouts=(first, second))
@@ -138,13 +138,13 @@ def test_group_with_one_token_of_weights_left_behind_is_not_trained() -> None:
         assert Admission(8).admit(each, step=6) == "trained"
 
 
-def test_group_without_signal_belongs_to_the_batch_and_is_counted_apart() -> None:
+def test_admission_counts_equal_rewards_as_no_signal() -> None:
     admission = Admission(8)
     assert admission.admit(group_of([1, 1]), step=1) == "no_signal"
     assert admission.ledger.outcomes == {"no_signal": 1}
 
 
-def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> None:
+def test_ledger_counts_groups_missing_below_min_sequence_as_lost() -> None:
     ledger = Ledger()
     for sequence, min_sequence in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
         ledger.settle("a", sequence, "trained", min_sequence=min_sequence)
@@ -155,7 +155,7 @@ def test_what_a_floor_passes_over_is_lost_and_what_came_before_it_is_not() -> No
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=60)
 )
-def test_every_settled_group_has_exactly_one_outcome(
+def test_ledger_outcomes_sum_to_settled_groups(
     messages: list[tuple[str, int, int]],
 ) -> None:
     ledger = Ledger()
@@ -165,7 +165,7 @@ def test_every_settled_group_has_exactly_one_outcome(
         assert ledger.total == sum(ledger.outcomes.values())
 
 
-def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
+def test_ledger_counts_groups_of_forgotten_senders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission_module, "MAX_SENDERS", 2)
@@ -177,7 +177,7 @@ def test_senders_longest_unheard_are_forgotten_and_their_groups_still_counted(
 
 
 @pytest.mark.parametrize("width", [1, 5])
-def test_gaps_of_all_together_are_bounded_and_who_is_longest_unheard_gives_up(
+def test_ledger_closes_gaps_of_least_recent_sender_at_limit(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(admission_module, "MAX_ABOVE_ALL", 20)
@@ -203,7 +203,7 @@ def test_gaps_of_all_together_are_bounded_and_who_is_longest_unheard_gives_up(
         ([0, 1], "trained"),
     ],
 )
-def test_groups_that_are_all_right_or_all_wrong_are_filtered_when_asked(
+def test_difficulty_filtering_drops_mean_reward_zero_and_one(
     rewards: list[float], verdict: str
 ) -> None:
     assert (
@@ -212,7 +212,7 @@ def test_groups_that_are_all_right_or_all_wrong_are_filtered_when_asked(
     assert Admission(8).admit(group_of(rewards), step=1) != "filtered"
 
 
-def test_what_a_distrusted_sender_samples_is_counted_and_not_trained() -> None:
+def test_admission_rejects_groups_of_flagged_sender() -> None:
     admission = Admission(8)
     admission.flagged.add(group_of([1, 0]).sender)
     assert admission.admit(group_of([1, 0]), step=1) == "mismatched"
@@ -220,7 +220,7 @@ def test_what_a_distrusted_sender_samples_is_counted_and_not_trained() -> None:
     assert admission.ledger.outcomes == {"mismatched": 1, "trained": 1}
 
 
-def test_a_group_of_an_evaluation_is_never_trained_however_old() -> None:
+def test_admission_never_trains_evaluation_group() -> None:
     admission = Admission(0)
     asked = group_of([1, 0], evaluation_step=3)
     assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]

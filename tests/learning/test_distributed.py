@@ -85,7 +85,9 @@ def gradients_of_many(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
 
 
 @pytest.mark.parametrize(("count", "shards"), [(2, False), (3, False), (3, True)])
-def test_no_number_of_ranks_changes_the_gradient(tmp_path: Path, count: int, shards: bool) -> None:
+def test_gradient_is_equal_for_any_number_of_ranks(
+    tmp_path: Path, count: int, shards: bool
+) -> None:
     alone = gradients(SINGLE)  # one rank
     for found in on_ranks(tmp_path, gradients_of_many, shards, count=count):
         for name, (expected, metrics) in alone.items():

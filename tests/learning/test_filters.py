@@ -33,14 +33,14 @@ def rollout_of(
     ("token_id", "logprob", "caught"),
     [(600, -8.95, True), (600, -8.85, False), (500, -8.95, False), (501, -8.95, True)],
 )
-def test_gibberish_is_a_rare_token_drawn_against_all_odds(
+def test_gibberish_detects_rare_improbable_token(
     token_id: int, logprob: float, caught: bool
 ) -> None:
     rollout = rollout_of([-0.1, logprob, -0.1], [5, token_id, 700])
     assert gibberish(rollout, vocab_size=1000, token_id_threshold=500) is caught
 
 
-def test_gibberish_moves_with_its_offset() -> None:
+def test_gibberish_threshold_follows_logprob_offset() -> None:
     rollout = rollout_of([-8.0], [600])
     found = [
         gibberish(rollout, vocab_size=1000, token_id_threshold=500, logprob_offset=offset)
@@ -49,7 +49,7 @@ def test_gibberish_moves_with_its_offset() -> None:
     assert found == [True, False]
 
 
-def test_gibberish_is_skipped_when_no_id_is_above_the_threshold() -> None:
+def test_gibberish_ignores_vocabulary_below_threshold() -> None:
     rollout = rollout_of([-50.0], [999])
     assert not gibberish(rollout, vocab_size=1000, token_id_threshold=1000)
     assert not gibberish(rollout, vocab_size=1000)
@@ -69,24 +69,22 @@ SURE, UNSURE = math.log(0.995), math.log(0.985)
         ([UNSURE] * 9, False),
     ],
 )
-def test_repetition_is_a_window_of_certain_tokens_in_a_row(
-    logprobs: list[float], caught: bool
-) -> None:
+def test_repetition_detects_window_of_certain_tokens(logprobs: list[float], caught: bool) -> None:
     assert repetition(rollout_of(logprobs), max_completion_length=100, window=4) is caught
 
 
 @pytest.mark.parametrize(("length", "caught"), [(16, True), (17, True), (18, False)])
-def test_the_window_is_half_of_the_longest_answer_at_most(length: int, caught: bool) -> None:
+def test_repetition_window_is_at_most_half_of_max_length(length: int, caught: bool) -> None:
     # halves of 16, 17 and 18: 8, 8 and 9
     assert repetition(rollout_of([SURE] * 8), max_completion_length=length) is caught
 
 
-def test_repetition_moves_with_its_threshold() -> None:
+def test_repetition_follows_prob_threshold() -> None:
     rollout = rollout_of([UNSURE] * 4)
     assert repetition(rollout, max_completion_length=8, prob_threshold=0.98)
 
 
-def test_overlong_is_cut_off_at_the_length() -> None:
+def test_overlong_detects_finish_reason_length() -> None:
     assert overlong(rollout_of([-1.0], finish_reason="length"))
     assert not overlong(rollout_of([-1.0]))
 
@@ -99,24 +97,24 @@ PLAIN = group_of([1, 0])
 GROUP = dataclasses.replace(PLAIN, rollouts=(*PLAIN.rollouts, long_rollout(), long_rollout()))
 
 
-def test_an_enforced_filter_takes_out_what_it_catches() -> None:
+def test_enforced_filter_removes_detected_rollouts() -> None:
     stays, metrics = apply_filters([PLAIN, GROUP], [Filter("overlong", overlong, enforce=True)])
     assert stays == [[True, True], [True, True, False, False]]
     assert metrics == {"filter/overlong": 1 / 3, "filter/taken_out": 1 / 3}
 
 
-def test_any_other_filter_only_counts() -> None:
+def test_filter_without_enforce_only_counts() -> None:
     stays, metrics = apply_filters([GROUP], [Filter("overlong", overlong)])
     assert stays == [[True] * 4]
     assert metrics == {"filter/overlong": 0.5, "filter/taken_out": 0}
 
 
-def test_a_rollout_caught_twice_is_taken_out_once() -> None:
+def test_rollout_detected_twice_is_counted_once() -> None:
     both = [Filter("overlong", overlong, enforce=True), Filter("all", lambda _: True, enforce=True)]
     stays, metrics = apply_filters([GROUP], both)
     assert stays == [[False] * 4]
     assert metrics == {"filter/overlong": 0.5, "filter/all": 1, "filter/taken_out": 1}
 
 
-def test_without_filters_all_stay_and_nothing_is_told() -> None:
+def test_no_filters_keep_all_and_report_nothing() -> None:
     assert apply_filters([PLAIN], []) == ([[True, True]], {})

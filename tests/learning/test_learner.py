@@ -30,33 +30,33 @@ def identical(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
-def test_each_learn_is_one_step() -> None:
+def test_learn_increments_step() -> None:
     learner = tiny_learner(tiny_model())
     for step in range(1, 4):
         learner.learn(groups_of(step))
     assert learner.step == 3
 
 
-def test_step_makes_the_better_rollouts_likelier() -> None:
+def test_learn_raises_probability_of_better_rollouts() -> None:
     model = tiny_model()
     learner = tiny_learner(model, weight_decay=0.0)
     losses = [learner.learn(groups_of(1))["loss"] for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
 
 
-def test_metrics_tell_the_rate_of_their_step() -> None:
+def test_metrics_report_learning_rate_of_the_step() -> None:
     learner = tiny_learner(tiny_model(), learning_rate=lambda step: step / 1000)
     assert [learner.learn(groups_of(1))["learning_rate"] for _ in range(2)] == [0.001, 0.002]
 
 
-def test_rate_zero_changes_nothing() -> None:
+def test_learning_rate_zero_changes_nothing() -> None:
     model = tiny_model()
     before = weights(model)
     tiny_learner(model, learning_rate=lambda step: 0.0).learn(groups_of(1))
     assert identical(weights(model), before)
 
 
-def test_step_without_signal_counts_and_changes_nothing() -> None:
+def test_step_without_signal_changes_no_weights() -> None:
     model = tiny_model()
     before, learner = weights(model), tiny_learner(model)
     row = learner.learn([group_of([1, 1])])
@@ -64,7 +64,7 @@ def test_step_without_signal_counts_and_changes_nothing() -> None:
     assert (learner.step, row["reward"], row["frac_reward_zero_std"]) == (1, 1, 1)
 
 
-def test_gradient_that_is_not_finite_leaves_the_parameters() -> None:
+def test_learner_skips_step_without_finite_gradient() -> None:
     model = tiny_model()
     before = weights(model)
     row = tiny_learner(model, loss=lambda tokens: (tokens.logprobs.sum() * math.nan, {})).learn(
@@ -79,7 +79,7 @@ def bad(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return tokens.logprobs.sum() * math.nan, {}
 
 
-def test_skipped_steps_are_explained_and_the_third_in_a_row_ends_the_run() -> None:
+def test_third_skipped_step_in_a_row_raises() -> None:
     model = tiny_model()
     before, learner = weights(model), tiny_learner(model, loss=bad)
     for step in (1, 2):
@@ -92,7 +92,7 @@ def test_skipped_steps_are_explained_and_the_third_in_a_row_ends_the_run() -> No
     assert identical(weights(model), before)
 
 
-def test_a_good_step_between_skipped_ones_lets_the_run_go_on() -> None:
+def test_good_step_resets_the_skip_count() -> None:
     turns = itertools.cycle([bad, bad, reinforce])
     learner = tiny_learner(tiny_model(), loss=lambda tokens: next(turns)(tokens))
     problems = []
@@ -119,7 +119,7 @@ def seen_by(learner_of: Any, **options: Any) -> list[Tokens]:
     return seen
 
 
-def test_each_mini_batch_is_an_update_on_its_share_of_the_groups() -> None:
+def test_mini_batches_update_on_their_groups() -> None:
     model = tiny_model()
     seen = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
     assert [each.num_sequences for each in seen] == [4, 4]
@@ -135,7 +135,7 @@ def test_each_mini_batch_is_an_update_on_its_share_of_the_groups() -> None:
     [{"max_tokens_per_microbatch": 9}, {"share_prompts": False},
      {"max_tokens_per_microbatch": 9, "share_prompts": False}],
 )  # fmt: skip
-def test_siblings_share_an_update_however_they_are_packed(options: dict[str, Any]) -> None:
+def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> None:
     # a prompt of 3 and 4 completions of 4: siblings in one piece, or each in a piece of its own
     groups = [siblings([1, 0, 0, 1], seed=seed) for seed in range(4)]
     known = {
@@ -160,7 +160,7 @@ def test_siblings_share_an_update_however_they_are_packed(options: dict[str, Any
         assert torch.allclose(packed[name], each, rtol=0, atol=1e-5), name
 
 
-def test_prox_is_the_policy_before_the_first_update_of_the_step() -> None:
+def test_prox_logprobs_precede_first_mini_batch() -> None:
     model = tiny_model()
     (whole,) = seen_by(functools.partial(tiny_learner, tiny_model()))
     first, second = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
@@ -172,13 +172,13 @@ def test_prox_is_the_policy_before_the_first_update_of_the_step() -> None:
         assert tokens.prox_logprobs.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_prox_is_the_policy_itself_when_a_step_is_one_update() -> None:
+def test_prox_logprobs_equal_policy_with_one_iteration() -> None:
     (tokens,) = seen_by(functools.partial(tiny_learner, tiny_model()))
     assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
     assert not tokens.prox_logprobs.requires_grad
 
 
-def test_frozen_models_score_the_same_tokens() -> None:
+def test_reference_models_score_the_same_tokens() -> None:
     policy, other = tiny_model(), tiny_model(seed=1)
     parameters = dict(policy.named_parameters())
     (tokens,) = seen_by(
@@ -196,7 +196,7 @@ def following(model: Any, **options: Any) -> Any:
     return tiny_learner(model, reference=reference, loss=functools.partial(grpo_kl, beta=0.5))
 
 
-def test_the_reference_stays_where_it_was_and_the_policy_gets_its_weights_back() -> None:
+def test_policy_copy_restores_policy_weights_after_scoring() -> None:
     model, plain = tiny_model(), tiny_model()
     learner, base = following(model), weights(model)
     zero = functools.partial(grpo_kl, beta=0.0)
@@ -213,13 +213,13 @@ def test_the_reference_stays_where_it_was_and_the_policy_gets_its_weights_back()
     assert 0 < kl[0] != kl[1]
 
 
-def test_a_reference_follows_the_policy_every_so_many_steps() -> None:
+def test_policy_copy_syncs_every_sync_steps() -> None:
     learner = following(tiny_model(), sync_steps=2)
     kl = [learner.learn(groups_of(1))["kl"] for _ in range(5)]
     assert [each == 0 for each in kl] == [True, False, True, False, True]
 
 
-def test_a_followed_policy_is_mixed_in_by_its_share() -> None:
+def test_policy_copy_mixes_by_mixup_alpha() -> None:
     model = tiny_model()
     base = weights(model)
     learner = following(model, sync_steps=1, mixup_alpha=0.25)
@@ -231,7 +231,7 @@ def test_a_followed_policy_is_mixed_in_by_its_share() -> None:
 
 
 @pytest.mark.parametrize("sync_steps", [None, 2])
-def test_a_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | None) -> None:
+def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | None) -> None:
     learner = following(tiny_model(), sync_steps=sync_steps)
     for step in range(3):
         learner.learn(groups_of(step))
@@ -247,7 +247,7 @@ def test_a_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | 
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_restored_learner_takes_the_same_steps_bit_by_bit(tmp_path: Path, steps: int) -> None:
+def test_restored_learner_repeats_steps_bit_for_bit(tmp_path: Path, steps: int) -> None:
     model = tiny_model(seed=1)
     learner = tiny_learner(model)
     for step in range(steps):
@@ -265,7 +265,7 @@ def test_restored_learner_takes_the_same_steps_bit_by_bit(tmp_path: Path, steps:
     assert other.step == learner.step
 
 
-def test_restored_learner_draws_the_same_random_numbers() -> None:
+def test_restored_learner_has_the_same_random_state() -> None:
     learner = tiny_learner(tiny_model())
     torch.manual_seed(11)
     state = {name: tensor.clone() for name, tensor in learner.state().items()}
@@ -279,9 +279,7 @@ def test_restored_learner_draws_the_same_random_numbers() -> None:
     [({"num_hidden_layers": 3}, r"only the model has the parameter .*layers\.2"),
      ({"vocab_size": 65}, r"embed_tokens.* has shape \[64, 16\], not \[65, 16\]")],
 )  # fmt: skip
-def test_state_of_another_model_is_refused_and_changes_nothing(
-    settings: dict[str, int], reason: str
-) -> None:
+def test_restore_rejects_state_of_another_model(settings: dict[str, int], reason: str) -> None:
     state, other = tiny_learner(tiny_model()).state(), tiny_learner(tiny_model(**settings, seed=1))
     before = {name: tensor.clone() for name, tensor in other.state().items()}
     with pytest.raises(ValueError, match=reason):

@@ -116,12 +116,12 @@ def test_k3_matches_the_oracle() -> None:
     assert metrics["kl"].item() == pytest.approx(0.143993 / 4, abs=1e-6)
 
 
-def test_decoupled_without_prox_is_ppo_on_the_sampler() -> None:
+def test_decoupled_without_prox_is_ppo_on_old_logprobs() -> None:
     # min of r and the clip at 1.2: 1.105171, .818731, 1.2, 1; .75 * 4.123902 / 4
     assert decoupled_ppo(oracle(prox=False))[0].item() == pytest.approx(-0.773232, abs=1e-6)
 
 
-def test_grpo_at_equal_weights_has_the_gradient_of_reinforce() -> None:
+def test_grpo_gradient_at_equal_weights_is_reinforce() -> None:
     assert gradient(grpo, oracle(pi=MU)) == pytest.approx(gradient(reinforce, oracle(pi=MU)))
 
 
@@ -129,12 +129,12 @@ def test_grpo_at_equal_weights_has_the_gradient_of_reinforce() -> None:
     "loss", [grpo, reinforce, partial(reinforce, epsilon_high=0.02), importance, decoupled_ppo,
              grpo_kl, dppo, gspo],
 )  # fmt: skip
-def test_loss_stays_finite_for_a_token_the_sampler_thought_impossible(loss: Any) -> None:
+def test_loss_is_finite_for_impossible_old_logprobs(loss: Any) -> None:
     tokens = replace(oracle(-0.75, prox=False), old_logprobs=float64([-900.0] * 4))
     assert torch.tensor([loss(tokens)[0].item(), *gradient(loss, tokens)]).isfinite().all()
 
 
-def test_grpo_holds_the_log_ratio_at_ten() -> None:
+def test_grpo_clamps_log_ratio_at_ten() -> None:
     tokens = replace(oracle(-0.75), old_logprobs=float64([-900.0] * 4))
     assert grpo(tokens)[0].item() == pytest.approx(16519.8493, abs=1e-3)  # .75 e^10
 
@@ -313,9 +313,7 @@ def names(value: Any) -> str:
 
 @pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
 @pytest.mark.parametrize("seed", range(4))
-def test_loss_and_gradient_are_those_of_the_formula_written_plainly(
-    loss: Any, plain: Any, seed: int
-) -> None:
+def test_loss_and_gradient_match_plain_formula(loss: Any, plain: Any, seed: int) -> None:
     tokens = random_tokens(seed)
     ours, theirs = loss(tokens)[0], plain(tokens)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
@@ -326,7 +324,7 @@ def test_loss_and_gradient_are_those_of_the_formula_written_plainly(
 
 
 @pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
-def test_parts_of_a_step_add_up_to_the_whole(loss: Any, plain: Any) -> None:
+def test_losses_of_micro_batches_sum_to_the_step(loss: Any, plain: Any) -> None:
     whole = random_tokens(0)
     value, metrics = loss(whole)
     parts = [loss(part_of(whole, chosen)) for chosen in ([4, 0], [1, 3], [2, 5])]
@@ -347,7 +345,7 @@ def part_of(tokens: Tokens, chosen: list[int]) -> Tokens:
 
 
 @pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
-def test_filtered_tokens_do_not_matter(loss: Any, plain: Any) -> None:
+def test_loss_ignores_masked_tokens(loss: Any, plain: Any) -> None:
     tokens = random_tokens(0)
     taken_out = tokens.mask == 0
     other = replace(
@@ -367,20 +365,20 @@ def told(loss: Any, tokens: Tokens) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in loss(tokens)[1].items()}
 
 
-def test_importance_tells_what_it_masks_and_why() -> None:
+def test_importance_reports_masked_tokens_by_reason() -> None:
     # of ratios 1.105171, .818731, 12.182494, 1 one is above 8
     expected = {"masked/mean": 0.25, "masked/token_low": 0, "masked/token_high": 0.25,
                 "masked/geo": 0, "masked/sequence": 0}  # fmt: skip
     assert told(importance, oracle()) == expected
 
 
-def test_importance_tells_of_rollouts_masked_whole() -> None:
+def test_importance_reports_masked_rollouts() -> None:
     # their geometric mean is 1.822119, their largest ratio 12.18
     masked = told(partial(importance, geo_mask_high=1.8, sequence_mask_high=12.0), oracle())
     assert (masked["masked/geo"], masked["masked/sequence"], masked["masked/mean"]) == (1, 1, 1)
 
 
-def test_grpo_tells_on_which_side_it_clips() -> None:
+def test_grpo_reports_clipping_by_side() -> None:
     # with A > 0 tokens 0 and 2 are above 1.05; with A < 0 token 1 is below .95
     assert told(partial(grpo, epsilon=0.05), oracle(0.75)) == {
         "clip_ratio/low_mean": 0, "clip_ratio/high_mean": 0.5,
@@ -390,7 +388,7 @@ def test_grpo_tells_on_which_side_it_clips() -> None:
     }  # fmt: skip
 
 
-def test_decoupled_tells_how_many_weights_are_over_the_cap() -> None:
+def test_decoupled_reports_weights_above_cap() -> None:
     # weights 1.051, .905, 1.822, 1
     capped = told(partial(decoupled_ppo, behav_imp_weight_cap=1.5), oracle())
     assert capped["masked/behav_imp_weight"] == 0.25
@@ -403,13 +401,11 @@ def test_decoupled_tells_how_many_weights_are_over_the_cap() -> None:
         (partial(importance, teacher_tau=0.5), "teacher_logprobs", "loss.teacher_tau above 0"),
     ],
 )
-def test_a_model_that_is_not_there_is_named_with_the_option(
-    loss: Any, missing: str, words: str
-) -> None:
+def test_missing_reference_error_names_the_option(loss: Any, missing: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         loss(replace(oracle(), **{missing: None}))
 
 
-def test_without_beta_no_reference_is_needed() -> None:
+def test_grpo_kl_without_beta_needs_no_reference() -> None:
     tokens = replace(oracle(), ref_logprobs=None)
     assert grpo_kl(tokens, beta=0)[0].item() == pytest.approx(-0.75)

@@ -65,7 +65,7 @@ def with_fp32() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @small
-def test_the_weights_are_near_those_of_fp32(optim: str) -> None:
+def test_small_state_weights_are_near_fp32(optim: str) -> None:
     after, before = with_fp32()
     ours = weights(take(learner_with(optim), to=8))
     apart = float((ours - after).norm() / (after - before).norm())
@@ -74,7 +74,7 @@ def test_the_weights_are_near_those_of_fp32(optim: str) -> None:
 
 
 @small
-def test_the_state_has_the_bytes_that_it_says(optim: str) -> None:
+def test_small_state_has_documented_size(optim: str) -> None:
     state = take(learner_with(optim), to=1).state()
     found = sum(each.nbytes for path, each in state.items()
                 if path.startswith(f"{optim}/") and "/step/" not in path)  # fmt: skip
@@ -88,7 +88,7 @@ def test_the_state_has_the_bytes_that_it_says(optim: str) -> None:
 
 
 @small
-def test_a_resumed_run_equals_one_that_was_not_interrupted(optim: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> None:
     whole = take(learner_with(optim), to=4)
     save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run", keep_last=1)
     saved, resumed = restore(tmp_path, run_id="run"), learner_with(optim)
@@ -100,7 +100,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(optim: str, tmp_path:
         assert torch.equal(each, theirs[path]) and each.dtype == theirs[path].dtype, path
 
 
-def test_a_step_in_bf16_is_a_step_of_adamw_on_rounded_means() -> None:
+def test_adamw_bf16_step_matches_adamw_on_rounded_moments() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = make_optimizer(
         {"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim="adamw_bf16"
@@ -119,7 +119,7 @@ def test_a_step_in_bf16_is_a_step_of_adamw_on_rounded_means() -> None:
     assert state["exp_avg_sq"][0] == torch.tensor(square).bfloat16()
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused_with_nothing_changed() -> None:
+def test_restore_rejects_state_of_another_optimizer() -> None:
     other = take(learner_with("adamw"), to=1)
     learner = learner_with("adamw_bf16")
     before = weights(learner)
@@ -128,14 +128,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused_with_nothing_changed() -> 
     assert torch.equal(weights(learner), before)
 
 
-def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bitsandbytes_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"adamw_8bit needs bitsandbytes .*peralta_zmq\[optim\]"):
         learner_with(EIGHT_BIT)
 
 
 @pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
-def test_means_that_bfloat16_would_round_away_are_refused(name: str) -> None:
+def test_adamw_bf16_rejects_large_betas(name: str) -> None:
     flag = "--train." + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"train.{name} 0.999 with train.optim adamw_bf16"):
         load_config("bin/trainer", [f"{flag}=0.999", "--train.optim=adamw_bf16"])
@@ -143,7 +143,7 @@ def test_means_that_bfloat16_would_round_away_are_refused(name: str) -> None:
     load_config("bin/trainer", [f"{flag}=0.99", "--train.optim=adamw_bf16"])
 
 
-def test_ranks_that_share_the_state_refuse_the_one_that_cannot_be_shared() -> None:
+def test_adamw_8bit_is_rejected_for_sharded_ranks() -> None:
     config = load_config("bin/trainer", [f"--train.optim={EIGHT_BIT}"])
     with pytest.raises(ConfigError, match=r"adamw_8bit cannot be shared.*; use adamw_bf16, or"):
         check_shared(config, torch.device("cuda", 1))
@@ -162,33 +162,33 @@ def rates(kind: str, *, warmup_steps: int, max_steps: int) -> list[float]:
     ]
 
 
-def test_constant_is_the_peak_at_every_step() -> None:
+def test_constant_schedule_is_the_peak() -> None:
     assert rates("constant", warmup_steps=0, max_steps=3) == [8, 8, 8]
 
 
-def test_linear_falls_evenly_and_ends_above_zero() -> None:
+def test_linear_schedule_ends_above_zero() -> None:
     assert rates("linear", warmup_steps=0, max_steps=4) == [8, 6, 4, 2]
 
 
-def test_cosine_is_at_half_of_the_peak_halfway() -> None:
+def test_cosine_schedule_is_half_at_halfway() -> None:
     # 4 (1 + cos 0), 4 (1 + cos 45), 4 (1 + cos 90), 4 (1 + cos 135)
     expected = [8, 6.828427, 4, 1.171573]
     assert rates("cosine", warmup_steps=0, max_steps=4) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_warmup_rises_evenly_to_the_peak(kind: str) -> None:
+def test_warmup_rises_linearly_to_the_peak(kind: str) -> None:
     assert rates(kind, warmup_steps=4, max_steps=8)[:5] == [2, 4, 6, 8, 8]
 
 
-def test_linear_falls_after_the_warmup() -> None:
+def test_linear_schedule_falls_after_warmup() -> None:
     assert rates("linear", warmup_steps=2, max_steps=6) == [4, 8, 8, 6, 4, 2]
 
 
-def test_warmup_as_long_as_the_run_is_only_warmup() -> None:
+def test_warmup_may_last_the_whole_run() -> None:
     assert rates("cosine", warmup_steps=4, max_steps=4) == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_no_step_of_a_run_has_rate_zero(kind: str) -> None:
+def test_schedule_never_reaches_zero(kind: str) -> None:
     assert min(rates(kind, warmup_steps=3, max_steps=50)) > 0

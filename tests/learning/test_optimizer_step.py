@@ -89,7 +89,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("max_tokens", [15, 20, 40])
-def test_no_split_into_micro_batches_changes_the_gradient(
+def test_gradient_is_equal_for_any_micro_batches(
     model: Any, loss: TokenLoss, max_tokens: int
 ) -> None:
     whole, _ = gradient(model, batches_of(), loss)
@@ -99,7 +99,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
+def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
     whole, _ = gradient(model, batches_of(), loss)
     pieces = list(cut_to(15).samples)
     random.Random(0).shuffle(pieces)
@@ -108,7 +108,7 @@ def test_no_order_changes_the_gradient(model: Any, loss: TokenLoss) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_split_does_not_change_the_reported_numbers(model: Any, loss: TokenLoss) -> None:
+def test_metrics_are_equal_for_any_micro_batches(model: Any, loss: TokenLoss) -> None:
     _, whole = gradient(model, batches_of(), loss)
     _, split = gradient(model, batches_of(20), loss)
     assert split == pytest.approx(whole, rel=1e-6)
@@ -118,7 +118,7 @@ def test_split_does_not_change_the_reported_numbers(model: Any, loss: TokenLoss)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: TokenLoss) -> None:
+def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> None:
     packed, told = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
     scorer.padding_reason = "padded rows: asked for"
@@ -129,7 +129,7 @@ def test_packed_and_padded_give_the_same_loss_and_gradient(model: Any, loss: Tok
     assert metrics == pytest.approx(told, rel=1e-6)
 
 
-def test_loss_is_the_mean_over_the_generated_tokens_of_the_step(model: Any) -> None:
+def test_loss_is_the_mean_over_generated_tokens(model: Any) -> None:
     total, count = 0.0, 0
     for group in GROUPS:
         for rollout, a in zip(group.rollouts, group_mean(group.rewards, []), strict=True):
@@ -175,14 +175,14 @@ def step_by_hand(
     return take_step(optimizer, batches, **{**chosen, **options})
 
 
-def test_mismatch_of_one_token_is_the_k3_estimate() -> None:
+def test_mismatch_kl_of_one_token_by_hand() -> None:
     # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
     parameter, batch = by_hand(old=-1.5)
     taken = step_by_hand(parameter, [batch])
     assert taken.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
 
 
-def test_mismatch_is_zero_when_the_sampler_had_the_same_weights() -> None:
+def test_mismatch_kl_is_zero_for_equal_weights() -> None:
     parameter, batch = by_hand(old=-1.0)
     assert step_by_hand(parameter, [batch]).metrics["mismatch_kl"] == 0
 
@@ -194,14 +194,14 @@ def test_effective_sample_size_by_hand() -> None:
     assert step_by_hand(parameter, [batch, other]).metrics["ess"] == pytest.approx(0.9)
 
 
-def test_entropy_is_estimated_by_hand() -> None:
+def test_entropy_estimate_by_hand() -> None:
     # -logprob 1, ratios 1 and 2: (1 * 1 + 2 * 1) / 2 tokens
     parameter, batch = by_hand(old=-1.0)
     other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
     assert step_by_hand(parameter, [batch, other]).metrics["entropy"] == pytest.approx(1.5)
 
 
-def test_entropy_of_a_loss_that_computes_it_stands_before_the_estimate() -> None:
+def test_entropy_of_the_loss_replaces_the_estimate() -> None:
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return tokens.logprobs.sum(), {"entropy": torch.tensor(0.25)}
 
@@ -209,7 +209,7 @@ def test_entropy_of_a_loss_that_computes_it_stands_before_the_estimate() -> None
     assert step_by_hand(parameter, [batch], loss=loss).metrics["entropy"] == 0.25
 
 
-def test_mismatch_of_each_sender_by_hand_over_two_micro_batches() -> None:
+def test_mismatch_by_sender_by_hand() -> None:
     # ann: k3 of .5 twice; bob: of 1, e - 2 = .718282; what is masked out has no sender
     parameter, batch = by_hand(old=-1.5)
     of_ann = replace(batch, senders=("ann/0",))
@@ -223,7 +223,7 @@ def test_mismatch_of_each_sender_by_hand_over_two_micro_batches() -> None:
     assert not [name for name in taken.metrics if "ann" in name or "bob" in name]
 
 
-def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
+def test_masked_tokens_are_in_no_metric() -> None:
     parameter, batch = by_hand(old=-1.0)
     other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))
     taken = step_by_hand(parameter, [batch, other])
@@ -232,7 +232,7 @@ def test_masked_tokens_are_in_no_diagnostic_and_no_total() -> None:
 
 
 @pytest.mark.parametrize(("limit", "after"), [(10.0, -0.95), (0.25, -0.975)])
-def test_step_follows_the_gradient_up_to_its_limit(limit: float, after: float) -> None:
+def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> None:
     # d(-.5 p)/dp = -.5, so p moves up by .1 * min(.5, limit)
     parameter, batch = by_hand(old=-1.0)
     taken = step_by_hand(parameter, [batch], max_grad_norm=limit)
@@ -240,7 +240,7 @@ def test_step_follows_the_gradient_up_to_its_limit(limit: float, after: float) -
     assert taken.metrics["grad_norm"] == pytest.approx(0.5)
 
 
-def test_metrics_of_the_loss_are_added_up() -> None:
+def test_loss_metrics_are_summed_over_batches() -> None:
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return tokens.logprobs.sum(), {"share": tokens.mask.sum() / tokens.step_tokens}
 
@@ -256,7 +256,7 @@ def test_step_without_batches_changes_nothing() -> None:
     assert (parameter.item(), metrics["loss"], metrics["skipped"]) == (-1.0, 0.0, 0.0)
 
 
-def test_tokens_are_scored_at_the_temperatures_of_their_batch() -> None:
+def test_tokens_are_scored_at_batch_temperatures() -> None:
     parameter, batch = by_hand(old=-1.0)
     seen: list[object] = []
 
@@ -275,7 +275,7 @@ def test_tokens_are_scored_at_the_temperatures_of_their_batch() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
+def test_not_finite_gradient_skips_the_step(poison: float) -> None:
     parameter, batch = by_hand(old=-1.0)
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
@@ -283,13 +283,13 @@ def test_gradient_that_is_not_finite_skips_the_step(poison: float) -> None:
     assert taken.skip_reason == "1 logprobs of the policy are not finite"
 
 
-def test_a_skipped_step_tells_the_loss_from_the_policy() -> None:
+def test_skip_reason_names_not_finite_loss() -> None:
     parameter, batch = by_hand(old=-1.0)
     taken = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
     assert taken.skip_reason == "the loss is inf although every logprob of the policy is finite"
 
 
-def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
+def test_skip_reason_names_not_finite_gradient() -> None:
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return (tokens.logprobs + 1).abs().sqrt().sum(), {}  # infinitely steep at -1
 
@@ -298,7 +298,7 @@ def test_a_skipped_step_tells_the_gradient_from_the_loss() -> None:
     assert taken.skip_reason == "the gradient of loss 'loss' is not finite although its value is 0"
 
 
-def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
+def test_skipped_gradient_is_discarded() -> None:
     parameter, batch = by_hand(old=-1.0)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for factor in (math.nan, 1.0):
@@ -316,7 +316,7 @@ def test_skipped_gradient_does_not_leak_into_the_next_step() -> None:
         (lambda tokens: (tokens.logprobs.sum(), {"kl": tokens.mask[None]}), "metric 'kl' of loss"),
     ],
 )
-def test_a_loss_that_gives_something_else_is_named(given: Any, complaint: str) -> None:
+def test_invalid_loss_result_error_names_the_loss(given: Any, complaint: str) -> None:
     parameter, batch = by_hand(old=-1.0)
     given.__name__ = "mine"
     with pytest.raises(ConfigError, match=complaint) as error:

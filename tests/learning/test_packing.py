@@ -56,7 +56,7 @@ def test_every_token_keeps_its_id_and_logprob() -> None:
     assert batch.old_logprobs.tolist() == [*first.logprobs[3:], *second.logprobs[3:]]
 
 
-def test_what_siblings_begin_with_in_common_is_in_the_row_once() -> None:
+def test_shared_prefix_is_stored_once() -> None:
     group = with_tokens(
         group_of([1, 0, 0, 1], lengths=[3, 3, 3, 2]),
         [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21, 23], [7, 8, 9, 20, 21, 22], [7, 8, 9, 20, 21],
@@ -68,17 +68,17 @@ def test_what_siblings_begin_with_in_common_is_in_the_row_once() -> None:
     assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
-def test_rollouts_with_other_prompts_begin_for_themselves() -> None:
+def test_rollouts_with_other_prompts_share_nothing() -> None:
     group = with_tokens(group_of([1, 0], lengths=[1, 2]), [5, 6, 7, 9], [6, 6, 7, 9, 9])
     assert layouts(batches_of([group])) == [[[(-1, 4), (-1, 5)]]]
 
 
-def test_rollouts_are_alone_when_the_policy_cannot_pack() -> None:
+def test_rollouts_are_separate_without_share_prompts() -> None:
     group = siblings([1, 0], lengths=[2, 4])
     assert layouts(batches_of([group], share_prompts=False)) == [[[(-1, 7)], [(-1, 5)]]]
 
 
-def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
+def test_text_between_turns_is_not_scored() -> None:
     group = siblings([1, 0], lengths=[5, 2])
     turns = np.array([0, 0, 0, 1, 0, 0, 1, 1], np.bool_)
     first = replace(group.rollouts[0], loss_mask=turns)
@@ -88,7 +88,7 @@ def test_text_between_two_turns_is_in_the_row_and_is_not_scored() -> None:
     assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
 
 
-def test_a_first_token_that_was_generated_is_no_part_of_the_loss() -> None:
+def test_generated_first_token_is_not_scored() -> None:
     group = with_tokens(siblings([1, 0], lengths=[2, 2], num_prompt=0), [5, 6], [7, 8])
     (batch,) = batches_of([group])
     assert batch.scored.tolist() == [1, 3]
@@ -107,27 +107,27 @@ def test_step_without_any_signal_has_no_batches() -> None:
 # Micro-batches.
 
 
-def test_the_largest_goes_first_and_each_where_there_is_room() -> None:
+def test_assignment_is_first_fit_decreasing() -> None:
     # 9 and 1; 7 and 3; 4, 4 and 2
     assert assign_to_bins([4, 9, 1, 7, 3, 4, 2], 10) == [[[1, 2]], [[3, 4]], [[0, 5, 6]]]
 
 
-def test_padded_pieces_count_as_much_as_the_longest_of_their_micro_batch() -> None:
+def test_padded_samples_count_as_the_longest_of_their_bin() -> None:
     assert assign_to_bins([5, 3, 3], 12) == [[[0, 1, 2]]]
     assert assign_to_bins([5, 3, 3], 12, padded=True) == [[[0, 1]], [[2]]]
 
 
-def test_each_piece_goes_to_the_least_loaded_rank() -> None:
+def test_assignment_prefers_least_loaded_rank() -> None:
     # 7 | 5; 4 to the 5; 3 to the 7; 2 to the 9
     assert assign_to_bins([2, 7, 3, 5, 4], 100, num_ranks=2) == [[[1, 2], [3, 4, 0]]]
 
 
-def test_a_round_ends_for_all_ranks_when_no_rank_has_room() -> None:
+def test_assignment_starts_a_round_when_no_rank_has_room() -> None:
     # 9 | 8, then 7 | 3 in a second round; 1 is the first to find room in the first, beside the 8
     assert assign_to_bins([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
 
 
-def test_rank_0_has_a_piece_in_every_round() -> None:
+def test_rank_0_has_a_sample_in_every_round() -> None:
     assert assign_to_bins([4], 10, num_ranks=3) == [[[0], [], []]]
     assert assign_to_bins([10, 10, 10], 10, num_ranks=2) == [[[0], [1]], [[2], []]]
     assert assign_to_bins([], 10, num_ranks=2) == []
@@ -137,12 +137,12 @@ def sizes(batches: list[Batch]) -> list[list[int]]:
     return [[each.num_tokens for each in batch.segments] for batch in batches]
 
 
-def test_several_groups_share_a_micro_batch_within_its_budget() -> None:
+def test_groups_share_a_micro_batch_up_to_max_tokens() -> None:
     groups = [siblings([1, 0], lengths=[n, n], seed=n) for n in (1, 2, 3, 9)]
     assert sizes(batches_of(groups, max_tokens=21)) == [[21], [9, 7, 5]]
 
 
-def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() -> None:
+def test_group_above_max_tokens_is_split_with_its_prompt() -> None:
     group = siblings([1, 0, 1, 0], lengths=[4, 4, 4, 4], seed=3)
     assert layouts(batches_of([group], max_tokens=11)) == [[[(-1, 7), (2, 4)]]] * 2
 
@@ -151,7 +151,7 @@ def test_a_group_larger_than_the_budget_is_split_and_each_part_has_the_prompt() 
     ("oversize", "lengths", "counts"),
     [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))],
 )
-def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
+def test_oversize_rollout_is_truncated_or_dropped(
     oversize: Any, lengths: list[int], counts: tuple[int, int]
 ) -> None:
     found = pack_groups(
@@ -161,12 +161,12 @@ def test_a_rollout_longer_than_the_budget_is_cut_or_dropped_and_counted(
     assert (found.num_truncated, found.num_dropped) == counts
 
 
-def test_a_prompt_longer_than_the_budget_leaves_nothing_to_train() -> None:
+def test_oversize_prompt_drops_the_rollout() -> None:
     found = pack_groups([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
     assert (found.samples, found.num_truncated, found.num_dropped) == ((), 0, 2)
 
 
-def test_the_reward_of_a_dropped_rollout_still_counts_for_its_siblings() -> None:
+def test_dropped_rollout_counts_in_the_baseline() -> None:
     group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
     (piece,) = pack_groups([group], group_mean, max_tokens=10, oversize="drop").samples
     assert piece.advantages == (0.75, -0.25, -0.25)
@@ -175,20 +175,20 @@ def test_the_reward_of_a_dropped_rollout_still_counts_for_its_siblings() -> None
 # What a token is worth.
 
 
-def test_advantage_is_repeated_on_each_token_of_its_rollout() -> None:
+def test_each_token_has_the_advantage_of_its_rollout() -> None:
     (batch,) = batches_of([siblings([1, 0], lengths=[2, 3])])
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
     assert batch.sequence.tolist() == [0, 0, 1, 1, 1]
     assert batch.num_sequences == 2
 
 
-def test_advantage_is_told_the_generated_lengths() -> None:
+def test_advantage_function_gets_generated_lengths() -> None:
     # baseline (1 * 1 + 0 * 3) / 4 = .25
     (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)
     assert batch.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
-def test_groups_are_compared_within_themselves() -> None:
+def test_advantages_are_computed_per_group() -> None:
     groups = [siblings([1, 0], lengths=[1, 1]), siblings([5, 3], lengths=[3, 1])]
     (batch,) = batches_of(groups)  # the longer group first
     assert batch.advantages.tolist() == [1, 1, 1, -1, 0.5, -0.5]
@@ -202,7 +202,7 @@ def test_groups_are_compared_within_themselves() -> None:
         (token_whitening, (0.577337, 0.577337), (0.577337, -1.732011)),
     ],
 )
-def test_a_group_of_equal_rewards_is_compared_as_the_estimator_says_when_it_is_kept(
+def test_keep_zero_std_packs_groups_without_signal(
     advantage: Any, equal: tuple[float, ...], other: tuple[float, ...]
 ) -> None:
     groups = [group_of([1, 1]), group_of([1, 0])]
@@ -211,7 +211,7 @@ def test_a_group_of_equal_rewards_is_compared_as_the_estimator_says_when_it_is_k
     assert kept[1] == pytest.approx(other, abs=1e-6)
 
 
-def test_tensors_have_the_types_that_models_and_losses_want() -> None:
+def test_batch_tensors_have_documented_dtypes() -> None:
     (batch,) = batches_of([siblings([1, 0])])
     whole = [batch.token_ids, batch.scored, batch.sequence]
     numbers = [batch.old_logprobs, batch.advantages, batch.mask]
@@ -219,7 +219,7 @@ def test_tensors_have_the_types_that_models_and_losses_want() -> None:
     assert {each.dtype for each in numbers} == {torch.float32}
 
 
-def test_each_token_has_the_temperature_of_the_weights_that_sampled_it() -> None:
+def test_each_token_has_its_sampling_temperature() -> None:
     groups = [siblings([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
     (batch,) = batches_of(groups, temperature=lambda step: 1 + max(step, 0) / 10)
     assert torch.is_tensor(batch.temperatures)

@@ -23,7 +23,7 @@ GROUPS = [
 ROW = describe(GROUPS, step=8)
 
 
-def test_reward_is_the_mean_of_all_rollouts_signal_or_not() -> None:
+def test_reward_is_the_mean_of_all_rollouts() -> None:
     assert ROW["reward"] == 0.75
 
 
@@ -31,7 +31,7 @@ def test_share_of_groups_without_signal_is_counted() -> None:
     assert ROW["frac_reward_zero_std"] == 0.5
 
 
-def test_deviation_is_the_mean_of_the_groups_own() -> None:
+def test_reward_std_is_the_mean_over_groups() -> None:
     assert ROW["reward_std"] == 0.25  # .5 and 0
 
 
@@ -43,11 +43,11 @@ def test_tokens_are_counted_with_their_prompts() -> None:
     assert (ROW["num_rollouts"], ROW["num_tokens"]) == (8, 32 + 8 * 3)
 
 
-def test_staleness_is_that_of_the_groups() -> None:
+def test_staleness_mean_and_max_over_groups() -> None:
     assert (ROW["staleness/mean"], ROW["staleness/max"]) == (2, 3)  # 8 - 1 - 6 and 8 - 1 - 4
 
 
-def test_clipped_ratio_is_the_share_that_ran_out_of_tokens() -> None:
+def test_clipped_ratio_is_the_share_of_finish_reason_length() -> None:
     rollouts = (
         *(rollout_with(1.0) for _ in range(3)),
         rollout_with(0.0, finish_reason="length"),
@@ -56,14 +56,14 @@ def test_clipped_ratio_is_the_share_that_ran_out_of_tokens() -> None:
     assert describe([group], step=8)["completions/clipped_ratio"] == 0.25
 
 
-def test_parts_of_the_reward_have_their_own_means() -> None:
+def test_reward_parts_have_separate_means() -> None:
     rollouts = (rollout_with(1.5, rewards={"right": 1.0, "short": 0.5}),
                 rollout_with(0.0, rewards={"right": 0.0, "short": 0.0}))  # fmt: skip
     row = describe([replace(GROUPS[0], rollouts=rollouts)], step=8)
     assert (row["rewards/right/mean"], row["rewards/short/mean"]) == (0.5, 0.25)
 
 
-def test_each_environment_has_its_own_mean_over_rollouts() -> None:
+def test_environments_have_separate_mean_rewards() -> None:
     groups = [*GROUPS, group_of([0.5, 0.25], task="sudoku"), group_of([0.25] * 4, task="sudoku")]
     assert by_environment(groups) == {
         "rewards/calculator/mean": 0.75, "rewards/sudoku/mean": pytest.approx(1.75 / 6),
@@ -77,12 +77,12 @@ def test_generators_are_counted_with_their_newest_weights() -> None:
     assert (row["gen/bob/groups"], row["gen/bob/step"]) == (1, 7)
 
 
-def test_step_without_any_signal_still_reports_its_reward() -> None:
+def test_step_without_signal_reports_its_reward() -> None:
     row = describe([group_of([0.5, 0.5])], step=1)
     assert (row["reward"], row["frac_reward_zero_std"]) == (0.5, 1)
 
 
-def test_order_of_groups_does_not_matter() -> None:
+def test_metrics_do_not_depend_on_group_order() -> None:
     assert describe(GROUPS[::-1], step=8) == pytest.approx(ROW)
 
 
@@ -91,7 +91,7 @@ def test_order_of_groups_does_not_matter() -> None:
 FAR, NEAR = Mismatch(3.0, 10.0), Mismatch(0.1, 10.0)  # .3 and .01 per token
 
 
-def test_mean_is_per_token_and_not_per_step() -> None:
+def test_mismatch_mean_is_per_token() -> None:
     statistics = MismatchStatistics(bound=0.1)
     statistics.record({"ann/0": Mismatch(1.0, 1.0)})
     statistics.record({"ann/0": Mismatch(0.0, 9.0)})
@@ -99,7 +99,7 @@ def test_mean_is_per_token_and_not_per_step() -> None:
     assert statistics.flag_senders() == []  # at the bound, not above
 
 
-def test_one_step_is_no_proof_and_two_are() -> None:
+def test_sender_is_flagged_after_min_steps() -> None:
     statistics = MismatchStatistics(bound=0.1)
     for step in range(MIN_STEPS):
         assert statistics.flag_senders() == [], step
@@ -108,7 +108,7 @@ def test_one_step_is_no_proof_and_two_are() -> None:
     assert statistics.flagged == {"ann/0": pytest.approx(0.3)}
 
 
-def test_suspect_is_told_of_once_and_a_new_start_is_judged_anew() -> None:
+def test_sender_is_flagged_once_per_incarnation() -> None:
     statistics = MismatchStatistics(bound=0.1)
     for _ in range(5):
         statistics.record({"ann/0": FAR})
@@ -118,7 +118,7 @@ def test_suspect_is_told_of_once_and_a_new_start_is_judged_anew() -> None:
     assert statistics.flag_senders() == []
 
 
-def test_only_the_last_steps_count() -> None:
+def test_mismatch_mean_covers_the_window() -> None:
     statistics = MismatchStatistics(bound=0.1)
     statistics.record({"ann/0": Mismatch(100.0, 10.0)})
     for _ in range(WINDOW):
@@ -126,7 +126,7 @@ def test_only_the_last_steps_count() -> None:
     assert statistics.mean("ann/0") == pytest.approx(0.01)
 
 
-def test_senders_unseen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recent_senders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_metrics, "MAX_SENDERS", 2)
     statistics = MismatchStatistics(bound=0.1)
     for sender in ("ann/0", "bob/0", "ann/0", "cid/0"):
@@ -134,5 +134,5 @@ def test_senders_unseen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatc
     assert (statistics.mean("bob/0"), statistics.mean("ann/0")) == (0, pytest.approx(0.3))
 
 
-def test_figures_are_named_after_the_generator() -> None:
+def test_mismatch_metrics_are_named_by_generator() -> None:
     assert mismatch_metrics({"ann/00ff": FAR}) == {"gen/ann/mismatch_kl": pytest.approx(0.3)}

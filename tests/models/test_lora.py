@@ -120,7 +120,7 @@ def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints() -> None:
+def test_only_adapters_are_trained_and_checkpointed() -> None:
     config, model = trained("--lora.target-modules", TARGETS)
     before = {name: each.clone() for name, each in lora.base_weights(model).items()}
     learner = build.make_learner(config, model)
@@ -138,7 +138,7 @@ def test_only_adapters_get_gradients_optimizer_state_and_a_place_in_checkpoints(
                if name.endswith(lora.B))  # fmt: skip
 
 
-def test_a_fresh_adapter_changes_nothing() -> None:
+def test_new_adapter_changes_no_output() -> None:
     _, model = trained()
     plain = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     ids = torch.arange(3, 20)[None]
@@ -146,7 +146,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
+def test_generator_merges_versions_and_matches_trainer(
     engine: str, store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.alpha=7", "--engine.name", engine)
@@ -164,7 +164,7 @@ def test_generators_merge_each_version_and_sample_what_the_trainer_scores(
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: str) -> None:
+def test_engine_over_live_model_uses_its_adapters(engine: str) -> None:
     config, model = trained()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     live = registry.resolve("engine", engine).open_live(model, tokenizer, slots=4)
@@ -175,7 +175,7 @@ def test_the_trainer_s_own_engine_samples_with_the_adapters_as_they_are(engine: 
     assert not np.array_equal(group.rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
-def test_what_a_version_added_is_gone_when_the_next_comes(
+def test_merged_version_leaves_no_trace_in_the_next(
     store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
@@ -195,7 +195,7 @@ def test_what_a_version_added_is_gone_when_the_next_comes(
         assert np.array_equal(one.logprobs, other.logprobs)
 
 
-def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: WeightStore) -> None:
+def test_versions_hold_adapters_and_base_identity(store: WeightStore) -> None:
     config, model = trained()
     version = published(config, model, store, 0)
     assert set(version.manifest.files) == {"model.safetensors", "adapter_config.json"}
@@ -208,7 +208,7 @@ def test_versions_hold_adapters_and_their_base_s_name_and_are_small(store: Weigh
     assert version.size < 4 * whole / 10
 
 
-def test_an_adapter_for_another_base_is_refused_at_the_start(
+def test_generator_start_rejects_adapter_of_another_base(
     store: WeightStore, follower: WeightSubscriber, tmp_path: Path
 ) -> None:
     config, model = trained()
@@ -224,7 +224,7 @@ def test_an_adapter_for_another_base_is_refused_at_the_start(
         make_engine(config_of("--model.name", str(other)), staged)
 
 
-def test_an_adapter_for_another_base_is_refused_in_flight(
+def test_running_generator_rejects_adapter_of_another_base(
     store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
@@ -240,7 +240,7 @@ def test_an_adapter_for_another_base_is_refused_in_flight(
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])
-def test_an_adapter_that_does_not_fit_changes_nothing(
+def test_adapter_of_wrong_shape_changes_nothing(
     damage: str, store: WeightStore, follower: WeightSubscriber
 ) -> None:
     config, model = trained()
@@ -259,9 +259,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
     assert np.array_equal(sampled(sampler).rollouts[0].logprobs, before.rollouts[0].logprobs)
 
 
-def test_an_adapter_that_is_not_finite_is_never_offered(
-    store: WeightStore, follower: WeightSubscriber
-) -> None:
+def test_not_finite_adapter_is_rejected(store: WeightStore, follower: WeightSubscriber) -> None:
     config, model = trained()
     published(config, model, store, 0)
     served(config, follower)
@@ -277,7 +275,7 @@ def test_an_adapter_that_is_not_finite_is_never_offered(
 
 
 @pytest.mark.parametrize("dropout", ["0", "0.3"])
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
+def test_lora_checkpoint_resumes_bit_for_bit(tmp_path: Path, dropout: str) -> None:
     config, model = trained("--lora.dropout", dropout)
     learner = build.make_learner(config, model)
     learner.learn(some_groups(1))
@@ -294,7 +292,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, dropout: str) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_dropout_is_for_gradients_only() -> None:
+def test_dropout_is_inactive_without_gradients() -> None:
     _, model = trained("--lora.dropout=0.5")
     with torch.no_grad():
         for name, each in model.named_parameters():
@@ -307,7 +305,7 @@ def test_dropout_is_for_gradients_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's own
-def test_the_last_version_is_loaded_by_transformers_and_by_peft(tmp_path: Path) -> None:
+def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
     config, model = trained("--lora.alpha=5", "--lora.target-modules", TARGETS)
@@ -327,7 +325,7 @@ def test_the_last_version_is_loaded_by_transformers_and_by_peft(tmp_path: Path) 
     assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
 
 
-def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
+def test_missing_target_modules_error_lists_choices() -> None:
     for strange in ("nose", "embed_tokens", "lm_head", "v_proj,mlp"):
         last = strange.rpartition(",")[2]
         words = rf"target_modules has '{last}', which is no linear layer .*from down_proj, gate_pr"
@@ -335,7 +333,7 @@ def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
             trained("--lora.target-modules", strange)
 
 
-def test_adapters_of_a_seed_are_the_same_and_leave_the_dice_alone() -> None:
+def test_adapters_are_seeded_without_global_rng() -> None:
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
@@ -348,7 +346,7 @@ def test_adapters_of_a_seed_are_the_same_and_leave_the_dice_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path) -> None:
+def test_lora_run_of_both_programs_learns(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "bin" / "lan"), "local", "--run.dir", str(tmp_path),
                "--wire.port", str(free_ports()), "--lora.rank", "16",
                "--train.learning-rate", "1e-3", "--train.max-steps", "30"]  # fmt: skip
@@ -374,7 +372,7 @@ def test_the_embedded_model_learns_by_adapters_through_both_doors(tmp_path: Path
     assert "as published" in ended.stdout
 
 
-def test_a_run_with_adapters_that_is_stopped_before_its_first_step_goes_on(tmp_path: Path) -> None:
+def test_lora_run_stopped_before_first_step_resumes(tmp_path: Path) -> None:
     config = config_of(
         f"--run.dir={tmp_path}", f"--wire.port={free_ports()}", "--no-dashboard.enabled"
     )

@@ -50,7 +50,7 @@ def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @torch.no_grad()
-def test_logprobs_are_those_of_each_sequence_alone(way: str, temperature: float) -> None:
+def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "asked for"
@@ -59,7 +59,7 @@ def test_logprobs_are_those_of_each_sequence_alone(way: str, temperature: float)
 
 
 @torch.no_grad()
-def test_a_part_of_the_tokens_may_be_scored_each_at_its_temperature() -> None:
+def test_scorer_takes_a_temperature_per_token() -> None:
     model, (tokens, scored) = tiny_model(), row()
     few, temperatures = [1, 4, 9], [0.5, 1.0, 2.0]
     ours = Scorer(model)(tokens, SEGMENTS, scored[few], temperature=torch.tensor(temperatures))
@@ -68,7 +68,7 @@ def test_a_part_of_the_tokens_may_be_scored_each_at_its_temperature() -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_siblings_share_may_be_scored_for_each() -> None:
+def test_scorer_repeats_tokens_shared_by_siblings() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, again = Scorer(model), torch.tensor([3, 4, 3, 6, 4])
     once = dict(zip(SCORED, scorer(tokens, SEGMENTS, scored).tolist(), strict=True))
@@ -76,7 +76,7 @@ def test_tokens_that_siblings_share_may_be_scored_for_each() -> None:
 
 
 @torch.no_grad()
-def test_a_token_sees_its_own_sequence_only() -> None:
+def test_tokens_attend_to_their_own_sequence_only() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, other = Scorer(model), tokens.clone()
     changed = [4, 5, 8, *range(9, 21)]  # all but the prompt and [3, 6, 7]
@@ -88,7 +88,7 @@ def test_a_token_sees_its_own_sequence_only() -> None:
 
 
 @torch.no_grad()
-def test_an_engine_over_the_same_model_keeps_its_attention() -> None:
+def test_forward_pass_without_segments_is_unchanged() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, ids = Scorer(model), torch.tensor([[5, 9, 33, 0]])
     before = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
@@ -99,7 +99,7 @@ def test_an_engine_over_the_same_model_keeps_its_attention() -> None:
 
 @pytest.mark.parametrize("kind", list(OTHERS))
 @torch.no_grad()
-def test_a_model_that_cannot_pack_is_padded_and_says_why(kind: str) -> None:
+def test_model_that_cannot_pack_is_padded_with_reason(kind: str) -> None:
     model, (tokens, scored) = tiny_model(model_type=kind, **OTHERS[kind]), row()
     scorer = Scorer(model)
     assert not scorer.packs
@@ -125,9 +125,7 @@ def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @pytest.mark.parametrize("padding", [None, 5])
-def test_an_embedding_that_is_the_heads_too_gets_both_gradients(
-    way: str, padding: int | None
-) -> None:
+def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> None:
     model, (tokens, scored) = tiny_model(tie_word_embeddings=True, pad_token_id=padding), row()
     tokens[::4] = 5
     parameters = list(model.parameters())
@@ -144,7 +142,7 @@ def test_an_embedding_that_is_the_heads_too_gets_both_gradients(
         assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
 
 
-def test_bfloat16_is_near_the_exact_way_and_leaves_the_masters() -> None:
+def test_bfloat16_scorer_is_near_fp32() -> None:
     model = tiny_model()
     exact, expected = gradient(model)
     narrow, found = gradient(model, dtype=torch.bfloat16)
@@ -154,14 +152,14 @@ def test_bfloat16_is_near_the_exact_way_and_leaves_the_masters() -> None:
     assert {each.dtype for each in (narrow, found, *model.parameters())} == {torch.float32}
 
 
-def test_layers_that_are_computed_again_give_the_same_gradient() -> None:
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     logprobs, expected = gradient(tiny_model())
     again, found = gradient(tiny_model(attention_dropout=0.5), gradient_checkpointing=True)
     assert torch.equal(again, logprobs)  # no dropout either
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_checkpointed_layers_are_computed_twice() -> None:
+def test_gradient_checkpointing_computes_layers_twice() -> None:
     model, counts = tiny_model(), list[int]()
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
     scorer = Scorer(model, gradient_checkpointing=True)
@@ -171,17 +169,17 @@ def test_checkpointed_layers_are_computed_twice() -> None:
     assert len(counts) == 2
 
 
-def test_small_matrices_are_multiplied_in_float32_on_a_cpu() -> None:
+def test_training_dtype_of_narrow_model_is_float32_on_cpu() -> None:
     dtype, reason = models.training_dtype(tiny_model())
     assert dtype == torch.float32 and reason.startswith("auto: ")
 
 
-def test_a_chosen_number_format_is_taken() -> None:
+def test_named_training_dtype_is_used() -> None:
     chosen = models.training_dtype(tiny_model(), "bfloat16")
     assert chosen == (torch.bfloat16, "set by train.dtype")
 
 
-def test_entropy_of_equal_and_of_unequal_choices() -> None:
+def test_entropies_by_hand() -> None:
     # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
     logits = torch.tensor([[0.0, 0, 0, 0], [2.0**0.5, 0, 0, -1e9]]).double()
     logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
@@ -193,7 +191,7 @@ def test_entropy_of_equal_and_of_unequal_choices() -> None:
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 @torch.no_grad()
-def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
+def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "asked for"
@@ -205,7 +203,7 @@ def test_logprobs_that_come_with_the_entropy_are_the_same(way: str) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
-def test_bfloat16_attention_of_longer_segments_is_near_the_exact_one(length: int) -> None:
+def test_bfloat16_attention_of_long_segments_is_near_fp32(length: int) -> None:
     tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
     segments = [
         PackedSequence((PrefixSpan(-1, 20), PrefixSpan(19, 40), PrefixSpan(19, length - 60)))

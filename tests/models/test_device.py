@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peralta_zmq import models
+from peralta_zmq.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_unknown_device_error_names_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"'toaster' cannot be used.*try 'auto'"):
+        models.choose_device("toaster")
+
+
+def test_cpu_can_be_chosen() -> None:
+    assert models.choose_device("cpu") == CPU
+
+
+def test_named_dtype_is_used() -> None:
+    assert models.choose_dtype(CPU, "float32") == (torch.float32, "set by model.dtype")
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_bf16", "dtype", "reason"),
+    [
+        ("cpu", True, torch.bfloat16, "this CPU multiplies bfloat16"),
+        ("cpu", False, torch.float32, "this CPU reports no bfloat16"),
+        ("cuda", True, torch.bfloat16, "this GPU multiplies bfloat16"),
+        ("cuda", False, torch.float16, "this GPU has no bfloat16"),
+        ("mps", False, torch.float16, "half the memory of float32 on mps"),
+    ],
+)
+def test_native_dtype_is_the_narrowest_in_hardware(
+    kind: str, has_bf16: bool, dtype: torch.dtype, reason: str
+) -> None:
+    assert models.native_dtype(kind, has_bf16=has_bf16) == (dtype, f"auto: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has_bf16"),
+    [
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512_bf16 sha_ni\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n", True),
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512dq avx512vl\n", False),  # by emulation only
+        ("Features\t: fp asimd fphp asimdhp sve i8mm bf16 dgh rng\n", True),  # Neoverse V1
+        ("Features\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp\n", False),  # Neoverse N1
+        ("", False),
+    ],
+)
+def test_multiplies_bf16_reads_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -> None:
+    assert models.multiplies_bf16(cpuinfo) == has_bf16
+
+
+def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
+    told = Path("/proc/cpuinfo")
+    seen = models.multiplies_bf16(told.read_text("utf-8") if told.exists() else "")
+    assert models.choose_dtype(CPU) == models.native_dtype("cpu", has_bf16=seen)
