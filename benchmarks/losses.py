@@ -1,8 +1,8 @@
-"""Every loss and every advantage on the embedded model: what is the reward after 40 steps?
+"""Reward of every loss and advantage after 40 steps of the embedded model.
 
-`python -m benchmarks.losses [--rows NAME ...] [--document FILE]`. One process samples and learns by
-turns: while a step is taken, the next one's rollouts are those of the weights before it, as with
-`train.max_async_level` 1. The same seed gives the same table on the same machine.
+`python -m benchmarks.losses [--rows NAME ...] [--document FILE]`. One process alternates between
+sampling and training. The rollouts of a step are sampled from the weights before the previous
+step, as with `train.max_async_level` 1. The table is deterministic on a machine.
 """
 
 from __future__ import annotations
@@ -72,36 +72,38 @@ class Outcome:
 
 
 def main() -> None:
-    """Train every row and print the table; with --document, put it into the file too."""
+    """Train every row and print the table; with --document, also write it into the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--document", type=Path, help="Markdown with the two marks of the table")
+    parser.add_argument(
+        "--document", type=Path, help="Markdown file with the begin and end markers of the table"
+    )
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     arguments = parser.parse_args()
     models.use_threads()
     outcomes: list[Outcome] = []
-    tell = progress_of(len(arguments.rows))
+    report = progress_of(len(arguments.rows))
     for name in arguments.rows:
-        outcomes.append(trained(name, ROWS[name], arguments.steps))
-        tell(row_of(outcomes[-1]))
+        outcomes.append(train(name, ROWS[name], arguments.steps))
+        report(row_of(outcomes[-1]))
     text = table(outcomes)
     sys.stdout.write(text)
     if arguments.document:
         write_between(arguments.document, BEGIN, END, text)
 
 
-def trained(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
-    """Take the steps on the default settings, changed by `flags`."""
+def train(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
+    """Train with the default settings, changed by `flags`."""
     started = time.monotonic()
     config = load_config("benchmarks.losses", [f"--train.max-steps={num_steps}", *flags])
     torch.manual_seed(config.run.seed)
     run = Run(config)
     rows: list[dict[str, float]] = []
-    groups = run.sampled()
+    groups = run.sample()
     for _ in range(num_steps):
-        following = run.sampled()
+        next_groups = run.sample()
         rows.append(run.learn(groups))
-        groups = following
+        groups = next_groups
     return Outcome(
         name,
         first=rows[0]["reward"],
@@ -113,7 +115,7 @@ def trained(name: str, flags: Sequence[str], num_steps: int) -> Outcome:
 
 
 class Run:
-    """A policy that learns, and an engine with weights of its own that samples for it."""
+    """A learner, and an engine with a separate copy of its weights."""
 
     def __init__(self, config: Config) -> None:
         device, self._config = torch.device("cpu"), config
@@ -128,8 +130,8 @@ class Run:
         random.Random(config.run.seed).shuffle(problems)
         self._problems: Iterator[Problem] = cycle(problems)
 
-    def sampled(self) -> list[RolloutGroup]:
-        """The groups of one step, from the weights that the engine has."""
+    def sample(self) -> list[RolloutGroup]:
+        """Sample the groups of one step from the engine's weights."""
         config, step = self._config, self._engine.step
         sampling = build.make_sampling(config, seed=1000 * config.run.seed + step)
         answers = generate_groups(
@@ -138,32 +140,32 @@ class Run:
         )  # fmt: skip
         return [
             RolloutGroup(
-                run_id="losses", generator_id="here", incarnation=b"00000000", sequence=number,
+                run_id="losses", generator_id="local", incarnation=b"00000000", sequence=number,
                 problem_id=problem.id, task=problem.task, policy_step=step, weights_id="",
                 rollouts=tuple(
-                    rollout_of(each, calculator.reward(problem, each.text)) for each in said
+                    rollout_of(each, calculator.reward(problem, each.text)) for each in completions
                 ),
             )
-            for number, (problem, said) in enumerate(answers)
+            for number, (problem, completions) in enumerate(answers)
         ]  # fmt: skip
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """One optimizer step; what is sampled next is of its weights."""
+        """Take one optimizer step, and give the engine its weights."""
         row = self._learner.learn(groups)
         self._serve()
         return row
 
     def accuracy(self) -> float:
-        """Greedy, on the held-out problems."""
+        """Greedy accuracy on the held-out problems."""
         problems = list(calculator.problems("eval", self._config.run.seed))
         answers = evaluate(
             self._engine, self._tokenizer, problems, calculator.reward,
             sampling=build.make_eval_sampling(self._config, seed=self._config.run.seed),
         )  # fmt: skip
-        return fmean(each.reward for _, said in answers for each in said)
+        return fmean(rollout.reward for _, rollouts in answers for rollout in rollouts)
 
     def _serve(self) -> None:
-        """Hand the engine the weights in its own number format."""
+        """Apply the policy's weights to the engine, in the engine's dtype."""
         weights = models.weights_of(self._model)
         dtype = models.choose_dtype(torch.device("cpu"))[0]
         self._engine.apply(

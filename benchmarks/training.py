@@ -1,10 +1,9 @@
-"""Training: our step against the original's way, seconds and memory, on the same groups.
+"""Time and memory of an optimizer step, compared with the original's step on the same groups.
 
-The Qwen3-0.6B shape with random weights; groups of 4 completions of 12, 18, 26 and 40 tokens
-after a prompt of 110. The original pads every rollout, computes in fp32 with gradient
-checkpointing, takes logits at every position, and its logprobs as TRL's selective_log_softmax
-does. Ours computes a prompt once. Nothing else is common to siblings here: random tokens differ.
-`--quick` takes a shape a tenth as large.
+The model has the shape of Qwen3-0.6B and random weights. Groups have 4 completions of 12, 18, 26
+and 40 random tokens after a prompt of 110. The original pads every rollout, computes in fp32 with
+gradient checkpointing and logits at every position, and computes logprobs like TRL's
+selective_log_softmax. Ours computes a prompt once. `--quick` uses a shape a tenth as large.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ REQUIRED = {
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
-    """Measure; the claims' names are those of the architecture."""
+    """Measure and yield the claims."""
     models.use_threads()
     models.keep_memory()
     shape = QUICK_SHAPE if quick else SHAPE
@@ -59,20 +58,22 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
         yield peak_memory(f"{name}_vs_original", shape, num_groups=number, device=device)
     if device == CPU:
         yield kept_memory(shape, repeats=1 if quick else 3)
-    setting = Setting(shape, device=device)  # not before: we held no model
+    setting = Setting(
+        shape, device=device
+    )  # after the memory claims, whose processes need the memory
     progress("warming up")
     for work in (setting.original, setting.exact, setting.narrow):
         work(1)
-    taken = interleaved(variants(setting), repeats=2 if quick else 3)
-    original = taken["original"]
-    yield per_group("exact_fp32_vs_original", taken["exact"], original)
-    yield per_group("bf16_vs_original", taken["narrow"], original)
-    yield per_group("bf16_4_groups_vs_original", taken["narrow_4"], original)
+    times = interleaved(variants(setting), repeats=2 if quick else 3)
+    original = times["original"]
+    yield per_group("exact_fp32_vs_original", times["exact"], original)
+    yield per_group("bf16_vs_original", times["narrow"], original)
+    yield per_group("bf16_4_groups_vs_original", times["narrow_4"], original)
     yield flop_share(setting, repeats=2 if quick else 3)
 
 
 class Setting:
-    """One model and one optimizer; every way trains them, so that all ways hold the same state."""
+    """A model and an optimizer that all variants train, so that they hold the same state."""
 
     def __init__(
         self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS, device: torch.device = CPU
@@ -91,8 +92,8 @@ class Setting:
         self._num_body = sum(each.numel() for each in parameters.values()) - embedding
         self._num_head = embedding
 
-    def pieces(self, num_groups: int) -> Sequence[PackedSample]:
-        """The groups as they are packed."""
+    def samples(self, num_groups: int) -> Sequence[PackedSample]:
+        """The packed groups."""
         return pack_groups(self._groups[:num_groups], group_mean, max_tokens=1 << 16).samples
 
     def exact(self, num_groups: int) -> None:
@@ -100,7 +101,7 @@ class Setting:
         self._ours(num_groups, torch.float32)
 
     def narrow(self, num_groups: int) -> None:
-        """Our step in bf16 over fp32 masters."""
+        """Our step in bf16 over fp32 weights."""
         self._ours(num_groups, torch.bfloat16)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
@@ -113,7 +114,7 @@ class Setting:
         )  # fmt: skip
 
     def original(self, num_groups: int, *, at_once: int = NUM_GROUPS) -> None:
-        """The original's step, in padded micro-batches of so many groups."""
+        """The original's step, in padded micro-batches of `at_once` groups."""
         groups = self._groups[:num_groups]
         self.model.train()
         self.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -139,15 +140,14 @@ class Setting:
         loss.backward()
 
     def needed_flops(self, num_groups: int) -> float:
-        """Matrix products of forward and backward on each distinct token, attention left out."""
-        pieces = self.samples(num_groups)
-        tokens = sum(piece.num_tokens for piece in pieces)
+        """FLOPs of the matrix products of both passes on distinct tokens, without attention."""
+        tokens = sum(sample.num_tokens for sample in self.samples(num_groups))
         generated = num_groups * sum(LENGTHS)
         return 6.0 * (tokens * self._num_body + generated * self._num_head)
 
 
 def group(seed: int, vocab_size: int, *, run_id: str = "") -> RolloutGroup:
-    """Four rollouts of random tokens; the first two are right."""
+    """Four rollouts of random tokens; the first two have reward 1."""
     random = np.random.default_rng(seed)
     prompt = random.integers(3, vocab_size, NUM_PROMPT)
     rollouts = list[Rollout]()
@@ -177,18 +177,18 @@ def padded(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         token_ids[row, :length] = torch.from_numpy(rollout.token_ids)
         attention[row, :length] = 1
         mask[row, :length] = torch.from_numpy(rollout.loss_mask)
-    worth = [rollout.reward - 0.5 for rollout in rollouts]
-    return token_ids.long(), attention.long(), mask, torch.tensor(worth)
+    advantages = [rollout.reward - 0.5 for rollout in rollouts]
+    return token_ids.long(), attention.long(), mask, torch.tensor(advantages)
 
 
 def selective_log_softmax(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """As TRL computes it in fp32: gather, and logsumexp row by row to spare memory."""
-    chosen = logits.gather(-1, token_ids[..., None]).squeeze(-1)
-    return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+    """TRL's fp32 version: gather, and logsumexp row by row to save memory."""
+    selected = logits.gather(-1, token_ids[..., None]).squeeze(-1)
+    return selected - torch.stack([row.logsumexp(-1) for row in logits])
 
 
 def variants(setting: Setting) -> dict[str, Callable[[], float]]:
-    """Seconds for one group of each way."""
+    """Seconds per group of each variant."""
     return {
         "original": lambda: seconds(lambda: setting.original(1)),
         "exact": lambda: seconds(lambda: setting.exact(1)),
@@ -198,12 +198,12 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
 
 
 def per_group(name: str, ours: Sequence[float], peer: Sequence[float]) -> Claim:
-    """Seconds per group; the ratio is the median of those of the same round."""
+    """Claim in seconds per group; the ratio is the median over rounds."""
     return compared(name, ours, peer, "seconds/group", less_is_better=True)
 
 
 def flop_share(setting: Setting, *, repeats: int) -> Claim:
-    """The whole step of 4 groups in bf16 against the device's bf16 product in the same minute."""
+    """A step of 4 groups in bf16 against the device's bf16 matrix product at the same time."""
     needed = setting.needed_flops(NUM_GROUPS)
     rates, bounds = list[float](), list[float]()
     for _ in range(repeats):
@@ -216,58 +216,57 @@ def flop_share(setting: Setting, *, repeats: int) -> Claim:
 def peak_memory(
     name: str, shape: dict[str, Any], *, num_groups: int, device: torch.device
 ) -> Claim:
-    """Most bytes in the device's memory during two steps, each way in a process of its own.
+    """Peak device memory during two steps, each variant in a separate process.
 
-    Weights, gradients and optimizer state, which both have, are included.
+    Includes weights, gradients and optimizer state.
     """
     (ours, _), (peer, _) = (
-        alone(shape, way, num_groups, device, keeps=way == "narrow")
-        for way in ("narrow", "original")
+        measure_in_process(shape, variant, num_groups, device, keeps=variant == "narrow")
+        for variant in ("narrow", "original")
     )
     progress(f"{name}: {ours / 2**30:.2f} GiB, original {peer / 2**30:.2f} GiB")
     return Claim(name, float(ours), "bytes", peer=float(peer), ratio=peer / ours)
 
 
 def kept_memory(shape: dict[str, Any], *, repeats: int) -> Claim:
-    """The second step in bf16 of a process that keeps what the first one freed, against that of
-    one to which the system has to give new pages."""
-    taken = interleaved(
+    """Second bf16 step of a process that keeps freed memory, against one that gets new pages."""
+    times = interleaved(
         {
-            "kept": lambda: alone(shape, "narrow", 1, CPU, keeps=True)[1],
-            "new": lambda: alone(shape, "narrow", 1, CPU, keeps=False)[1],
+            "kept": lambda: measure_in_process(shape, "narrow", 1, CPU, keeps=True)[1],
+            "new": lambda: measure_in_process(shape, "narrow", 1, CPU, keeps=False)[1],
         },
         repeats=repeats,
     )
-    return per_group("kept_memory_vs_new_pages", taken["kept"], taken["new"])
+    return per_group("kept_memory_vs_new_pages", times["kept"], times["new"])
 
 
-def alone(
-    shape: dict[str, Any], way: str, num_groups: int, device: torch.device, *, keeps: bool
+def measure_in_process(
+    shape: dict[str, Any], variant: str, num_groups: int, device: torch.device, *, keeps: bool
 ) -> tuple[int, float]:
-    """Bytes that a new process had at most, and the seconds of its second step."""
-    asked = json.dumps([shape, way, num_groups, str(device), keeps])
-    command = [sys.executable, "-m", "benchmarks.training", asked]
+    """Peak bytes of a new process, and the seconds of its second step."""
+    arguments = json.dumps([shape, variant, num_groups, str(device), keeps])
+    command = [sys.executable, "-m", "benchmarks.training", arguments]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
-    peak, lasted = json.loads(done.stdout)
-    return peak, lasted
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root)
+    peak, duration = json.loads(process.stdout)
+    return peak, duration
 
 
-def measure(shape: dict[str, Any], way: str, num_groups: int, device: str, keeps: bool) -> None:
-    """Take two steps, for the second of which there is optimizer state, and print the peak."""
+def measure(shape: dict[str, Any], variant: str, num_groups: int, device: str, keeps: bool) -> None:
+    """Take two steps, the second with optimizer state, and print peak and duration."""
     models.use_threads()
     if keeps:
         models.keep_memory()
     setting = Setting(shape, device=torch.device(device))
-    step = partial(getattr(setting, way), num_groups)
+    step = partial(getattr(setting, variant), num_groups)
     step()
-    lasted = seconds(step)
+    duration = seconds(step)
     peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
-    sys.stdout.write(json.dumps([peak, lasted]))
+    sys.stdout.write(json.dumps([peak, duration]))
 
 
 def peak_bytes() -> int:
-    """Most bytes that this program had in memory; Linux counts its parent's in ru_maxrss too."""
+    """Peak resident bytes of this process; Linux includes the parent's in ru_maxrss."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

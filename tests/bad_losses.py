@@ -1,4 +1,4 @@
-"""Losses of one's own that fail in chosen ways."""
+"""User losses that fail."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 from peralta_zmq.learning.losses import Tokens, reinforce
 
-POISON = -99.0  # as the sampler's logprob of a token
+POISON = -99.0  # old_logprobs of a poisoned token
 
 
 def steep(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE whose value is a number and whose gradient is none where a token is poisoned."""
+    """REINFORCE with a finite value and a NaN gradient for poisoned tokens."""
     value, metrics = reinforce(tokens)
     if (tokens.old_logprobs == POISON).any():
         value = value + (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt().sum()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,53 +24,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 COMMAND_TIMEOUT = timedelta(days=365)  # a rank waits for commands as long as rank 0 lives
 
 
-class Ranks(Protocol):
-    """The ranks of a trainer. Every rank makes the same calls in the same order.
-
-    `lockstep` is True when each rank needs as many forward and backward passes as the others,
-    because they gather each other's shards.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def lockstep(self) -> bool: ...
-
-    def prepare(self, model: Module) -> Module:
-        """Return the model to train, with rank 0's weights: `model` itself or a sharded copy."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over all ranks."""
-        ...
-
-    def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum over all ranks of each named number; ranks may have different names."""
-        ...
-
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace each parameter's gradient by its sum over all ranks."""
-        ...
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor on every rank, from a shard or a full tensor."""
-        ...
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor on rank 0; the other ranks of a sharded one get an empty one."""
-        ...
-
-    def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor, with the device and layout of `like`."""
-        ...
-
-
 class SingleRank:
-    """A trainer of one process: every reduction is the identity."""
+    """The ranks of a trainer of one process: every reduction is the identity."""
 
     rank, world_size, lockstep = 0, 1, False
 
@@ -92,9 +47,7 @@ class SingleRank:
         """Return the tensor."""
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
+    gather = full_tensor
 
     def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return the tensor on the device of `like`."""
@@ -126,8 +79,10 @@ def join(device: torch.device) -> DistributedRanks:
 class DistributedRanks:
     """The ranks of torch's default process group, which must be initialized.
 
-    With `shards` each rank holds a part of every parameter (FSDP2), else a full copy. Every method
-    raises RankError when another rank is gone.
+    Every rank makes the same calls in the same order; a method raises RankError when another rank
+    is gone. With `shards` each rank holds a part of every parameter (FSDP2), else a full copy.
+    `lockstep`: ranks gather each other's shards, so each needs as many forward and backward passes
+    as the others.
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:
@@ -144,7 +99,7 @@ class DistributedRanks:
             dist.all_reduce(tensor)
 
     def sum_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sum over all ranks, in rank order, of each named number."""
+        """Sum over all ranks, in rank order, of each named number; names may differ by rank."""
         total: dict[str, float] = {}
         for message in self._all_gather(json.dumps(sums).encode()):
             for name, value in cast("dict[str, float]", json.loads(message)).items():
@@ -255,6 +210,9 @@ class DistributedRanks:
     def close(self) -> None:
         """Leave the process group, after the last command."""
         dist.destroy_process_group()
+
+
+Ranks: TypeAlias = SingleRank | DistributedRanks
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -33,17 +33,8 @@ class Score(Protocol):
     ) -> Tensor: ...
 
 
-class ScoreWithEntropy(Protocol):
-    """Compute the logprobs [N] and the entropies [N] of the distributions they come from."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        segments: Sequence[PackedSequence],
-        scored: Tensor,
-        *,
-        temperature: Tensor | float,
-    ) -> tuple[Tensor, Tensor]: ...
+# The arguments of Score; returns logprobs [N] and the entropies [N] of their distributions.
+ScoreWithEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

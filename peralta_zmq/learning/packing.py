@@ -215,13 +215,8 @@ def assign_to_bins(
 
 
 def _truncated(rollout: Rollout, length: int) -> Rollout:
-    return replace(
-        rollout,
-        token_ids=rollout.token_ids[:length],
-        loss_mask=rollout.loss_mask[:length],
-        logprobs=rollout.logprobs[:length],
-        policy_steps=rollout.policy_steps[:length],
-    )
+    names = ("token_ids", "loss_mask", "logprobs", "policy_steps")
+    return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 
 
 def _samples_of(

@@ -57,11 +57,6 @@ class Scorer:
         self.padding_reason = self._find_padding_reason()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the matrix products."""
-        return self._dtype
-
-    @property
     def packs(self) -> bool:
         """Whether a shared prefix is computed once for all of its completions."""
         return not self.padding_reason

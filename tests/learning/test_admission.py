@@ -25,8 +25,8 @@ def test_staleness_counts_steps_since_policy_step() -> None:
 @pytest.mark.parametrize(("step", "admitted"), [(1, True), (8, True), (9, True), (10, False)])
 def test_admission_accepts_groups_up_to_max_off_policy_steps(step: int, admitted: bool) -> None:
     # policy step 0: staleness 0, 7, 8 and 9
-    verdict = Admission(8).admit(group_of([1, 0]), step=step)
-    assert verdict == ("trained" if admitted else "stale")
+    decision = Admission(8).admit(group_of([1, 0]), step=step)
+    assert decision == ("trained" if admitted else "stale")
 
 
 def test_admission_with_bound_zero_accepts_only_newest_weights() -> None:
@@ -194,7 +194,7 @@ def test_ledger_closes_gaps_of_least_recent_sender_at_limit(
 
 
 @pytest.mark.parametrize(
-    ("rewards", "verdict"),
+    ("rewards", "decision"),
     [
         ([0, 0, 0], "filtered"),
         ([1, 1, 1], "filtered"),
@@ -204,10 +204,10 @@ def test_ledger_closes_gaps_of_least_recent_sender_at_limit(
     ],
 )
 def test_difficulty_filtering_drops_mean_reward_zero_and_one(
-    rewards: list[float], verdict: str
+    rewards: list[float], decision: str
 ) -> None:
     assert (
-        Admission(8, online_difficulty_filtering=True).admit(group_of(rewards), step=1) == verdict
+        Admission(8, online_difficulty_filtering=True).admit(group_of(rewards), step=1) == decision
     )
     assert Admission(8).admit(group_of(rewards), step=1) != "filtered"
 

@@ -1,4 +1,4 @@
-"""However many processes take a step, it is the step of one.
+"""The gradient of a step is the same for any number of ranks.
 
 .venv/bin/python -m pytest tests/learning/test_distributed.py
 """
@@ -34,22 +34,19 @@ GROUPS = [
 ]
 
 
-def several(*, shards: bool) -> DistributedRanks:
-    """This process among those that were started with it."""
+def join_ranks(*, shards: bool) -> DistributedRanks:
+    """Join the process group of the test, with or without sharded parameters."""
     if not shards:
         return join(CPU)
     dist.init_process_group("gloo")
     return DistributedRanks(CPU, shards=True)
 
 
-# The gradient.
-
-
-class Keep(torch.optim.SGD):
-    """An optimizer that keeps the gradient it was given and changes nothing."""
+class GradientRecorder(torch.optim.SGD):
+    """An optimizer that records the gradients and changes nothing."""
 
     def step(self, closure: Any = None) -> Any:
-        self.seen = [each.grad for each in self.param_groups[0]["params"]]
+        self.gradients = [each.grad for each in self.param_groups[0]["params"]]
 
 
 LOSSES = {
@@ -60,24 +57,26 @@ LOSSES = {
 
 
 def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
-    """The whole gradient of a step on all groups, or on one, and the metrics of the step."""
+    """The full gradient and the metrics of a step, for each loss and packing."""
     model = ranks.prepare(tiny_model().double())
     score, found = Scorer(model), {}
     for name, loss in LOSSES.items():
         for max_tokens, groups in ((1000, GROUPS), (20, GROUPS), (1000, GROUPS[:1])):
-            pieces = pack_groups(groups, group_mean, max_tokens=max_tokens).samples
-            batches = make_batches(pieces, max_tokens=max_tokens, ranks=ranks)
-            optimizer = Keep(model.parameters(), lr=1.0)
-            taken = take_step(
+            samples = pack_groups(groups, group_mean, max_tokens=max_tokens).samples
+            batches = make_batches(samples, max_tokens=max_tokens, ranks=ranks)
+            optimizer = GradientRecorder(model.parameters(), lr=1.0)
+            result = take_step(
                 optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, ranks=ranks
             )
-            seen = torch.cat([ranks.full_tensor(each).flatten() for each in optimizer.seen])
-            found[f"{name} {max_tokens} {len(groups)}"] = seen, taken.metrics
+            gradient = torch.cat(
+                [ranks.full_tensor(each).flatten() for each in optimizer.gradients]
+            )
+            found[f"{name} {max_tokens} {len(groups)}"] = gradient, result.metrics
     return found
 
 
-def gradients_of_many(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]]:
-    ranks = several(shards=shards)
+def gradients_on_rank(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]]:
+    ranks = join_ranks(shards=shards)
     try:
         return gradients(ranks)
     finally:
@@ -88,9 +87,9 @@ def gradients_of_many(shards: bool) -> dict[str, tuple[Tensor, dict[str, float]]
 def test_gradient_is_equal_for_any_number_of_ranks(
     tmp_path: Path, count: int, shards: bool
 ) -> None:
-    alone = gradients(SINGLE)  # one rank
-    for found in on_ranks(tmp_path, gradients_of_many, shards, count=count):
-        for name, (expected, metrics) in alone.items():
+    single = gradients(SINGLE)  # one rank
+    for found in on_ranks(tmp_path, gradients_on_rank, shards, count=count):
+        for name, (expected, metrics) in single.items():
             theirs, told = found[name]
             assert (theirs - expected).norm() <= 1e-6 * expected.norm(), name
             assert told == pytest.approx(metrics, rel=1e-6), name

@@ -30,14 +30,14 @@ def rollout_of(
 
 
 @pytest.mark.parametrize(
-    ("token_id", "logprob", "caught"),
+    ("token_id", "logprob", "detected"),
     [(600, -8.95, True), (600, -8.85, False), (500, -8.95, False), (501, -8.95, True)],
 )
 def test_gibberish_detects_rare_improbable_token(
-    token_id: int, logprob: float, caught: bool
+    token_id: int, logprob: float, detected: bool
 ) -> None:
     rollout = rollout_of([-0.1, logprob, -0.1], [5, token_id, 700])
-    assert gibberish(rollout, vocab_size=1000, token_id_threshold=500) is caught
+    assert gibberish(rollout, vocab_size=1000, token_id_threshold=500) is detected
 
 
 def test_gibberish_threshold_follows_logprob_offset() -> None:
@@ -60,7 +60,7 @@ SURE, UNSURE = math.log(0.995), math.log(0.985)
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "caught"),
+    ("logprobs", "detected"),
     [
         ([SURE] * 4, True),
         ([SURE] * 3, False),  # the certain prompt does not count
@@ -69,14 +69,14 @@ SURE, UNSURE = math.log(0.995), math.log(0.985)
         ([UNSURE] * 9, False),
     ],
 )
-def test_repetition_detects_window_of_certain_tokens(logprobs: list[float], caught: bool) -> None:
-    assert repetition(rollout_of(logprobs), max_completion_length=100, window=4) is caught
+def test_repetition_detects_window_of_certain_tokens(logprobs: list[float], detected: bool) -> None:
+    assert repetition(rollout_of(logprobs), max_completion_length=100, window=4) is detected
 
 
-@pytest.mark.parametrize(("length", "caught"), [(16, True), (17, True), (18, False)])
-def test_repetition_window_is_at_most_half_of_max_length(length: int, caught: bool) -> None:
+@pytest.mark.parametrize(("length", "detected"), [(16, True), (17, True), (18, False)])
+def test_repetition_window_is_at_most_half_of_max_length(length: int, detected: bool) -> None:
     # halves of 16, 17 and 18: 8, 8 and 9
-    assert repetition(rollout_of([SURE] * 8), max_completion_length=length) is caught
+    assert repetition(rollout_of([SURE] * 8), max_completion_length=length) is detected
 
 
 def test_repetition_follows_prob_threshold() -> None:

@@ -74,14 +74,14 @@ def test_learner_skips_step_without_finite_gradient() -> None:
     assert row["skipped"] == 1
 
 
-def bad(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss that is no number."""
+def nan_loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that is NaN."""
     return tokens.logprobs.sum() * math.nan, {}
 
 
 def test_third_skipped_step_in_a_row_raises() -> None:
     model = tiny_model()
-    before, learner = weights(model), tiny_learner(model, loss=bad)
+    before, learner = weights(model), tiny_learner(model, loss=nan_loss)
     for step in (1, 2):
         assert learner.learn(groups_of(step))["skipped"] == 1
         assert (
@@ -93,7 +93,7 @@ def test_third_skipped_step_in_a_row_raises() -> None:
 
 
 def test_good_step_resets_the_skip_count() -> None:
-    turns = itertools.cycle([bad, bad, reinforce])
+    turns = itertools.cycle([nan_loss, nan_loss, reinforce])
     learner = tiny_learner(tiny_model(), loss=lambda tokens: next(turns)(tokens))
     problems = []
     for step in range(6):
@@ -102,13 +102,13 @@ def test_good_step_resets_the_skip_count() -> None:
     assert problems == [True, True, False] * 2
 
 
-# Mini-batches.
+# Mini-batches
 
 FOUR = [siblings([1, 0], seed=seed) for seed in range(4)]
 
 
-def seen_by(learner_of: Any, **options: Any) -> list[Tokens]:
-    """What the loss was given in one step on four groups."""
+def tokens_of_step(learner_of: Any, **options: Any) -> list[Tokens]:
+    """Tokens that the loss gets in one step on four groups."""
     seen = list[Tokens]()
 
     def loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -121,7 +121,7 @@ def seen_by(learner_of: Any, **options: Any) -> list[Tokens]:
 
 def test_mini_batches_update_on_their_groups() -> None:
     model = tiny_model()
-    seen = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
+    seen = tokens_of_step(functools.partial(tiny_learner, model), num_iterations=2)
     assert [each.num_sequences for each in seen] == [4, 4]
     assert [each.step_tokens for each in seen] == [16, 16]
     updates = tiny_learner(updates_model := tiny_model())
@@ -162,8 +162,8 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
 
 def test_prox_logprobs_precede_first_mini_batch() -> None:
     model = tiny_model()
-    (whole,) = seen_by(functools.partial(tiny_learner, tiny_model()))
-    first, second = seen_by(functools.partial(tiny_learner, model), num_iterations=2)
+    (whole,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
+    first, second = tokens_of_step(functools.partial(tiny_learner, model), num_iterations=2)
     known = dict(zip(whole.old_logprobs.tolist(), whole.logprobs.tolist(), strict=True))
     assert torch.equal(first.prox_logprobs, first.logprobs.detach())
     assert not torch.equal(second.prox_logprobs, second.logprobs.detach())
@@ -173,7 +173,7 @@ def test_prox_logprobs_precede_first_mini_batch() -> None:
 
 
 def test_prox_logprobs_equal_policy_with_one_iteration() -> None:
-    (tokens,) = seen_by(functools.partial(tiny_learner, tiny_model()))
+    (tokens,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
     assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
     assert not tokens.prox_logprobs.requires_grad
 
@@ -181,32 +181,32 @@ def test_prox_logprobs_equal_policy_with_one_iteration() -> None:
 def test_reference_models_score_the_same_tokens() -> None:
     policy, other = tiny_model(), tiny_model(seed=1)
     parameters = dict(policy.named_parameters())
-    (tokens,) = seen_by(
+    (tokens,) = tokens_of_step(
         functools.partial(tiny_learner, policy),
         reference=PolicyCopy(parameters, Scorer(policy)), teacher=TeacherModel(Scorer(other)),
     )  # fmt: skip
     for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
-        (own,) = seen_by(functools.partial(tiny_learner, model))
+        (own,) = tokens_of_step(functools.partial(tiny_learner, model))
         assert torch.equal(given, own.logprobs)
         assert not given.requires_grad
 
 
-def following(model: Any, **options: Any) -> Any:
+def learner_with_reference(model: Any, **options: Any) -> Any:
     reference = PolicyCopy(dict(model.named_parameters()), Scorer(model), **options)
     return tiny_learner(model, reference=reference, loss=functools.partial(grpo_kl, beta=0.5))
 
 
 def test_policy_copy_restores_policy_weights_after_scoring() -> None:
     model, plain = tiny_model(), tiny_model()
-    learner, base = following(model), weights(model)
+    learner, base = learner_with_reference(model), weights(model)
     zero = functools.partial(grpo_kl, beta=0.0)
-    unasked = tiny_learner(plain, loss=zero)
-    asked = tiny_learner(
+    without_reference = tiny_learner(plain, loss=zero)
+    with_reference = tiny_learner(
         model, loss=zero, reference=PolicyCopy(dict(model.named_parameters()), Scorer(model))
     )
     for step in range(3):
-        asked.learn(groups_of(step))
-        unasked.learn(groups_of(step))
+        with_reference.learn(groups_of(step))
+        without_reference.learn(groups_of(step))
     assert identical(weights(model), weights(plain))
     assert not identical(weights(model), base)
     kl = [learner.learn(groups_of(4))["kl"] for _ in range(2)]
@@ -214,7 +214,7 @@ def test_policy_copy_restores_policy_weights_after_scoring() -> None:
 
 
 def test_policy_copy_syncs_every_sync_steps() -> None:
-    learner = following(tiny_model(), sync_steps=2)
+    learner = learner_with_reference(tiny_model(), sync_steps=2)
     kl = [learner.learn(groups_of(1))["kl"] for _ in range(5)]
     assert [each == 0 for each in kl] == [True, False, True, False, True]
 
@@ -222,7 +222,7 @@ def test_policy_copy_syncs_every_sync_steps() -> None:
 def test_policy_copy_mixes_by_mixup_alpha() -> None:
     model = tiny_model()
     base = weights(model)
-    learner = following(model, sync_steps=1, mixup_alpha=0.25)
+    learner = learner_with_reference(model, sync_steps=1, mixup_alpha=0.25)
     learner.learn(groups_of(1))
     policy, state = weights(model), learner.state()
     for name, first in base.items():
@@ -232,7 +232,7 @@ def test_policy_copy_mixes_by_mixup_alpha() -> None:
 
 @pytest.mark.parametrize("sync_steps", [None, 2])
 def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | None) -> None:
-    learner = following(tiny_model(), sync_steps=sync_steps)
+    learner = learner_with_reference(tiny_model(), sync_steps=sync_steps)
     for step in range(3):
         learner.learn(groups_of(step))
     state = learner.state()
@@ -241,7 +241,7 @@ def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | No
     expected = [learner.learn(groups_of(step))["kl"] for step in range(3, 6)]
     saved = restore(tmp_path, run_id="run-1")
     assert saved is not None
-    other = following(tiny_model(), sync_steps=sync_steps)
+    other = learner_with_reference(tiny_model(), sync_steps=sync_steps)
     other.restore(saved.step, saved.tensors)
     assert [other.learn(groups_of(step))["kl"] for step in range(3, 6)] == expected
 

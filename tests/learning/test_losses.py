@@ -21,7 +21,7 @@ from peralta_zmq.learning.losses import (
     reinforce,
 )
 
-# The oracle of algorithms.md: one sequence of four tokens, all masked in.
+# One sequence of four unmasked tokens; expected values computed by hand.
 PI = [-0.5, -1.2, -2.0, -0.1]
 MU = [-0.6, -1.0, -4.5, -0.1]
 PROX = [-0.55, -1.1, -3.9, -0.1]
@@ -49,8 +49,8 @@ def oracle(advantage: float = 0.75, *, prox: bool = True, pi: list[float] = PI) 
 
 
 def gradient(loss: Any, tokens: Tokens) -> list[float]:
-    (found,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
-    return found.tolist()
+    (result,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
+    return result.tolist()
 
 
 partial = functools.partial
@@ -139,7 +139,7 @@ def test_grpo_clamps_log_ratio_at_ten() -> None:
     assert grpo(tokens)[0].item() == pytest.approx(16519.8493, abs=1e-3)  # .75 e^10
 
 
-# The same formulas, written plainly: one Python loop over sequences and tokens.
+# The same formulas as Python loops over sequences and tokens.
 
 
 Sequence = list[int]  # the unmasked tokens of a rollout
@@ -160,11 +160,11 @@ def over_tokens(tokens: Tokens, term: Callable[[int], Any]) -> Any:
 
 def rollouts(tokens: Tokens) -> Iterator[Sequence]:
     for number in range(tokens.num_sequences):
-        there = [
+        members = [
             n for n in range(len(tokens.mask)) if tokens.mask[n] and tokens.sequence[n] == number
         ]
-        if there:
-            yield there
+        if members:
+            yield members
 
 
 def plain_reinforce(t: Tokens) -> Any:
@@ -315,10 +315,10 @@ def names(value: Any) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_loss_and_gradient_match_plain_formula(loss: Any, plain: Any, seed: int) -> None:
     tokens = random_tokens(seed)
-    ours, theirs = loss(tokens)[0], plain(tokens)
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    ours, expected = loss(tokens)[0], plain(tokens)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
     (our_gradient,) = torch.autograd.grad(ours, tokens.logprobs)
-    (plain_gradient,) = torch.autograd.grad(theirs, tokens.logprobs)
+    (plain_gradient,) = torch.autograd.grad(expected, tokens.logprobs)
     assert our_gradient.abs().sum() > 0
     assert torch.allclose(our_gradient, plain_gradient, rtol=1e-12, atol=1e-15)
 
@@ -328,7 +328,7 @@ def test_losses_of_micro_batches_sum_to_the_step(loss: Any, plain: Any) -> None:
     whole = random_tokens(0)
     value, metrics = loss(whole)
     parts = [loss(part_of(whole, chosen)) for chosen in ([4, 0], [1, 3], [2, 5])]
-    assert sum(each.item() for each, _ in parts) == pytest.approx(value.item(), rel=1e-12)
+    assert sum(part_loss.item() for part_loss, _ in parts) == pytest.approx(value.item(), rel=1e-12)
     for name, total in metrics.items():
         added = sum(part[name].item() for _, part in parts)
         assert added == pytest.approx(total.item(), rel=1e-12, abs=1e-15)
@@ -347,21 +347,21 @@ def part_of(tokens: Tokens, chosen: list[int]) -> Tokens:
 @pytest.mark.parametrize(("loss", "plain"), PAIRS, ids=names)
 def test_loss_ignores_masked_tokens(loss: Any, plain: Any) -> None:
     tokens = random_tokens(0)
-    taken_out = tokens.mask == 0
+    masked = tokens.mask == 0
     other = replace(
         tokens,
-        old_logprobs=torch.where(taken_out, -30.0, tokens.old_logprobs),
-        advantages=torch.where(taken_out & (tokens.sequence == 3), 9.0, tokens.advantages),
+        old_logprobs=torch.where(masked, -30.0, tokens.old_logprobs),
+        advantages=torch.where(masked & (tokens.sequence == 3), 9.0, tokens.advantages),
     )
     assert loss(other)[0].item() == pytest.approx(loss(tokens)[0].item(), rel=1e-12)
     (moved,) = torch.autograd.grad(loss(other)[0], tokens.logprobs)
-    assert moved[taken_out].tolist() == [0] * int(taken_out.sum())
+    assert moved[masked].tolist() == [0] * int(masked.sum())
 
 
-# What is told.
+# Metrics
 
 
-def told(loss: Any, tokens: Tokens) -> dict[str, float]:
+def rounded_metrics(loss: Any, tokens: Tokens) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in loss(tokens)[1].items()}
 
 
@@ -369,40 +369,42 @@ def test_importance_reports_masked_tokens_by_reason() -> None:
     # of ratios 1.105171, .818731, 12.182494, 1 one is above 8
     expected = {"masked/mean": 0.25, "masked/token_low": 0, "masked/token_high": 0.25,
                 "masked/geo": 0, "masked/sequence": 0}  # fmt: skip
-    assert told(importance, oracle()) == expected
+    assert rounded_metrics(importance, oracle()) == expected
 
 
 def test_importance_reports_masked_rollouts() -> None:
     # their geometric mean is 1.822119, their largest ratio 12.18
-    masked = told(partial(importance, geo_mask_high=1.8, sequence_mask_high=12.0), oracle())
+    masked = rounded_metrics(
+        partial(importance, geo_mask_high=1.8, sequence_mask_high=12.0), oracle()
+    )
     assert (masked["masked/geo"], masked["masked/sequence"], masked["masked/mean"]) == (1, 1, 1)
 
 
 def test_grpo_reports_clipping_by_side() -> None:
     # with A > 0 tokens 0 and 2 are above 1.05; with A < 0 token 1 is below .95
-    assert told(partial(grpo, epsilon=0.05), oracle(0.75)) == {
+    assert rounded_metrics(partial(grpo, epsilon=0.05), oracle(0.75)) == {
         "clip_ratio/low_mean": 0, "clip_ratio/high_mean": 0.5,
     }  # fmt: skip
-    assert told(partial(grpo, epsilon=0.05), oracle(-0.75)) == {
+    assert rounded_metrics(partial(grpo, epsilon=0.05), oracle(-0.75)) == {
         "clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0,
     }  # fmt: skip
 
 
 def test_decoupled_reports_weights_above_cap() -> None:
     # weights 1.051, .905, 1.822, 1
-    capped = told(partial(decoupled_ppo, behav_imp_weight_cap=1.5), oracle())
+    capped = rounded_metrics(partial(decoupled_ppo, behav_imp_weight_cap=1.5), oracle())
     assert capped["masked/behav_imp_weight"] == 0.25
 
 
 @pytest.mark.parametrize(
-    ("loss", "missing", "words"),
+    ("loss", "missing", "message"),
     [
         (grpo_kl, "ref_logprobs", "loss.beta above 0 needs the logprobs of a reference"),
         (partial(importance, teacher_tau=0.5), "teacher_logprobs", "loss.teacher_tau above 0"),
     ],
 )
-def test_missing_reference_error_names_the_option(loss: Any, missing: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_missing_reference_error_names_the_option(loss: Any, missing: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         loss(replace(oracle(), **{missing: None}))
 
 

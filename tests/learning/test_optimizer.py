@@ -1,4 +1,4 @@
-"""AdamW with a smaller state: near the fp32 one, as small as it says, the same after a restart.
+"""AdamW with a smaller state: accuracy, size and resuming; the learning-rate schedule.
 
 .venv/bin/python -m pytest tests/learning/test_optimizer.py
 """
@@ -46,7 +46,7 @@ def learner_with(optim: str, *settings: str) -> Learner:
     return build.make_learner(load_config("bin/trainer", arguments), embedded())
 
 
-def take(learner: Learner, *, to: int) -> Learner:
+def take_steps(learner: Learner, *, to: int) -> Learner:
     while learner.step < to:
         seed = 2 * learner.step
         learner.learn([siblings([1, 0, 0, 1], lengths=[6, 3, 7, 4], seed=seed + k) for k in (0, 1)])
@@ -61,21 +61,21 @@ def weights(learner: Learner) -> torch.Tensor:
 def with_fp32() -> tuple[torch.Tensor, torch.Tensor]:
     """The weights after 8 steps of AdamW in fp32, and before."""
     learner = learner_with("adamw")
-    return weights(take(learner, to=8)), weights(learner_with("adamw"))
+    return weights(take_steps(learner, to=8)), weights(learner_with("adamw"))
 
 
 @small
 def test_small_state_weights_are_near_fp32(optim: str) -> None:
     after, before = with_fp32()
-    ours = weights(take(learner_with(optim), to=8))
-    apart = float((ours - after).norm() / (after - before).norm())
-    print(f"{optim}: apart by {apart:.2%} of the way")  # docs/optim.md says it
-    assert 0 < apart < {"adamw_bf16": 0.01, EIGHT_BIT: 0.1}[optim]
+    ours = weights(take_steps(learner_with(optim), to=8))
+    distance = float((ours - after).norm() / (after - before).norm())
+    print(f"{optim}: distance {distance:.2%} of the movement of adamw")  # quoted in docs/optim.md
+    assert 0 < distance < {"adamw_bf16": 0.01, EIGHT_BIT: 0.1}[optim]
 
 
 @small
 def test_small_state_has_documented_size(optim: str) -> None:
-    state = take(learner_with(optim), to=1).state()
+    state = take_steps(learner_with(optim), to=1).state()
     found = sum(each.nbytes for path, each in state.items()
                 if path.startswith(f"{optim}/") and "/step/" not in path)  # fmt: skip
     sizes = [each.numel() for path, each in state.items() if path.startswith("model/")]
@@ -89,15 +89,15 @@ def test_small_state_has_documented_size(optim: str) -> None:
 
 @small
 def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> None:
-    whole = take(learner_with(optim), to=4)
+    whole = take_steps(learner_with(optim), to=4)
     save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run", keep_last=1)
     saved, resumed = restore(tmp_path, run_id="run"), learner_with(optim)
     assert saved is not None
     resumed.restore(4, saved.tensors)
-    ours, theirs = take(resumed, to=7).state(), take(whole, to=7).state()
-    assert ours.keys() == theirs.keys()
+    ours, expected = take_steps(resumed, to=7).state(), take_steps(whole, to=7).state()
+    assert ours.keys() == expected.keys()
     for path, each in ours.items():
-        assert torch.equal(each, theirs[path]) and each.dtype == theirs[path].dtype, path
+        assert torch.equal(each, expected[path]) and each.dtype == expected[path].dtype, path
 
 
 def test_adamw_bf16_step_matches_adamw_on_rounded_moments() -> None:
@@ -120,7 +120,7 @@ def test_adamw_bf16_step_matches_adamw_on_rounded_moments() -> None:
 
 
 def test_restore_rejects_state_of_another_optimizer() -> None:
-    other = take(learner_with("adamw"), to=1)
+    other = take_steps(learner_with("adamw"), to=1)
     learner = learner_with("adamw_bf16")
     before = weights(learner)
     with pytest.raises(ValueError, match=r"its train\.optim is adamw, not adamw_bf16"):

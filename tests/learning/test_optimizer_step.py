@@ -52,39 +52,39 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def cut_to(max_tokens: int = 1000, *, share_prompts: bool = True) -> PackedGroups:
+def packed_groups(max_tokens: int = 1000, *, share_prompts: bool = True) -> PackedGroups:
     return pack_groups(GROUPS, group_mean, max_tokens=max_tokens, share_prompts=share_prompts)
 
 
 def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[Batch]:
-    pieces = cut_to(max_tokens).samples
-    return make_batches(pieces, max_tokens=max_tokens, temperature=temperature)
+    samples = packed_groups(max_tokens).samples
+    return make_batches(samples, max_tokens=max_tokens, temperature=temperature)
 
 
-class Keep(torch.optim.SGD):
-    """An optimizer that keeps the gradient it was given and changes nothing."""
+class GradientRecorder(torch.optim.SGD):
+    """An optimizer that records the gradients and changes nothing."""
 
     def step(self, closure: Any = None) -> Any:
-        self.seen = [each.grad.clone() for each in self.param_groups[0]["params"]]
+        self.gradients = [each.grad.clone() for each in self.param_groups[0]["params"]]
 
 
 def gradient(
     model: Any, batches: Sequence[Batch], loss: TokenLoss, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of a step, flat, and the step's metrics."""
-    optimizer = Keep(model.parameters(), lr=1.0)
+    optimizer = GradientRecorder(model.parameters(), lr=1.0)
     score = options.pop("score", None) or Scorer(model)
-    taken = take_step(
+    result = take_step(
         optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, **options
     )  # fmt: skip
-    return torch.cat([each.flatten() for each in optimizer.seen]), taken.metrics
+    return torch.cat([each.flatten() for each in optimizer.gradients]), result.metrics
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((ours - theirs).norm() <= tolerance * theirs.norm())
 
 
-# Any split, any order; any number of ranks is in test_ranks.
+# Micro-batches and their order; test_distributed.py covers ranks
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -101,9 +101,9 @@ def test_gradient_is_equal_for_any_micro_batches(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
     whole, _ = gradient(model, batches_of(), loss)
-    pieces = list(cut_to(15).samples)
-    random.Random(0).shuffle(pieces)
-    shuffled = make_batches(pieces, max_tokens=20)[::-1]
+    samples = list(packed_groups(15).samples)
+    random.Random(0).shuffle(samples)
+    shuffled = make_batches(samples, max_tokens=20)[::-1]
     assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
 
 
@@ -114,19 +114,19 @@ def test_metrics_are_equal_for_any_micro_batches(model: Any, loss: TokenLoss) ->
     assert split == pytest.approx(whole, rel=1e-6)
 
 
-# Packed and padded.
+# Packed and padded rows
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> None:
-    packed, told = gradient(model, batches_of(), loss)
+    packed, expected = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
     scorer.padding_reason = "padded rows: asked for"
-    alone = cut_to(share_prompts=False).samples
+    alone = packed_groups(share_prompts=False).samples
     padded = make_batches(alone, max_tokens=1000, padded=True)
-    found, metrics = gradient(model, padded, loss, score=scorer)
-    assert close(found, packed, 1e-6)
-    assert metrics == pytest.approx(told, rel=1e-6)
+    padded_gradient, metrics = gradient(model, padded, loss, score=scorer)
+    assert close(padded_gradient, packed, 1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def test_loss_is_the_mean_over_generated_tokens(model: Any) -> None:
@@ -143,7 +143,7 @@ def test_loss_is_the_mean_over_generated_tokens(model: Any) -> None:
     assert metrics["loss"] == pytest.approx(total / NUM_TOKENS, rel=1e-6)
 
 
-# One token by hand.
+# One token by hand
 
 
 def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
@@ -178,8 +178,8 @@ def step_by_hand(
 def test_mismatch_kl_of_one_token_by_hand() -> None:
     # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
     parameter, batch = by_hand(old=-1.5)
-    taken = step_by_hand(parameter, [batch])
-    assert taken.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
+    result = step_by_hand(parameter, [batch])
+    assert result.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
 
 
 def test_mismatch_kl_is_zero_for_equal_weights() -> None:
@@ -215,29 +215,29 @@ def test_mismatch_by_sender_by_hand() -> None:
     of_ann = replace(batch, senders=("ann/0",))
     of_bob = replace(batch, senders=("bob/0",), old_logprobs=batch.old_logprobs - 0.5)
     of_eve = masked_out(replace(batch, senders=("eve/0",)))
-    taken = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
-    assert taken.mismatch.keys() == {"ann/0", "bob/0"}
-    assert taken.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)
-    assert taken.mismatch["ann/0"].num_tokens == 2
-    assert taken.mismatch["bob/0"].mean == pytest.approx(0.718282, abs=1e-6)
-    assert not [name for name in taken.metrics if "ann" in name or "bob" in name]
+    result = step_by_hand(parameter, [of_ann, of_bob, of_ann, of_eve])
+    assert result.mismatch.keys() == {"ann/0", "bob/0"}
+    assert result.mismatch["ann/0"].kl == pytest.approx(2 * 0.148721, abs=1e-6)
+    assert result.mismatch["ann/0"].num_tokens == 2
+    assert result.mismatch["bob/0"].mean == pytest.approx(0.718282, abs=1e-6)
+    assert not [name for name in result.metrics if "ann" in name or "bob" in name]
 
 
 def test_masked_tokens_are_in_no_metric() -> None:
     parameter, batch = by_hand(old=-1.0)
     other = masked_out(replace(batch, old_logprobs=batch.old_logprobs - 3))
-    taken = step_by_hand(parameter, [batch, other])
-    assert (taken.metrics["mismatch_kl"], taken.metrics["ess"]) == (0, 1)
-    assert taken.metrics["loss"] == 0.5  # not halved
+    result = step_by_hand(parameter, [batch, other])
+    assert (result.metrics["mismatch_kl"], result.metrics["ess"]) == (0, 1)
+    assert result.metrics["loss"] == 0.5  # not halved
 
 
 @pytest.mark.parametrize(("limit", "after"), [(10.0, -0.95), (0.25, -0.975)])
 def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> None:
     # d(-.5 p)/dp = -.5, so p moves up by .1 * min(.5, limit)
     parameter, batch = by_hand(old=-1.0)
-    taken = step_by_hand(parameter, [batch], max_grad_norm=limit)
+    result = step_by_hand(parameter, [batch], max_grad_norm=limit)
     assert parameter.item() == pytest.approx(after, abs=1e-6)
-    assert taken.metrics["grad_norm"] == pytest.approx(0.5)
+    assert result.metrics["grad_norm"] == pytest.approx(0.5)
 
 
 def test_loss_metrics_are_summed_over_batches() -> None:
@@ -245,8 +245,8 @@ def test_loss_metrics_are_summed_over_batches() -> None:
         return tokens.logprobs.sum(), {"share": tokens.mask.sum() / tokens.step_tokens}
 
     parameter, batch = by_hand(old=-1.0)
-    taken = step_by_hand(parameter, [batch, batch, batch], loss=loss)
-    assert taken.metrics["share"] == pytest.approx(1)
+    result = step_by_hand(parameter, [batch, batch, batch], loss=loss)
+    assert result.metrics["share"] == pytest.approx(1)
 
 
 def test_step_without_batches_changes_nothing() -> None:
@@ -271,22 +271,22 @@ def test_tokens_are_scored_at_batch_temperatures() -> None:
         assert seen[-1] is each
 
 
-# What cannot be stepped on.
+# Skipped steps and invalid losses
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_not_finite_gradient_skips_the_step(poison: float) -> None:
     parameter, batch = by_hand(old=-1.0)
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
-    assert (parameter.item(), taken.metrics["skipped"]) == (-1.0, 1.0)
-    assert taken.skip_reason == "1 logprobs of the policy are not finite"
+    result = step_by_hand(parameter, [batch], optimizer=optimizer, factor=poison)
+    assert (parameter.item(), result.metrics["skipped"]) == (-1.0, 1.0)
+    assert result.skip_reason == "1 logprobs of the policy are not finite"
 
 
 def test_skip_reason_names_not_finite_loss() -> None:
     parameter, batch = by_hand(old=-1.0)
-    taken = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
-    assert taken.skip_reason == "the loss is inf although every logprob of the policy is finite"
+    result = step_by_hand(parameter, [replace(batch, advantages=batch.advantages * math.inf)])
+    assert result.skip_reason == "the loss is inf although every logprob of the policy is finite"
 
 
 def test_skip_reason_names_not_finite_gradient() -> None:
@@ -294,20 +294,20 @@ def test_skip_reason_names_not_finite_gradient() -> None:
         return (tokens.logprobs + 1).abs().sqrt().sum(), {}  # infinitely steep at -1
 
     parameter, batch = by_hand(old=-1.0)
-    taken = step_by_hand(parameter, [batch], loss=loss)
-    assert taken.skip_reason == "the gradient of loss 'loss' is not finite although its value is 0"
+    result = step_by_hand(parameter, [batch], loss=loss)
+    assert result.skip_reason == "the gradient of loss 'loss' is not finite although its value is 0"
 
 
 def test_skipped_gradient_is_discarded() -> None:
     parameter, batch = by_hand(old=-1.0)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for factor in (math.nan, 1.0):
-        taken = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
-    assert (taken.skip_reason, parameter.item()) == ("", pytest.approx(-0.95))
+        result = step_by_hand(parameter, [batch], optimizer=optimizer, factor=factor)
+    assert (result.skip_reason, parameter.item()) == ("", pytest.approx(-0.95))
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("function", "message"),
     [
         (lambda tokens: tokens.logprobs.sum(), "must return a scalar and a dict of metrics"),
         (lambda tokens: (tokens.logprobs, {}), "a scalar that depends on tokens.logprobs"),
@@ -316,9 +316,9 @@ def test_skipped_gradient_is_discarded() -> None:
         (lambda tokens: (tokens.logprobs.sum(), {"kl": tokens.mask[None]}), "metric 'kl' of loss"),
     ],
 )
-def test_invalid_loss_result_error_names_the_loss(given: Any, complaint: str) -> None:
+def test_invalid_loss_result_error_names_the_loss(function: Any, message: str) -> None:
     parameter, batch = by_hand(old=-1.0)
-    given.__name__ = "mine"
-    with pytest.raises(ConfigError, match=complaint) as error:
-        step_by_hand(parameter, [batch], loss=functools.partial(given))
+    function.__name__ = "mine"
+    with pytest.raises(ConfigError, match=message) as error:
+        step_by_hand(parameter, [batch], loss=functools.partial(function))
     assert "'mine'" in str(error.value)

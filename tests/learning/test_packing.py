@@ -21,8 +21,8 @@ def batches_of(
     **options: Any,
 ) -> list[Batch]:
     share = options.pop("share_prompts", True)
-    pieces = pack_groups(groups, advantage, max_tokens=max_tokens, share_prompts=share).samples
-    return make_batches(pieces, max_tokens=max_tokens, **options)
+    samples = pack_groups(groups, advantage, max_tokens=max_tokens, share_prompts=share).samples
+    return make_batches(samples, max_tokens=max_tokens, **options)
 
 
 def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
@@ -168,8 +168,8 @@ def test_oversize_prompt_drops_the_rollout() -> None:
 
 def test_dropped_rollout_counts_in_the_baseline() -> None:
     group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
-    (piece,) = pack_groups([group], group_mean, max_tokens=10, oversize="drop").samples
-    assert piece.advantages == (0.75, -0.25, -0.25)
+    (sample,) = pack_groups([group], group_mean, max_tokens=10, oversize="drop").samples
+    assert sample.advantages == (0.75, -0.25, -0.25)
 
 
 # What a token is worth.

@@ -7,6 +7,7 @@ import torch
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.models.device import multiplies_bf16, native_dtype
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ def test_named_dtype_is_used() -> None:
 def test_native_dtype_is_the_narrowest_in_hardware(
     kind: str, has_bf16: bool, dtype: torch.dtype, reason: str
 ) -> None:
-    assert models.native_dtype(kind, has_bf16=has_bf16) == (dtype, f"auto: {reason}")
+    assert native_dtype(kind, has_bf16=has_bf16) == (dtype, f"auto: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,10 @@ def test_native_dtype_is_the_narrowest_in_hardware(
     ],
 )
 def test_multiplies_bf16_reads_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -> None:
-    assert models.multiplies_bf16(cpuinfo) == has_bf16
+    assert multiplies_bf16(cpuinfo) == has_bf16
 
 
 def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
     told = Path("/proc/cpuinfo")
-    seen = models.multiplies_bf16(told.read_text("utf-8") if told.exists() else "")
-    assert models.choose_dtype(CPU) == models.native_dtype("cpu", has_bf16=seen)
+    seen = multiplies_bf16(told.read_text("utf-8") if told.exists() else "")
+    assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=seen)
