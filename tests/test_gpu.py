@@ -1,4 +1,4 @@
-"""What a CUDA card computes is what a CPU computes: `make test-gpu`."""
+"""CUDA computes what the CPU computes. Run with `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from peralta_zmq.weights.version import WEIGHTS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 Sampled = dict[int, tuple[list[int], list[float]]]
 
 
 def sharp_model(seed: int, device: str) -> Any:
-    """A random model whose likeliest token is far ahead of the next."""
+    """A random model with large gaps between logits; greedy tokens do not depend on rounding."""
     model = tiny_model(seed=seed, tie_word_embeddings=False)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -44,7 +44,7 @@ def sharp_model(seed: int, device: str) -> Any:
 
 
 def generated(device: str) -> Sampled:
-    """Greedy rollouts in three rows that grow, with a common prefix and newer weights between."""
+    """Greedy completions in three rows with a shared prefix, while weights are updated."""
     engine = NativeEngine(
         sharp_model(0, device), models.load_tokenizer(models.EMBEDDED), slots=3, max_model_len=100
     )
@@ -56,19 +56,19 @@ def generated(device: str) -> Sampled:
             newer = models.weights_of(sharp_model(len(steps), "cpu"))
             engine.apply(newer, step=engine.step + 1)
 
-    asked = [
+    requests = [
         Request(number, np.array([*range(10, 30), 40 + number // 2], np.int32), 5 + number * 3)
         for number in range(20)
     ]
     sampling = Sampling(temperature=0.0, min_tokens=70, max_completion_length=70)
     return {
         each.index: (each.token_ids.tolist(), each.logprobs.tolist())
-        for each in engine.generate(asked, sampling, between_steps)
+        for each in engine.generate(requests, sampling, between_steps)
     }
 
 
 def agree(one: Sampled, other: Sampled, *, within: float) -> bool:
-    """Equal tokens, and logprobs that are `within` each other."""
+    """True for equal tokens, and logprobs that differ by at most `within`."""
     return one.keys() == other.keys() and all(
         one[index][0] == tokens and one[index][1] == pytest.approx(logprobs, abs=within)
         for index, (tokens, logprobs) in other.items()
@@ -88,11 +88,11 @@ def test_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[int] = []
     replay = torch.cuda.CUDAGraph.replay
 
-    def counted(graph: torch.cuda.CUDAGraph) -> None:
+    def counted_replay(graph: torch.cuda.CUDAGraph) -> None:
         replays.append(1)
         replay(graph)
 
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted_replay)
     generated("cuda")
     assert len(replays) > 150
 
@@ -103,33 +103,39 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
     set_learning_rate(optimizer, 1e-3)
     groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
-    pieces = pack_groups(groups, group_mean, max_tokens=1000).samples
-    taken = [
+    samples = pack_groups(groups, group_mean, max_tokens=1000).samples
+    results = [
         take_step(
-            optimizer, make_batches(pieces, max_tokens=1000, device=device),
+            optimizer, make_batches(samples, max_tokens=1000, device=device),
             score=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
         )
         for _ in range(3)
     ]  # fmt: skip
-    return taken, {name: each.cpu() for name, each in models.weights_of(model).items()}
+    return results, {name: each.cpu() for name, each in models.weights_of(model).items()}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "within", "apart"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
+    ("dtype", "within", "weight_error"),
+    [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-4)],
     ids=["fp32", "bf16"],
 )  # fmt: skip
-def test_training_steps_match_the_cpu(dtype: torch.dtype, within: float, apart: float) -> None:
-    there, weights = trained("cuda", dtype)
-    here, expected = trained("cpu", dtype)
-    for one, other in zip(there, here, strict=True):
+def test_training_steps_match_the_cpu(
+    dtype: torch.dtype, within: float, weight_error: float
+) -> None:
+    on_cuda, weights = trained("cuda", dtype)
+    on_cpu, expected = trained("cpu", dtype)
+    for one, other in zip(on_cuda, on_cpu, strict=True):
         for name in ("loss", "grad_norm"):
             assert one.metrics[name] == pytest.approx(other.metrics[name], rel=within, abs=within)
-    for name, each in expected.items():  # three steps of 1e-3, of which some turn by rounding
-        assert (weights[name] - each).abs().mean() < apart, name
+    for (
+        name,
+        each,
+    ) in expected.items():  # after three steps of 1e-3; rounding changes the sign of some
+        assert (weights[name] - each).abs().mean() < weight_error, name
 
 
 def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
-    """Large enough that the copies are still under way when the weights change."""
+    """The tensors are so large that copies are in progress when the weights change."""
     store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     weights = {f"w{number}": torch.randn(1 << 22, device="cuda") for number in range(8)}

@@ -1,6 +1,6 @@
-"""Adapters: trained alone, published alone, merged by generators. Needs the extra `lora`.
+"""LoRA: only adapters are trained and published; generators merge them. Needs the extra `lora`.
 
-.venv/bin/python -m pytest tests/test_lora.py
+.venv/bin/python -m pytest tests/models/test_lora.py
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def config_of(*arguments: str) -> Config:
 
 
 def trained(*arguments: str, seed: int = 0) -> tuple[Config, Any]:
-    """The embedded model with adapters as a trainer has it."""
+    """The embedded model with adapters, loaded like in a trainer."""
     config = config_of(*arguments, f"--run.seed={seed}", "--train.learning-rate=0.01")
     return config, build.load_policy(config, models.EMBEDDED)
 
@@ -64,9 +64,9 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    beside = adapter_files.companion_files(config, models.EMBEDDED, model)
+    files = adapter_files.companion_files(config, models.EMBEDDED, model)
     weights = lora.published_weights(model)
-    return store.publish(step, weights, companions=beside.companions, about=beside.about)
+    return store.publish(step, weights, companions=files.companions, about=files.about)
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def follower(store: WeightStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
         yield opened
 
 
-def served(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, Any]:
-    """What a generator does with the first version that it finds."""
+def open_generator(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, Any]:
+    """Open the engine of a generator with the first version."""
     staged = follower.poll(timeout=20)
     assert staged is not None
     engine, tokenizer = make_engine(config, staged)
@@ -92,7 +92,7 @@ def served(config: Config, follower: WeightSubscriber) -> tuple[Version, Any, An
 
 
 def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: int) -> Version:
-    """Refresh until the engine has it; the test's deadline ends a hang."""
+    """Refresh until the engine has `step`; the timeout of the test ends a hang."""
     while engine.step != step:
         follower.poll(timeout=0.2)
         version = apply_newest(engine, follower, version)
@@ -100,7 +100,7 @@ def until_step(engine: Any, follower: WeightSubscriber, version: Version, step: 
 
 
 def sampled(engine: Any) -> RolloutGroup:
-    """A group that the engine drew."""
+    """A group sampled by the engine."""
     prompt = np.array([5, 9, 33], np.int32)
     sampling = Sampling(seed=1, min_tokens=9)
     completions = engine.generate([Request(each, prompt, 12) for each in range(4)], sampling)
@@ -109,15 +109,15 @@ def sampled(engine: Any) -> RolloutGroup:
 
 
 def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
-    """exp(trainer's logprob - sampler's) of every generated token."""
-    found = []
+    """Importance ratio of every generated token."""
+    ratios = []
     for rollout in group.rollouts:
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            theirs = models.token_logprobs(model, ids, torch.ones_like(ids))[0]
+            logprobs = models.token_logprobs(model, ids, torch.ones_like(ids))[0]
         mask = torch.from_numpy(rollout.loss_mask)
-        found.append((theirs - torch.from_numpy(rollout.logprobs))[mask].exp())
-    return torch.cat(found)
+        ratios.append((logprobs - torch.from_numpy(rollout.logprobs))[mask].exp())
+    return torch.cat(ratios)
 
 
 def test_only_adapters_are_trained_and_checkpointed() -> None:
@@ -152,7 +152,7 @@ def test_generator_merges_versions_and_matches_trainer(
     config, model = trained("--lora.alpha=7", "--engine.name", engine)
     learner = build.make_learner(config, model)
     published(config, model, store, 0)
-    version, sampler, _ = served(config, follower)
+    version, sampler, _ = open_generator(config, follower)
     for step in (1, 2, 3):
         ratios = ratios_of(config, model, group := sampled(sampler))
         assert float((ratios - 1).abs().max()) < 1e-4
@@ -182,7 +182,7 @@ def test_merged_version_leaves_no_trace_in_the_next(
     learner = build.make_learner(config, model)
     first = {name: each.clone() for name, each in lora.published_weights(model).items()}
     published(config, model, store, 0)
-    version, sampler, _ = served(config, follower)
+    version, sampler, _ = open_generator(config, follower)
     before = sampled(sampler)
     learner.learn(some_groups(1))
     published(config, model, store, 1)
@@ -229,7 +229,7 @@ def test_running_generator_rejects_adapter_of_another_base(
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    version, sampler, _ = served(config, follower)
+    version, sampler, _ = open_generator(config, follower)
     before = sampled(sampler)
     weights = lora.published_weights(model)
     store.publish(1, weights, companions={}, about={"adapts": "0" * 16, "adapts_name": "x"})
@@ -245,7 +245,7 @@ def test_adapter_of_wrong_shape_changes_nothing(
 ) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    _, sampler, _ = served(config, follower)
+    _, sampler, _ = open_generator(config, follower)
     before = sampled(sampler)
     weights = {name: each.clone() for name, each in lora.published_weights(model).items()}
     last = list(weights)[-1]
@@ -262,7 +262,7 @@ def test_adapter_of_wrong_shape_changes_nothing(
 def test_not_finite_adapter_is_rejected(store: WeightStore, follower: WeightSubscriber) -> None:
     config, model = trained()
     published(config, model, store, 0)
-    served(config, follower)
+    open_generator(config, follower)
     with torch.no_grad():
         next(each for each in model.parameters() if each.requires_grad).div_(0)
     published(config, model, store, 1)
