@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 PROGRAM = "bin/lan"
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_READY = "answering the doctors"  # printed by the trainer's doctor
+LOOPBACK = ("127.0.0.1", "localhost")  # tests use 127.0.0.2 as the address of another machine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +175,7 @@ class Fleet:
                 sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
             return
         with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
-            problems = list(pool.map(lambda entry: _first_problem(*entry), work))
+            problems = list(pool.map(_first_problem, work))
         for (host, _), problem in zip(work, problems, strict=True):
             self._report(host, title, problem)
 
@@ -202,8 +202,9 @@ class Fleet:
         return False
 
 
-def _first_problem(host: Host, steps: Sequence[Step]) -> str | None:
-    """Run the steps until one fails; its problem."""
+def _first_problem(entry: tuple[Host, list[Step]]) -> str | None:
+    """Run the steps of a host until one fails; its problem."""
+    host, steps = entry
     for step in steps:
         result = run(step.command)
         if problem := ssh_problem(host, result) or step.find_problem(result):
@@ -248,7 +249,7 @@ def check_addresses(hosts: Hosts, config: Config) -> None:
                 f"host {host.name}: weights_dir is missing; set it to the shared folder as "
                 "that machine has it mounted"
             )
-    if len({host.ssh for host in hosts.host}) > 1 and is_loopback(config.wire.host):
+    if len({host.ssh for host in hosts.host}) > 1 and config.wire.host in LOOPBACK:
         raise ConfigError(
             f"wire.host {config.wire.host} means each machine itself; set wire.host in "
             f"{hosts.config} to the address of {hosts.trainer.name}"
