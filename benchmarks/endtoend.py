@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks import harness
-from benchmarks.crowd import KINDS, Crowd
 from benchmarks.harness import REPO, Claim, progress_of, spread
+from benchmarks.measured_command import KINDS, MeasuredCommand
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task, written
 
@@ -89,15 +89,15 @@ def course_of(name: str, interpreter: Path, *, quick: bool) -> Course:
         command = ours(folder) if name == "ours" else peer_command(name, interpreter, folder)
         with (
             log.open("wb") as errors,
-            Crowd(command, cwd=REPO, environment=surroundings(), errors=errors) as crowd,
+            MeasuredCommand(command, cwd=REPO, environment=surroundings(), errors=errors) as child,
         ):
-            source = files_of(Path(folder), crowd) if name == "ours" else lines_of(crowd)
+            source = files_of(Path(folder), child) if name == "ours" else lines_of(child)
             began, rows = follow(source, enough, ends=time.time() + patience)
         if not rows:
             tail = log.read_text("utf-8", "replace")[-2000:]
             raise RuntimeError(f"{name} took no step within {patience:.0f} s:\n{tail}")
         update = bytes_of_updates(Path(folder)) if name == "ours" else rows[-1]["bytes"]
-        return measured(rows, crowd, began=began, bytes_per_update=update, short=quick)
+        return measured(rows, child, began=began, bytes_per_update=update, short=quick)
 
 
 def ours(folder: str) -> list[str]:
@@ -137,25 +137,25 @@ def follow(
     return began, rows
 
 
-def lines_of(crowd: Crowd) -> Iterator[Row | None]:
+def lines_of(child: MeasuredCommand) -> Iterator[Row | None]:
     """What a peer prints."""
     started = ""
     while True:
-        new = crowd.said()
+        new = child.read_output()
         *lines, started = (started + new).split("\n")
         yield from (cast(Row, json.loads(line)) for line in lines if line.startswith("{"))
-        if not new and crowd.process.poll() is not None:
+        if not new and child.process.poll() is not None:
             return
         time.sleep(0.02)
         yield None
 
 
-def files_of(folder: Path, crowd: Crowd) -> Iterator[Row | None]:
+def files_of(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
     """What our run writes: its start, then its steps."""
     events, metrics = folder / "ours" / "events.jsonl", folder / "ours" / "metrics.jsonl"
     begun, said = False, 0
-    while crowd.process.poll() is None:
-        crowd.said()  # so that it never waits for us
+    while child.process.poll() is None:
+        child.read_output()  # so that its pipe never fills up
         if not begun and (starts := [e for e in json_lines(events) if e.get("event") == "start"]):
             begun = True
             yield cast(Row, {"time": starts[0]["time"]})
@@ -201,24 +201,29 @@ def steps_to_goal(rows: Sequence[Row]) -> int | None:
 
 
 def measured(
-    rows: Sequence[Row], crowd: Crowd, *, began: float, bytes_per_update: float, short: bool
+    rows: Sequence[Row],
+    child: MeasuredCommand,
+    *,
+    began: float,
+    bytes_per_update: float,
+    short: bool,
 ) -> Course:
     """The course up to the goal, or up to the last row; per step when it is a short one."""
     goal = steps_to_goal(rows)
     steps = goal or len(rows)
     ended = rows[steps - 1]["time"]
     rollouts = sum(each.get("rollouts", BATCH) for each in rows[:steps])
-    whole, cpu = ended - began, crowd.cpu_at(ended)
-    kinds = {kind: crowd.cpu_at(ended, kind) - crowd.cpu_at(began, kind) for kind in KINDS}
+    whole, cpu = ended - began, child.cpu_at(ended)
+    kinds = {kind: child.cpu_at(ended, kind) - child.cpu_at(began, kind) for kind in KINDS}
     share = steps if short else 1
     return Course(
         wall=whole / share,
-        wall_with_start=(ended - crowd.started) / share,
-        cpu=(cpu - crowd.cpu_at(began)) / share,
+        wall_with_start=(ended - child.started) / share,
+        cpu=(cpu - child.cpu_at(began)) / share,
         cpu_with_start=cpu / share,
         rollouts_per_s=rollouts / whole,
         bytes_per_update=bytes_per_update,
-        memory=crowd.peak_memory,
+        memory=child.peak_memory,
         steps=steps,
         reached=goal is not None,
         parts={part: each / share for part, each in parts_of(rows[:steps], whole).items()},

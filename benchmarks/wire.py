@@ -1,9 +1,9 @@
-"""The wire against raw pyzmq of the same bytes, the codec alone, and what encryption costs.
+"""Group transport against bare pyzmq with the same bytes, the codec alone, cost of encryption.
 
-A rate is groups sent by another process, received and checked; the peer sends as many bytes over
-bare PUSH/PULL sockets with the same options and looks at none of them. The bound is those bare
-sockets in the same round when their receiver decodes each message, which is the check, and no more.
-The codec is timed with the rollouts cut from the checked columns.
+A rate counts groups sent by another process, received and validated. The peer sends the same bytes
+over bare PUSH/PULL sockets with the same options and does not read them. The bound is the bare
+sockets in the same round with a receiver that decodes each message. The codec is timed including
+the construction of the rollouts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import psutil
 import zmq
 
 from benchmarks.harness import Claim, interleaved, progress, seconds, spread
@@ -37,7 +38,7 @@ from tools.link_proxy import free_ports
 VOCAB_SIZE = 64
 RUN = "bench-00112233"
 SENDERS = (1, 8, 64)
-Lock: TypeAlias = tuple[wire.CurveAuthenticator, Path]  # and the folder of the keys that open it
+Keys: TypeAlias = tuple[wire.CurveAuthenticator, Path]  # and the key folder
 REPO = Path(__file__).resolve().parent.parent
 REQUIRED = {
     f"rate_vs_raw_pyzmq_{count}{kind}": 0.8 for count in (1, 8, 64) for kind in ("", "_small")
@@ -45,40 +46,42 @@ REQUIRED = {
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
-    """All claims of the wire; `quick` leaves out the recovery and repeats less."""
+    """All claims; `quick` leaves out the recovery and repeats less."""
     repeats = 3 if quick else 7
     count = 3000 if quick else 40_000
     small, large = group_of(4, 21, 31), group_of(16, 200, 180)
     yield from _codec(small, repeats=repeats)
     yield from _checking(large, "_large", repeats=repeats)
     yield from _checking(small, "_small", repeats=repeats)
-    with _opened_lock() as lock:
+    with _open_keys() as security:
         for senders in SENDERS:
             few = max(count // 5, 4 * senders)
-            rounds = 3 * repeats if senders == 1 else repeats  # two processes wait by turns, or not
-            yield from _rates(large, senders, lock, count=few, repeats=rounds)
-            yield from _rates(small, senders, lock, count=count, repeats=rounds, kind="_small")
+            rounds = (
+                3 * repeats if senders == 1 else repeats
+            )  # varies more: two processes may wait in turns
+            yield from _rates(large, senders, security, count=few, repeats=rounds)
+            yield from _rates(small, senders, security, count=count, repeats=rounds, kind="_small")
     yield _memory(200 if quick else 1000)
     if not quick:
         yield recovery(repeats=3)
         yield journal_share(steps=60)
 
 
-def group_of(siblings: int, num_prompt: int, num_generated: int) -> RolloutGroup:
-    """Siblings of one prompt, one policy step, random tokens."""
-    chance = np.random.default_rng(0)
-    prompt = chance.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
+def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutGroup:
+    """Rollouts of one prompt and one policy step with random tokens."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
 
     def rollout(reward: float) -> Rollout:
-        logprobs = -chance.exponential(1.0, num_generated).astype(np.float32)
-        tokens = chance.integers(3, VOCAB_SIZE, num_generated).astype(np.int32)
+        logprobs = -rng.exponential(1.0, num_generated).astype(np.float32)
+        tokens = rng.integers(3, VOCAB_SIZE, num_generated).astype(np.int32)
         steps = np.full(num_generated, 7, np.int32)
         return rollout_of(Completion(0, prompt, tokens, logprobs, steps, "stop", ""), reward)
 
     return RolloutGroup(
         run_id=RUN, generator_id="ann", incarnation=bytes(8), sequence=0, problem_id="math_1k/7",
         task="calculator", policy_step=7, weights_id="0123456789abcdef",
-        rollouts=tuple(rollout(float(number % 2)) for number in range(siblings)),
+        rollouts=tuple(rollout(float(number % 2)) for number in range(num_rollouts)),
     )  # fmt: skip
 
 
@@ -91,27 +94,27 @@ def _codec(group: RolloutGroup, *, repeats: int) -> Iterator[Claim]:
             assert wire.decode_group(wire.encode_group(group), vocab_size=VOCAB_SIZE).rollouts[0]
         return (time.perf_counter() - started) / rounds * 1e6
 
-    taken = interleaved({"codec": both}, repeats=repeats)["codec"]
-    yield _claim("codec_microseconds", statistics.median(taken), "us", taken)
+    values = interleaved({"codec": both}, repeats=repeats)["codec"]
+    yield _claim("codec_microseconds", statistics.median(values), "us", values)
     yield Claim("bytes_per_group", len(frame), "bytes")
 
 
 def _rates(
-    group: RolloutGroup, senders: int, lock: Lock, *, count: int, repeats: int, kind: str = ""
+    group: RolloutGroup, senders: int, security: Keys, *, count: int, repeats: int, kind: str = ""
 ) -> Iterator[Claim]:
-    """Groups per second from so many senders, without keys and with them, in the same rounds."""
+    """Groups per second without and with keys, in the same rounds."""
     frame = wire.encode_group(group)
-    taken = interleaved(
+    values = interleaved(
         {
             "ours": lambda: _ours(group, senders, count),
-            "with keys": lambda: _ours(group, senders, count, lock),
+            "with keys": lambda: _ours(group, senders, count, security),
             "raw": lambda: _raw(frame, senders, count, bool),
             "checked": lambda: _raw(frame, senders, count, _decoded),
         },
         repeats=repeats,
     )
-    ours, raw, locked = taken["ours"], taken["raw"], taken["with keys"]
-    bounds = taken["checked"]
+    ours, raw, encrypted = values["ours"], values["raw"], values["with keys"]
+    bounds = values["checked"]
     unit = f"groups/s of {len(frame)} bytes"
     yield Claim(
         f"rate_vs_raw_pyzmq_{senders}{kind}", statistics.median(ours), unit,
@@ -119,46 +122,47 @@ def _rates(
         share=_ratio(ours, bounds), n=repeats, spread=spread(ours),
     )  # fmt: skip
     yield Claim(
-        f"rate_with_keys_vs_without_{senders}{kind}", statistics.median(locked), unit,
-        peer=statistics.median(ours), ratio=_ratio(locked, ours), n=repeats, spread=spread(locked),
+        f"rate_with_keys_vs_without_{senders}{kind}", statistics.median(encrypted), unit,
+        peer=statistics.median(ours), ratio=_ratio(encrypted, ours), n=repeats,
+        spread=spread(encrypted),
     )  # fmt: skip
     if not kind:
         megabytes = len(frame) * statistics.median(ours) / 1e6
         yield Claim(f"megabytes_per_s_{senders}", megabytes, "MB/s", n=repeats)
     if senders == 1:
-        costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(locked, ours, strict=True)]
+        costs = [(1 / a - 1 / b) * 1e6 for a, b in zip(encrypted, ours, strict=True)]
         yield _claim(f"curve_cost{kind}", statistics.median(costs), "us per group", costs)
 
 
 def _checking(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
-    """Microseconds of the check alone, and of what comes before a group is in a batch."""
-    taken = interleaved(
+    """Microseconds of decoding, and of decoding and admission with and without rollouts."""
+    values = interleaved(
         {
-            "checks": lambda: _check_microseconds(group),
-            "judges": lambda: _check_microseconds(group, _judge),
-            "cuts": lambda: _check_microseconds(group, _cut, _judge),
+            "decode": lambda: _check_microseconds(group),
+            "admit": lambda: _check_microseconds(group, _admit),
+            "build": lambda: _check_microseconds(group, _build, _admit),
         },
         repeats=repeats,
     )
-    checks, judges, cuts = taken["checks"], taken["judges"], taken["cuts"]
-    yield _claim(f"decode{size_of}_us", statistics.median(checks), "us per group", checks)
+    decode, admit, build = values["decode"], values["admit"], values["build"]
+    yield _claim(f"decode{size_of}_us", statistics.median(decode), "us per group", decode)
     yield from _parts(group, size_of, repeats=repeats)
     yield Claim(
-        f"judged_uncut_vs_cut{size_of}", statistics.median(judges), "us per group",
-        peer=statistics.median(cuts), ratio=_ratio(cuts, judges), n=repeats,
-        spread=spread(judges),
+        f"judged_uncut_vs_cut{size_of}", statistics.median(admit), "us per group",
+        peer=statistics.median(build), ratio=_ratio(build, admit), n=repeats,
+        spread=spread(admit),
     )  # fmt: skip
 
 
 def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
-    """Microseconds of a check: msgpack; whose group it is, and its checksum; the rollouts."""
+    """Microseconds of the parts of decoding: msgpack, envelope and checksum, rollouts."""
     frame, rounds = wire.encode_group(group), 3000
-    said = validation.unpack(frame)
-    _, columns = messages._read_fields(said, frame)  # pyright: ignore[reportPrivateUsage]
+    message = validation.unpack(frame)
+    _, columns = messages._read_fields(message, frame)  # pyright: ignore[reportPrivateUsage]
     decode_rollouts = messages._decode_rollouts  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Callable[[], object]] = {
         "unpack": lambda: validation.unpack(frame),
-        "envelope": lambda: messages._read_fields(said, frame),  # pyright: ignore[reportPrivateUsage]
+        "envelope": lambda: messages._read_fields(message, frame),  # pyright: ignore[reportPrivateUsage]
         "rollouts": lambda: decode_rollouts(group.policy_step, VOCAB_SIZE, *columns),
     }
 
@@ -166,8 +170,10 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
         return seconds(lambda: [part() for _ in range(rounds)]) / rounds * 1e6
 
     ways = {name: functools.partial(microseconds, part) for name, part in parts.items()}
-    for name, taken in interleaved(ways, repeats=repeats).items():
-        yield _claim(f"decode{size_of}_{name}_us", statistics.median(taken), "us per group", taken)
+    for name, values in interleaved(ways, repeats=repeats).items():
+        yield _claim(
+            f"decode{size_of}_{name}_us", statistics.median(values), "us per group", values
+        )
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -176,14 +182,14 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _check_microseconds(group: RolloutGroup, *then: Callable[[RolloutGroup], object]) -> float:
-    """Of one core that decodes a group and does that with it, when nothing has to be received."""
+    """CPU time to decode one group and pass it to the functions."""
     frame, rounds = wire.encode_group(group), 3000
 
     def decode() -> None:
         for _ in range(rounds):
             decoded = _decoded(frame)
-            for each in then:
-                each(decoded)
+            for function in then:
+                function(decoded)
 
     return seconds(decode) / rounds * 1e6
 
@@ -192,73 +198,75 @@ def _decoded(frame: bytes) -> RolloutGroup:
     return wire.decode_group(frame, vocab_size=VOCAB_SIZE)
 
 
-def _judge(group: RolloutGroup) -> tuple[bool, float]:
-    """What the intake asks of every group before it is in a batch."""
+def _admit(group: RolloutGroup) -> tuple[bool, float]:
+    """The values that admission reads."""
     return group.has_signal, group.mean_reward
 
 
-def _cut(group: RolloutGroup) -> Rollout:
-    """All rollouts are cut with the first."""
+def _build(group: RolloutGroup) -> Rollout:
+    """Access to the first builds all rollouts."""
     return group.rollouts[0]
 
 
 @contextmanager
-def _opened_lock() -> Generator[Lock, None, None]:
-    """Keys of the trainer and of ann, and a gate that knows them."""
+def _open_keys() -> Generator[Keys, None, None]:
+    """Keys of the trainer and of ann, and an authenticator."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         for name in (TRAINER, "ann"):
             make_keys(keys, name)
-        with closing(wire.CurveAuthenticator(keys)) as gate:
-            yield gate, keys
+        with closing(wire.CurveAuthenticator(keys)) as authenticator:
+            yield authenticator, keys
 
 
 def _ours(
     group: RolloutGroup,
     senders: int,
     count: int,
-    lock: Lock | None = None,
+    security: Keys | None = None,
 ) -> float:
-    """Groups per second to one receiver, which checks and decodes them all."""
+    """Groups per second to one RolloutReceiver."""
     address = "tcp://127.0.0.1:*"
-    gate, keys = lock or (None, "")
+    authenticator, keys = security or (None, "")
     with closing(
-        wire.RolloutReceiver(address, run_id=RUN, vocab_size=VOCAB_SIZE, authenticator=gate)
+        wire.RolloutReceiver(
+            address, run_id=RUN, vocab_size=VOCAB_SIZE, authenticator=authenticator
+        )
     ) as receiver:
         frame = wire.encode_group(group)
-        crowd = ["ours", receiver.address, str(senders), frame.hex(), str(keys)]
-        return _rate(crowd, lambda: receiver.receive(timeout=1.0) is not None, senders, count)
+        arguments = ["ours", receiver.address, str(senders), frame.hex(), str(keys)]
+        return _rate(arguments, lambda: receiver.receive(timeout=1.0) is not None, senders, count)
 
 
-def _raw(frame: bytes, senders: int, count: int, look: Callable[[bytes], object]) -> float:
-    """Messages per second over bare sockets with the same options, and a look at each."""
+def _raw(frame: bytes, senders: int, count: int, read: Callable[[bytes], object]) -> float:
+    """Messages per second over bare sockets with the same options; `read` is called on each."""
     puller = open_socket(zmq.PULL, hwm=1)
     port = puller.bind_to_random_port("tcp://127.0.0.1")
-    puller.setsockopt(zmq.RCVTIMEO, 30_000)  # then the senders are gone
+    puller.setsockopt(zmq.RCVTIMEO, 30_000)  # then the senders have ended
     with puller:
-        crowd = ["raw", f"tcp://127.0.0.1:{port}", str(senders), frame.hex(), ""]
-        return _rate(crowd, lambda: bool(look(puller.recv())), senders, count)
+        arguments = ["raw", f"tcp://127.0.0.1:{port}", str(senders), frame.hex(), ""]
+        return _rate(arguments, lambda: bool(read(puller.recv())), senders, count)
 
 
-def _rate(crowd: list[str], receive: Callable[[], bool], senders: int, count: int) -> float:
-    """Messages per second from a process of senders, once all of them are connected."""
-    command = [sys.executable, "-c", CROWD, str(REPO), *crowd]
+def _rate(arguments: list[str], receive: Callable[[], bool], senders: int, count: int) -> float:
+    """Messages per second from a process of senders, after all have connected."""
+    command = [sys.executable, "-c", SENDERS_PROGRAM, str(REPO), *arguments]
     with subprocess.Popen(command) as process:
 
-        def arrive() -> None:
+        def receive_one() -> None:
             while not receive():
                 if process.poll() is not None:
-                    raise RuntimeError("the senders are gone")
+                    raise RuntimeError("the senders have ended")
 
         try:
             for _ in range(10 * senders):
-                arrive()
-            return count / seconds(lambda: [arrive() for _ in range(count)])
+                receive_one()
+            return count / seconds(lambda: [receive_one() for _ in range(count)])
         finally:
             process.kill()
 
 
-CROWD = """
+SENDERS_PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import zmq
@@ -283,22 +291,22 @@ while True:
 
 
 def _memory(senders: int) -> Claim:
-    """Kilobytes of the trainer for each connected sender that has sent one group."""
+    """KiB of the receiver for each connected sender that has sent one group."""
     frame = wire.encode_group(group_of(4, 21, 31))
     with closing(
         wire.RolloutReceiver("tcp://127.0.0.1:*", run_id=RUN, vocab_size=VOCAB_SIZE)
     ) as receiver:
-        command = [sys.executable, "-c", IDLE, receiver.address, str(senders), frame.hex()]
-        half, marks = senders // 2, [_resident()]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as crowd:
+        command = [sys.executable, "-c", IDLE_PROGRAM, receiver.address, str(senders), frame.hex()]
+        half, resident = senders // 2, [_resident()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as idle:
             for number in range(1, senders + 1):
                 while receiver.receive(timeout=1.0) is None:
                     pass
                 if number in (half, senders):
-                    marks.append(_resident())
-            assert crowd.stdin is not None
-            crowd.stdin.close()
-    first, second = marks[1] - marks[0], marks[2] - marks[1]
+                    resident.append(_resident())
+            assert idle.stdin is not None
+            idle.stdin.close()
+    first, second = resident[1] - resident[0], resident[2] - resident[1]
     progress(f"memory: {first / 1024:.0f} KiB for {half} senders, then {second / 1024:.0f} KiB")
     return Claim(
         "memory_per_sender", (first + second) / senders / 1024, f"KiB, {senders} connected",
@@ -306,7 +314,7 @@ def _memory(senders: int) -> Claim:
     )  # fmt: skip
 
 
-IDLE = """
+IDLE_PROGRAM = """
 import sys, zmq
 context = zmq.Context()
 context.set(zmq.MAX_SOCKETS, 4096)
@@ -324,17 +332,13 @@ context.destroy()
 
 
 def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not tell."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    """Resident bytes of this process."""
+    return psutil.Process().memory_info().rss
 
 
 def recovery(*, repeats: int) -> Claim:
-    """Seconds from SIGKILL of a real trainer to the next trained step, on the embedded run."""
-    taken: list[float] = []
+    """Seconds from SIGKILL of a real trainer to the next trained step, in the embedded run."""
+    values: list[float] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(_lan(folder), cwd=REPO, stdout=subprocess.DEVNULL) as process,
@@ -346,15 +350,15 @@ def recovery(*, repeats: int) -> Claim:
             killed = time.monotonic()
             _kill_trainer(folder)
             _step_after(run_folder, before)
-            taken.append(time.monotonic() - killed)
-            progress(f"recovery {number + 1}/{repeats}: {taken[-1]:.2f} s")
+            values.append(time.monotonic() - killed)
+            progress(f"recovery {number + 1}/{repeats}: {values[-1]:.2f} s")
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-    return _claim("recovery_seconds", statistics.median(taken), "s", taken)
+    return _claim("recovery_seconds", statistics.median(values), "s", values)
 
 
 def journal_share(*, steps: int) -> Claim:
-    """Percent of the steps' time that the trainer spends on its journal, on the embedded run."""
+    """Percent of the step time that the trainer spends on its journal, in the embedded run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*_lan(folder), "--train.max-steps", str(steps)]
         subprocess.run(command, cwd=REPO, stdout=subprocess.DEVNULL, check=True)
@@ -362,9 +366,9 @@ def journal_share(*, steps: int) -> Claim:
     writing, whole = (
         sum(number(row, name) for row in rows) for name in ("time/journal", "step_time")
     )
-    taken, asked = 100 * writing / whole, 2.0
+    percent, limit = 100 * writing / whole, 2.0
     return Claim(
-        "journal_share", taken, "% of step time, under 2 asked", bound=asked, share=taken / asked,
+        "journal_share", percent, "% of step time, limit 2", bound=limit, share=percent / limit,
         n=len(rows),
     )  # fmt: skip
 
@@ -401,5 +405,5 @@ def _kill_trainer(folder: str) -> None:
             os.kill(int(process.name), signal.SIGKILL)
 
 
-def _claim(name: str, value: float, unit: str, taken: Sequence[float]) -> Claim:
-    return Claim(name, value, unit, n=len(taken), spread=spread(taken))
+def _claim(name: str, value: float, unit: str, values: Sequence[float]) -> Claim:
+    return Claim(name, value, unit, n=len(values), spread=spread(values))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import Counter
-from pathlib import Path
 from typing import cast
 
+import psutil
 import zmq
 
 from peralta_zmq.errors import WireError
@@ -26,7 +25,6 @@ RECEIVE_BUFFER = 128 << 10
 # a short run ended before its announcements were received.
 RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # queued messages that may be lost: announcements, generator status, probes
-TCP_LISTEN = "0A"  # state in /proc/net/tcp
 MAX_REASONS = 100  # distinct refusals counted, so that a hostile sender cannot fill the memory
 logger = logging.getLogger(__name__)
 
@@ -101,28 +99,14 @@ def port_in_use_message(port: int) -> str:
 
 
 def _listener_of(port: int) -> str:
-    """'pid 123 (python bin/trainer)' if /proc shows it, else 'another process'."""
-    inodes = {
-        f"socket:[{columns[9]}]"
-        for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()
-        for columns in map(str.split, table.read_text().splitlines()[1:])
-        if columns[3] == TCP_LISTEN and int(columns[1].rpartition(":")[2], 16) == port
-    }  # fmt: skip
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process ended, or belongs to another user
-            if inodes & _open_files(process):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
-                words = " ".join(command.decode(errors="replace").split())
-                return f"pid {process.name} ({words:.60})"
+    """'pid 123 (python bin/trainer)', or 'another process' if the system does not show it."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            address, pid = connection.laddr, connection.pid
+            if connection.status == psutil.CONN_LISTEN and pid and address[1] == port:
+                command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
+                return f"pid {pid} ({command:.60})"
     return "another process"
-
-
-def _open_files(process: Path) -> set[str]:
-    files: set[str] = set()
-    for name in os.listdir(process / "fd"):
-        with contextlib.suppress(FileNotFoundError):
-            files.add(os.readlink(process / "fd" / name))
-    return files
 
 
 # Groups of rollouts.

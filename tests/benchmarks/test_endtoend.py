@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from benchmarks import crowd, endtoend
+from benchmarks import endtoend, measured_command
 from benchmarks.harness import REPO
+from benchmarks.measured_command import MeasuredCommand
 
 
 def rows(*rewards: float) -> list[Mapping[str, float]]:
@@ -43,13 +44,16 @@ def test_a_high_reward_that_falls_again_is_no_goal() -> None:
     assert endtoend.steps_to_goal(rows(0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5)) is None
 
 
-def test_processor_seconds_lie_on_a_line_between_two_looks() -> None:
+def test_cpu_seconds_are_interpolated_between_samples() -> None:
     first, second = {"trainer": 1.0}, {"trainer": 2.0}
-    looks = [crowd.Look(10.0, 4.0, 0, first), crowd.Look(12.0, 8.0, 0, second)]
-    assert crowd.between(looks, 10.5) == pytest.approx(5.0)
-    assert crowd.between(looks, 10.5, "trainer") == pytest.approx(1.25)
-    assert crowd.between(looks, 9.0) == 4.0
-    assert crowd.between(looks, 13.0) == 8.0
+    samples = [
+        measured_command.Sample(10.0, 4.0, 0, first),
+        measured_command.Sample(12.0, 8.0, 0, second),
+    ]
+    assert measured_command.between(samples, 10.5) == pytest.approx(5.0)
+    assert measured_command.between(samples, 10.5, "trainer") == pytest.approx(1.25)
+    assert measured_command.between(samples, 9.0) == 4.0
+    assert measured_command.between(samples, 13.0) == 8.0
 
 
 def test_ratios_are_of_the_same_round_and_the_median_counts() -> None:
@@ -97,18 +101,18 @@ subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=T
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_what_a_command_left_behind_is_counted_and_ended() -> None:
+def test_orphaned_processes_are_counted_and_ended() -> None:
     command = [sys.executable, "-c", ORPHAN]
-    with crowd.Crowd(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as left:
-        before = set(crowd.family(os.getpid()))
+    with MeasuredCommand(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as left:
+        before = set(measured_command.family(os.getpid()))
         ends = time.monotonic() + 20
-        while not (left.looks and left.looks[-1].cpu > 0.3) and time.monotonic() < ends:
+        while not (left.samples and left.samples[-1].cpu > 0.3) and time.monotonic() < ends:
             left.process.poll()
-            before |= set(crowd.family(os.getpid()))
+            before |= set(measured_command.family(os.getpid()))
             time.sleep(0.02)
-        assert left.looks[-1].cpu > 0.3
-        assert left.said() == "begun\n"
-    assert not [each for each in before if crowd.runs(each)]
+        assert left.samples[-1].cpu > 0.3
+        assert left.read_output() == "begun\n"
+    assert not [each for each in before if measured_command.is_running(each)]
     assert left.peak_memory > 1 << 20
 
 
@@ -119,18 +123,18 @@ def burn(seconds: float, name: str) -> list[str]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_second_crowd_does_not_pay_for_who_is_there_before_it() -> None:
+def test_earlier_processes_do_not_count() -> None:
     with subprocess.Popen(burn(1.0, "before"), stdout=subprocess.PIPE) as before:
         assert before.stdout
         before.stdout.readline()
-        with crowd.Crowd(
+        with MeasuredCommand(
             burn(0.0, "next"), cwd=REPO, environment={}, errors=subprocess.DEVNULL
         ) as second:
             ends = time.monotonic() + 20
-            while not second.said() and time.monotonic() < ends:
+            while not second.read_output() and time.monotonic() < ends:
                 time.sleep(0.02)
-            count = len(second.looks)
-            while len(second.looks) == count and time.monotonic() < ends:
+            count = len(second.samples)
+            while len(second.samples) == count and time.monotonic() < ends:
                 time.sleep(0.02)
-            assert 0 <= second.looks[-1].cpu < 0.5
-    assert not crowd.family(os.getpid())
+            assert 0 <= second.samples[-1].cpu < 0.5
+    assert not measured_command.family(os.getpid())

@@ -1,4 +1,4 @@
-"""Where the bench of the scale begins to measure, and where it stops."""
+"""Scale benchmark: when it begins to measure and when it stops."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def side(rate: float) -> dict[str, Any]:
     return {"rates": [rate] * 3, "costs": [500.0] * 3}
 
 
-def test_the_rate_rises_until_it_is_not_kept_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[float]()
+def test_rate_rises_until_the_trainer_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = list[float]()
 
     def measured(count: int, *, rate: float, seconds: float) -> dict[str, Any]:
-        asked.append(rate)
+        rates.append(rate)
         return side(min(1600.0, count * rate))
 
     monkeypatch.setattr(scale, "measured", measured)
     claims = {
         each.name: each for each in scale.faster(1000, side(1000.0), (1.25, 2.0, 4.0), seconds=1.0)
     }
-    assert asked == [1.25, 2.0]
+    assert rates == [1.25, 2.0]
     assert claims["groups_per_s_1000_at_1250"].share == 1.0
     assert claims["groups_per_s_1000_at_2000"].share == pytest.approx(0.8)
     assert claims["most_groups_per_s_1000"].ours == 1600.0
@@ -32,7 +32,11 @@ def test_the_rate_rises_until_it_is_not_kept_up_with(monkeypatch: pytest.MonkeyP
 
 
 class Queue:
-    """An intake of which each step takes so many groups."""
+    """A collector with 100 groups in every step."""
+
+    @property
+    def acknowledgements(self) -> Queue:
+        return self
 
     def collect(self, step: int, meanwhile: object) -> tuple[list[int], int]:
         return [step] * 100, 0
@@ -40,7 +44,7 @@ class Queue:
     def commit(self) -> None:
         pass
 
-    def announce(self, step: int, *, started_step: int) -> None:
+    def publish(self, step: int, *, started_step: int) -> None:
         pass
 
 
@@ -49,13 +53,13 @@ def drained(*moments: float) -> int:
     return scale.drain(cast(Any, Queue()), 5, rate=100.0, clock=lambda: next(clock))
 
 
-def test_what_was_made_before_is_taken_before_the_time_counts() -> None:
-    assert drained(0.0, 0.2, 0.6, 1.6) == 8  # two steps from what waited, one as it was made
+def test_drain_consumes_the_queue_before_the_measurement() -> None:
+    assert drained(0.0, 0.2, 0.6, 1.6) == 8  # two steps from the queue, one at the rate
 
 
-def test_a_trainer_that_does_not_keep_up_is_measured_at_once() -> None:
+def test_drain_ends_at_once_when_the_trainer_falls_behind() -> None:
     assert drained(0.0, 2.0) == 6
 
 
-def test_draining_ends() -> None:
+def test_drain_has_a_time_limit() -> None:
     assert drained(0.0, 0.5, scale.DRAIN_SECONDS) == 7
