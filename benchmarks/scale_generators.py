@@ -53,8 +53,7 @@ class Scripted:
             begun=announcement.started_step,
             pending=self.sequence - announcement.consumed.get(sender, -1) - 1,
             generators=len(announcement.received),
-            starved=announcement.waiting
-            and announcement.received.get(sender, -1) + 1 == self.sequence,
+            starved=announcement.waiting and received == self.sequence,
         )
 
     def push(self, group: RolloutGroup) -> bool:

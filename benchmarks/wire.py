@@ -56,9 +56,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
     with _open_keys() as security:
         for senders in SENDERS:
             few = max(count // 5, 4 * senders)
-            rounds = (
-                3 * repeats if senders == 1 else repeats
-            )  # varies more: two processes may wait in turns
+            rounds = 3 * repeats if senders == 1 else repeats  # two processes may wait in turns
             yield from _rates(large, senders, security, count=few, repeats=rounds)
             yield from _rates(small, senders, security, count=count, repeats=rounds, kind="_small")
     yield _memory(200 if quick else 1000)
