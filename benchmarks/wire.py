@@ -174,9 +174,9 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
         )
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
     """The median of the ratios of each round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
 
 
 def _check_microseconds(group: RolloutGroup, *then: Callable[[RolloutGroup], object]) -> float:

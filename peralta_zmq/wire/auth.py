@@ -237,7 +237,7 @@ class CurveAuthenticator:
 
         None while the keys cannot be read: libzmq then disconnects the client after
         HANDSHAKE_SECONDS and the client tries again. (After a 300 libzmq would disconnect at once,
-        which the client could not tell from a wrong key.)
+        as after a wrong key.)
         """
         version, number, domain, address, _, mechanism, *credentials = request
         names, name = self._known_names(), None

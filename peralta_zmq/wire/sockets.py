@@ -199,7 +199,7 @@ class RolloutReceiver:
         """The first frame of a message, the number of frames and the owner of the sender's key."""
         self._timeout.set(timeout)  # half the cost of polling when the queue is often empty
         try:
-            frame = self._socket.recv(copy=False)  # a Frame knows RCVMORE without a system call
+            frame = self._socket.recv(copy=False)  # a Frame has RCVMORE without a system call
         except zmq.Again:
             return None
         owner = str(frame["User-Id"]) if self._has_keys else None
