@@ -102,8 +102,8 @@ def _listener_of(port: int) -> str:
     """'pid 123 (python bin/trainer)', or 'another process' if the system does not show it."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            address, pid = connection.laddr, connection.pid
-            if connection.status == psutil.CONN_LISTEN and pid and address[1] == port:
+            pid, is_server = connection.pid, connection.status == psutil.CONN_LISTEN
+            if is_server and pid and connection.laddr.port == port:  # pyright: ignore
                 command = " ".join(" ".join(psutil.Process(pid).cmdline()).split())
                 return f"pid {pid} ({command:.60})"
     return "another process"
