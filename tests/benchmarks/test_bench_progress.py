@@ -55,7 +55,7 @@ def test_original_size(told: Callable[[], list[str]], monkeypatch: pytest.Monkey
 
 
 def test_losses(told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "trained", lambda *_: OUTCOME)
+    monkeypatch.setattr(losses, "train", lambda *_: OUTCOME)
     monkeypatch.setattr(sys, "argv", ["losses", "--rows", "loss grpo", "loss gspo"])
     losses.main()
     assert told() == ["1 of 2", "2 of 2"]
