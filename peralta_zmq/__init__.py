@@ -1,29 +1,40 @@
-"""peralta_zmq: reinforcement learning with verifiable rewards on the machines you own.
+"""Reinforcement learning of language models with verifiable rewards, over ZeroMQ.
 
-Generators sample and score groups of rollouts and push them to one trainer; the trainer takes
-optimizer steps and publishes weights. The two sides meet in two places only: the wire (ZeroMQ) and
-the weight store (a folder that all machines share).
+Generators sample completions for problems, score them with a reward function and push groups of
+rollouts to one trainer. The trainer checks, journals and packs the groups, takes optimizer steps
+and publishes weight versions, which generators verify and load in place. The two programs exchange
+data through the wire (ZeroMQ messages) and the weight store (a folder, HTTP server or object store)
+only. Any process can be killed and restarted alone.
 
-     generator                                       wire                  trainer
-     Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
-        ^                                                                 |
-        |                                                         batch -> loss -> optimizer step
-        |      <=== announcements (PUB/SUB: step, version, acknowledgements) ===   |
-        '-- apply <- verify <- newest STABLE <- weights/step_N/ <----- publish ----'
+ generator                                            wire                      trainer
+ Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
+    ^                                                                              |
+    |                                                            pack -> loss -> optimizer step
+    |       <== announcements (PUB/SUB: step, weight version, acknowledgements) == |
+    '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
-Reading order, half an hour for the path of a rollout:
-    rollout.py            data types
-    generator/loop.py     problems, sampling, rewards, sending
-    wire/                 messages and sockets
-    trainer/collector.py  admission and batches
-    trainer/loop.py       optimizer steps
-    learning/             advantages, packing, losses, the learner
+Files in the order in which a rollout passes through them, about half an hour of reading:
 
-Layers, each importing only from above (tests/test_layers.py):
-    types    rollout errors atomic_files failpoints
-    leaves   config registry wire weights models learning environments observe
-    engines  sampling
-    build    objects from the config
-    loops    generator trainer
-    outside  operate, and the programs in bin/
+    rollout.py              data types: Problem, Completion, Rollout, RolloutGroup
+    generator/loop.py       choose problems, sample, score, send
+    wire/messages.py        encode, decode and validate a group
+    wire/sockets.py         send and receive groups
+    trainer/collector.py    admit or drop groups, journal and acknowledge them
+    trainer/loop.py         collect a batch, take a step, publish, save
+    learning/learner.py     one optimizer step on a batch
+    learning/packing.py     groups -> packed sequences and micro-batches
+    learning/losses.py      loss functions
+    learning/advantages.py  advantage functions
+
+The way back of the weights: weights/publisher.py, weights/store.py, weights/subscriber.py and
+generator/weight_sync.py. registry.py lists the plug-ins; build.py makes objects from the settings.
+
+Layers (tests/test_layers.py); a module imports its own package and the layers named:
+
+    0 types    rollout errors atomic_files failpoints: standard library and numpy
+    1 leaves   config registry wire weights models learning environments observe: layer 0
+    2 engines  layer 0 and models
+    3 build    layers 0 to 2
+    4 loops    generator, trainer: layers 0 to 3, never each other
+    5 outside  operate and the programs in bin/: types, config, observe, wire; the rest lazily
 """

@@ -59,7 +59,7 @@ def test_page_has_the_tested_blocks() -> None:
 
 
 def test_page_has_the_generator_failure_limit() -> None:
-    assert f"after {generator.MAX_REWARD_FAILURES} groups in a row without one" in TEXT
+    assert f"After {generator.MAX_REWARD_FAILURES} such groups in a row the generator exits" in TEXT
 
 
 def test_loss_trains_and_reports_masked_tokens(tmp_path: Path) -> None:

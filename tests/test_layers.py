@@ -1,4 +1,4 @@
-"""Layers of docs/architecture.md: imports of every module, also lazy and type-checking ones."""
+"""Check the import layers of the package, including lazy and type-checking imports."""
 
 from __future__ import annotations
 
