@@ -1,7 +1,4 @@
-"""A TCP link that can be cut, between a generator and its trainer.
-
-Knows sockets and bytes; knows nothing of what passes.
-"""
+"""A TCP proxy between a generator and its trainer that can be cut or reset."""
 
 from __future__ import annotations
 
@@ -10,112 +7,105 @@ import random
 import socket
 import threading
 from collections.abc import Generator
-from types import TracebackType
 
-PIECE = 1 << 14  # bytes passed on at a time
+CHUNK = 1 << 14  # bytes per read
 NUM_PORTS = 4  # that a trainer listens on
-# Below those that the kernel gives to whoever connects: a trainer that comes back finds its own
-# ports free, and none of its generators, trying again and again, connected with itself.
+# Below the ephemeral range of the kernel: a restarted trainer finds its ports free, and no
+# generator that reconnects in a loop is connected to itself.
 PORTS = range(20_000, 32_000)
 KERNEL_BUFFER = 16 << 10  # bytes; larger ones would hide the sender's backpressure
 
 
-class Link:
-    """Passes bytes from four local ports, `port` and the three after it, to `target` and those
-    after that.
+class LinkProxy:
+    """Forwards four local ports, from `port` on, to the four ports from `target` on.
 
-    While it is cut nothing passes and nobody is told, as with a cable pulled out; bytes already
-    taken in are passed on when it is mended. Use with `with`.
+    While the link is cut no byte passes and no connection is closed, as with a cable pulled out;
+    bytes already received are forwarded after `restore`. Use with `with`.
     """
 
     def __init__(self, target: int) -> None:
-        self._up = threading.Event()
-        self._up.set()
-        self._open: set[socket.socket] = set()
+        self._is_up = threading.Event()
+        self._is_up.set()
+        self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._listening = listening_ports()
-        self._accepting = [
+        self._threads = [
             threading.Thread(target=self._accept, args=(listening, target + index), daemon=True)
             for index, listening in enumerate(self._listening)
         ]
 
     @property
     def port(self) -> int:
-        """Where a generator connects instead of the trainer."""
+        """The port to which a generator connects instead of the trainer's."""
         return int(self._listening[0].getsockname()[1])
 
     def cut(self) -> None:
-        """Let nothing pass from now on."""
-        self._up.clear()
+        """Stop forwarding."""
+        self._is_up.clear()
 
-    def mend(self) -> None:
-        """Let everything pass again."""
-        self._up.set()
+    def restore(self) -> None:
+        """Forward again after `cut`."""
+        self._is_up.set()
 
     def reset(self) -> None:
-        """Close every connection; new ones are taken at once, as by a router that restarts."""
+        """Close every connection; new ones are accepted at once, as by a restarted router."""
         with self._lock:
-            for each in self._open:
-                _shut(each)
+            for connection in self._connections:
+                _shut(connection)
 
-    def __enter__(self) -> Link:
-        for each in self._accepting:
-            each.start()
+    def __enter__(self) -> LinkProxy:
+        for thread in self._threads:
+            thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for listening in self._listening:
             _shut(listening)  # wakes its accept
-        for each in self._accepting:
-            each.join()
+        for thread in self._threads:
+            thread.join()
         for listening in self._listening:
             listening.close()
-        self.mend()
+        self.restore()
         self.reset()
 
     def _accept(self, listening: socket.socket, target: int) -> None:
-        with contextlib.suppress(OSError):  # shut: we are closing
+        with contextlib.suppress(OSError):  # the proxy is closing
             while True:
-                near, _ = listening.accept()
-                threading.Thread(target=self._connect, args=(near, target), daemon=True).start()
+                client, _ = listening.accept()
+                threading.Thread(target=self._connect, args=(client, target), daemon=True).start()
 
-    def _connect(self, near: socket.socket, target: int) -> None:
-        """Both directions of one connection, until either end closes it."""
-        with near:
-            self._up.wait()
+    def _connect(self, client: socket.socket, target: int) -> None:
+        """Forward both directions of one connection until either end closes it."""
+        with client:
+            self._is_up.wait()
             try:
-                far = socket.create_connection(("127.0.0.1", target))
+                server = socket.create_connection(("127.0.0.1", target))
             except OSError:
-                return  # nobody listens there just now: the caller sees a closed connection
-            with far, self._counted(near, far):
-                back = threading.Thread(target=self._pass_on, args=(far, near), daemon=True)
+                return  # no program listens there: the client's connection is closed
+            with server, self._registered(client, server):
+                back = threading.Thread(target=self._forward, args=(server, client), daemon=True)
                 back.start()
-                self._pass_on(near, far)
+                self._forward(client, server)
                 back.join()
 
     @contextlib.contextmanager
-    def _counted(self, *ends: socket.socket) -> Generator[None, None, None]:
-        for each in ends:
+    def _registered(self, *sockets: socket.socket) -> Generator[None, None, None]:
+        for each in sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
         with self._lock:
-            self._open.update(ends)
+            self._connections.update(sockets)
         try:
             yield
         finally:
             with self._lock:
-                self._open.difference_update(ends)
+                self._connections.difference_update(sockets)
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while piece := source.recv(PIECE):
-                self._up.wait()
-                sink.sendall(piece)
-        self._up.wait()  # an end is news too
+            while chunk := source.recv(CHUNK):
+                self._is_up.wait()
+                sink.sendall(chunk)
+        self._is_up.wait()  # a cut link does not pass the end of a connection either
         _shut(source)
         _shut(sink)
 
@@ -129,19 +119,19 @@ def listening_ports() -> list[socket.socket]:
                 opened.append(socket.create_server(("127.0.0.1", port)))
             return opened
         except OSError:
-            for each in opened:
-                each.close()
+            for listening in opened:
+                listening.close()
 
 
 def free_ports() -> int:
-    """A port that is free just now together with the three after it."""
+    """A port that is free, like the three after it."""
     opened = listening_ports()
     port = int(opened[0].getsockname()[1])
-    for each in opened:
-        each.close()
+    for listening in opened:
+        listening.close()
     return port
 
 
-def _shut(end: socket.socket) -> None:
+def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)

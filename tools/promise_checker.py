@@ -1,7 +1,7 @@
-"""The six promises of docs/reliability.md, checked against the history of a run.
+"""Check the six promises of docs/reliability.md against the history of a run.
 
-`python -m tools.promise_checker RUN_FOLDER [GENERATOR_LOG ...]` prints a table; its exit
-code is 1 when a promise is broken. Knows a history; knows nothing of processes or files.
+`python -m tools.promise_checker RUN_FOLDER [GENERATOR_LOG ...]` prints one line per promise; the
+exit code is 1 if one is broken.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,17 +17,14 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from tools.run_history import History, Key, Record, read_history
 
-# Fates that the journal knows.
 IN_STEPS = ("trained", "no_signal")
-SETTLED = (
-    *IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
-)  # fmt: skip
+RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 MAX_SHOWN = 5  # violations in one line
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise: what was looked at, and what breaks it."""
+    """Result for one promise: a summary, and its violations."""
 
     promise: str
     text: str
@@ -35,7 +32,7 @@ class Check:
 
     @property
     def line(self) -> str:
-        """For the table."""
+        """The line that is printed."""
         if not self.broken:
             return f"ok    {self.promise} {self.text}"
         more = f" and {len(self.broken) - MAX_SHOWN} more" if len(self.broken) > MAX_SHOWN else ""
@@ -43,7 +40,7 @@ class Check:
 
 
 def check(history: History) -> list[Check]:
-    """All promises, in order."""
+    """Check all promises, in order."""
     return [
         torn_loads(history),
         trained_twice(history),
@@ -55,9 +52,7 @@ def check(history: History) -> list[Check]:
 
 
 def torn_loads(history: History) -> Check:
-    """P1: every version loaded is one that was published, and every one served was loaded; nothing
-    had to be refused.
-    """
+    """P1: only published versions were loaded, only loaded ones were sampled from, none refused."""
     published = {
         (int(number(row, "number")), row.get("weights_id")) for row in _named(history, "publish")
     }
@@ -67,8 +62,8 @@ def torn_loads(history: History) -> Check:
     hashes: dict[int, set[str]] = {}
     for load in loads:
         hashes.setdefault(load.number, set()).add(load.weights_id)
-    # A trainer killed between the rename and its event has published without saying so: all
-    # readers must agree, and the next start must have found itself at that step.
+    # A trainer killed between the rename and its event has published without recording it: all
+    # readers must agree on the version, and the trainer must have resumed at its step.
     broken = [
         f"version={load.number} weights_id={load.weights_id} was not published"
         for load in dict.fromkeys(loads)
@@ -83,7 +78,7 @@ def torn_loads(history: History) -> Check:
 
 
 def trained_twice(history: History) -> Check:
-    """P2: no group is in the journal twice, nor made twice under one number."""
+    """P2: no group is in the journal twice, no sequence number was used twice."""
     times = Counter(each.key for each in history.journal)
     broken = [
         f"{_shown(key)} is {count} times in the journal"
@@ -96,12 +91,10 @@ def trained_twice(history: History) -> Check:
 
 
 def lost_groups(history: History) -> Check:
-    """P3: what a living generator made was trained, or dropped for a reason that the records bear
-    out, or is under way.
-    """
+    """P3: every group of a live generator was trained, dropped for a valid reason, or in flight."""
     fates, logs = fates_of(history), history.logs
     known = Counter(fates.values())
-    lived = _lived_until(history, fates)
+    last_alive = _last_alive(history, fates)
     broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
     broken += [
         f"{_shown(each.key)} is {each.fate} at step {each.step} without a cause"
@@ -111,7 +104,7 @@ def lost_groups(history: History) -> Check:
         f"{_shown(key)} of step {step} has no fate"
         for key, step in logs.made.items()
         if key not in fates and key not in logs.lost | history.rolled_back
-        and lived.get(key[0], -1) > step + history.max_off_policy_steps
+        and last_alive.get(key[0], -1) > step + history.max_off_policy_steps
     ]  # fmt: skip
     what = f"{len(logs.made)} made, {known['trained']} trained, {known['stale']} stale"
     text = f"lost {len(broken)}: {what}"
@@ -119,7 +112,7 @@ def lost_groups(history: History) -> Check:
 
 
 def too_old(history: History) -> Check:
-    """P4: no trained group is older than the limit, and each is as old as its sender's log says."""
+    """P4: no trained group exceeds the staleness limit, and ages agree with the senders' logs."""
     made = history.logs.made
     in_steps = [each for each in history.journal if each.fate in IN_STEPS]
     broken = [
@@ -138,7 +131,7 @@ def too_old(history: History) -> Check:
 
 
 def steps_missing(history: History) -> Check:
-    """P5: the run has ended by itself, with every step."""
+    """P5: the run has finished with every optimizer step."""
     steps = [int(number(row, "step")) for row in history.rows]
     missing = sorted(set(range(1, history.max_steps + 1)) - set(steps))
     broken = [f"steps {missing[0]} to {missing[-1]}: {len(missing)} missing"] if missing else []
@@ -150,28 +143,28 @@ def steps_missing(history: History) -> Check:
 
 
 def accounts(history: History) -> Check:
-    """P6: what the summary counts is what the journal and the generators' logs say.
+    """P6: the counts of the summary agree with the journal and the generators' logs.
 
-    The trainer knows of all groups of a sender whose last report it has; of another sender at
-    least of those up to the last that came, and of more if a report told it so.
+    The trainer counts all groups of a sender whose last report it received; of another sender at
+    least those up to the last one that arrived.
     """
     fates, made = fates_of(history), history.logs.made
-    said = history.summary.get("accounting")
-    if not isinstance(said, dict):
+    accounting = history.summary.get("accounting")
+    if not isinstance(accounting, dict):
         return Check("P6", "accounting", ("the summary has none",))
-    stated = Counter({str(name): int(count) for name, count in said.items()})
-    heard: dict[str, int] = {}
+    stated = Counter({str(name): int(count) for name, count in accounting.items()})
+    last_received: dict[str, int] = {}
     for sender, sequence in fates:
-        heard[sender] = max(heard.get(sender, -1), sequence)
+        last_received[sender] = max(last_received.get(sender, -1), sequence)
     reported = _last_reports(history)
-    known = [key for key in made if key[0] in reported or key[1] <= heard.get(key[0], -1)]
+    known = [key for key in made if key[0] in reported or key[1] <= last_received.get(key[0], -1)]
     counted = Counter(fates.values())
     counted["lost or in flight"] = stated["made"] - len(fates)
     stated["lost or in flight"] = stated["lost"] + stated["in_flight"]
     broken = [f"{_shown(key)} was never made" for key in fates if key not in made]
     broken += [
         f"{name} is {stated[name]} in the summary, {counted[name]} in the records"
-        for name in (*SETTLED, "lost or in flight")
+        for name in (*RECORDED, "lost or in flight")
         if stated[name] != counted[name]
     ]
     in_logs = Counter(sender for sender, _ in made)
@@ -186,13 +179,13 @@ def accounts(history: History) -> Check:
     gone = history.logs.lost | (history.rolled_back - fates.keys())
     if stated["lost"] > len(gone):
         broken.append(f"lost is {stated['lost']} in the summary, {len(gone)} in the logs")
-    unheard = len(made) - len(known)
-    text = f"made {len(known)} + {unheard} of senders whose last report is missing"
+    uncounted = len(made) - len(known)
+    text = f"made {len(known)} + {uncounted} of senders whose last report is missing"
     return Check("P6", text, tuple(broken))
 
 
 def own_ends(history: History) -> Check:
-    """No promise: a program that was restarted, and had not been killed by us, has a fault."""
+    """Not a promise: programs restarted without a kill of the test have crashed."""
     restarts = list(_named(history, "restart"))
     broken = [f"{row.get('worker')} ({row.get('reason')})"
               for row in restarts if not row.get("killed")]  # fmt: skip
@@ -201,63 +194,59 @@ def own_ends(history: History) -> Check:
 
 
 def _last_reports(history: History) -> dict[str, int]:
-    """How many groups each sender has made, of those that told the trainer so at their end."""
-    said = history.summary.get("last_reports")
-    return (
-        {str(sender): int(count) for sender, count in said.items()}
-        if isinstance(said, dict)
-        else {}
-    )
+    """Number of groups by sender, as reported to the trainer at its end."""
+    reports = history.summary.get("last_reports")
+    if not isinstance(reports, dict):
+        return {}
+    return {str(sender): int(count) for sender, count in reports.items()}
 
 
 def fates_of(history: History) -> dict[Key, str]:
-    """What became of every group that the trainer has settled in a step that was taken."""
+    """Fate of every group recorded in an optimizer step that was taken."""
     last = _last_step(history)
     return {each.key: each.fate for each in history.journal if each.step <= last}
 
 
 def without_cause(history: History) -> Iterator[Record]:
-    """Records of groups whose fate is not one that such a group can have."""
-    logs, distrusted = history.logs, _distrusted(history)
-    left_behind, back_at = _left_behind(history)
+    """Records whose fate is impossible for their group."""
+    logs, flagged = history.logs, _flagged(history)
+    undone, resumed_at = _undone_weights(history)
     for each in history.journal:
         if each.key not in logs.made:
             continue  # see `accounts`
         age = each.step - 1 - logs.made[each.key]
-        evaluates, left = each.key in logs.evaluating, logs.made_with[each.key] in left_behind
+        evaluates, is_undone = each.key in logs.evaluating, logs.made_with[each.key] in undone
         causes = {
             "stale": age > history.max_off_policy_steps,
-            "abandoned": left or back_at < logs.newest.get(each.key, -1) >= each.step,
+            "abandoned": is_undone or resumed_at < logs.newest.get(each.key, -1) >= each.step,
             "filtered": history.filters,
             "evaluated": evaluates,
-            "mismatched": distrusted.get(each.key[0], each.step) < each.step,
-            "invalid": False,  # no generator of ours makes such a group
+            "mismatched": flagged.get(each.key[0], each.step) < each.step,
+            "invalid": False,  # our generators never make one
         }
-        if not causes.get(each.fate, not (evaluates or left)):
+        if not causes.get(each.fate, not (evaluates or is_undone)):
             yield each
 
 
-def _left_behind(history: History) -> tuple[set[str], float]:
-    """Ids of the weights that were out when a roll-back went back to a step before theirs; and the
-    earliest such step.
-    """
+def _undone_weights(history: History) -> tuple[set[str], float]:
+    """Ids of weights published after the step to which a roll-back returned; the earliest step."""
     published: dict[str, float] = {}  # id -> step
-    left, back_at, is_rolled_back = set[str](), math.inf, False
+    undone, resumed_at, is_rolled_back = set[str](), math.inf, False
     for row in history.events:
         if row.get("event") == "publish":
             published[str(row.get("weights_id"))] = number(row, "step")
         is_rolled_back = is_rolled_back or row.get("event") == "roll_back"
         if row.get("event") == "resume" and is_rolled_back:
-            back_at = min(back_at, number(row, "step"))
-            left |= {
+            resumed_at = min(resumed_at, number(row, "step"))
+            undone |= {
                 weights_id for weights_id, step in published.items() if step > number(row, "step")
             }
             is_rolled_back = False
-    return left, back_at
+    return undone, resumed_at
 
 
-def _distrusted(history: History) -> dict[str, int]:
-    """Senders that were set aside, and the first step after which."""
+def _flagged(history: History) -> dict[str, int]:
+    """Senders whose groups were dropped for logprob mismatch, and the first such step."""
     steps: dict[str, int] = {}
     for row in _named(history, "mismatch"):
         if row.get("dropped"):
@@ -270,23 +259,23 @@ def _distrusted(history: History) -> dict[str, int]:
 
 
 def repeated_steps(history: History) -> list[int]:
-    """Steps not above the one before, with no resume recorded between the two."""
+    """Steps that do not follow the previous one, without a resume in between."""
     resumes = [number(row, "time") for row in _named(history, "resume")]
-    found: list[int] = []
+    repeated: list[int] = []
     for before, row in pairwise(history.rows):
         start, end = number(before, "time"), number(row, "time")
         explained = any(start <= moment <= end for moment in resumes)
         if number(row, "step") <= number(before, "step") and not explained:
-            found.append(int(number(row, "step")))
-    return found
+            repeated.append(int(number(row, "step")))
+    return repeated
 
 
-def _lived_until(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
-    """By sender, a step at which it certainly lived and was heard after all it made before."""
-    lived = dict.fromkeys(history.logs.complete, _last_step(history))
+def _last_alive(history: History, fates: Mapping[Key, str]) -> dict[str, int]:
+    """By sender, the last step by which all of its earlier groups must have arrived."""
+    last_alive = dict.fromkeys(history.logs.complete, _last_step(history))
     for key in fates.keys() & history.logs.made.keys():
-        lived[key[0]] = max(lived.get(key[0], -1), history.logs.made[key])
-    return lived
+        last_alive[key[0]] = max(last_alive.get(key[0], -1), history.logs.made[key])
+    return last_alive
 
 
 def _last_step(history: History) -> int:
@@ -301,16 +290,11 @@ def _shown(key: Key) -> str:
     return f"{key[0]}/{key[1]}"
 
 
-def table(checks: Iterable[Check]) -> str:
-    """One line for each promise."""
-    return "\n".join(each.line for each in checks)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Check the run in the first argument with the generators' logs in the others."""
     folder, *logs = map(Path, arguments)
     checks = check(read_history(folder, logs))
-    sys.stdout.write(table(checks) + "\n")
+    sys.stdout.write("".join(f"{each.line}\n" for each in checks))
     return int(any(each.broken for each in checks))
 
 

@@ -1,8 +1,4 @@
-"""What a run and its generators have written, read once after everything has ended.
-
-Reads the journal, the events, the metrics, the summary and the generators' logs, and changes none
-of them; knows nothing of what a run promises (see `promises`) or of the processes that wrote.
-"""
+"""History of a finished run: its journal, events, metrics, summary and generator logs."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from peralta_zmq.observe.report import SUMMARY
 
 # Options of a run that the promise checker can check: it reads debug logs and the whole journal.
 RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
-ANY_TOKEN = 1 << 31  # what the tokens mean is the trainer's business
+MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
 GROUP, DROPPED = 1, 2  # kinds of records
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
@@ -40,21 +36,21 @@ Key: TypeAlias = tuple[str, int]  # sender NAME/BOOT, sequence
 
 
 class Record(NamedTuple):
-    """What the journal says of a group: its fate in the step that it came for."""
+    """Journal record of a group: its fate in the step whose batch it arrived for."""
 
     key: Key
     fate: str  # trained, no_signal, or the reason why it was dropped
     step: int
-    policy_step: int = -1  # that it claims to be sampled with; -1 = it was dropped
+    policy_step: int = -1  # oldest one that it was sampled with; -1 if it was dropped
 
     @property
     def age(self) -> int:
-        """Optimizer steps since these weights; negative when they are none that it can have had."""
+        """Optimizer steps since these weights; negative if the policy step is impossible."""
         return self.step - 1 - self.policy_step
 
 
 class Load(NamedTuple):
-    """A version that a generator has loaded."""
+    """A weight version loaded by a generator."""
 
     number: int
     step: int
@@ -63,14 +59,16 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class Logs:
-    """What the generators say of themselves."""
+    """Content of the generators' logs."""
 
-    made: dict[Key, int] = field(default_factory=dict[Key, int])  # the step of its weights
-    made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # ids of these weights
-    newest: dict[Key, int] = field(default_factory=dict[Key, int])  # step, of newer tokens
+    made: dict[Key, int] = field(default_factory=dict[Key, int])  # policy step
+    made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # weights_id
+    newest: dict[Key, int] = field(
+        default_factory=dict[Key, int]
+    )  # policy step of the newest tokens
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
-    lost: set[Key] = field(default_factory=set[Key])  # given up by the sender, and said so
+    lost: set[Key] = field(default_factory=set[Key])  # abandoned by the sender
     loads: list[Load] = field(default_factory=list[Load])
     refused: list[str] = field(default_factory=list[str])
     complete: set[str] = field(default_factory=set[str])  # senders that saw the end of the run
@@ -78,7 +76,7 @@ class Logs:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """One run, whole."""
+    """All records of one run."""
 
     max_steps: int
     max_off_policy_steps: int
@@ -88,16 +86,16 @@ class History:
     journal: Sequence[Record]
     logs: Logs
     filters: bool = False  # groups without difficulty are dropped
-    rolled_back: frozenset[Key] = frozenset()  # settled in steps that a roll-back has set aside
+    rolled_back: frozenset[Key] = frozenset()  # recorded in steps that a roll-back has undone
 
 
 def read_history(
     folder: Path, logs: Sequence[Path] = (), *, max_steps: int | None = None
 ) -> History:
-    """The history of the run in `folder`; `logs` are those of generators elsewhere.
+    """Read the history of the run in `folder`.
 
-    Without them the logs in folder/logs are read; without `max_steps` the run's own setting
-    counts. Raises ConfigError when the folder holds no run.
+    `logs` are the generators' logs, by default those in folder/logs; `max_steps` overrides the
+    run's setting. Raises ConfigError if the folder holds no run.
     """
     config = load_config("history", ["@", str(folder / RESOLVED)])
     on_policy = config.train.max_async_level == 0
@@ -120,15 +118,16 @@ def read_history(
 
 
 def read_journal(folder: Path) -> Iterator[Record]:
-    """Every whole record, in the order of steps. Raises WireError when one is not a group."""
-    files = sorted(folder.glob("step_*.msgpack"))
-    for file in (each for each in files if STEP_NAME.fullmatch(each.stem)):
+    """Every complete record, in the order of steps. Raises WireError if one is not a group."""
+    for file in sorted(folder.glob("step_*.msgpack")):
+        if not STEP_NAME.fullmatch(file.stem):
+            continue
         for kind, content in _records(file.read_bytes()):
             yield _record_of(kind, content, step=int(file.stem[5:]))
 
 
 def read_logs(files: Sequence[Path]) -> Logs:
-    """What the generators whose logs these are have made, lost, loaded and refused."""
+    """Read the groups made and lost, and the versions loaded and refused, from generator logs."""
     logs = Logs()
     for file in files:
         sender = ""
@@ -138,26 +137,26 @@ def read_logs(files: Sequence[Path]) -> Logs:
 
 
 def _read_line(line: str, sender: str, logs: Logs) -> str:
-    """Take in one line; returns who speaks, known from the first group it makes."""
+    """Parse one line; returns the sender, which is known after its first group."""
     if STARTED.search(line):
-        logs.complete.discard(sender)  # it saw the end of a shorter run, which was continued
+        logs.complete.discard(sender)  # the end of a shorter run, which was continued
         return ""
-    if found := MADE.search(line):
-        sender, key = found[1], (found[1], int(found[2]))
+    if match := MADE.search(line):
+        sender, key = match[1], (match[1], int(match[2]))
         if key in logs.made:
             logs.made_twice.append(key)
-        logs.made[key] = int(found[3])
-        logs.made_with[key] = found[4]
-        if found[5]:
-            logs.newest[key] = int(found[5])
-        if found[6]:
+        logs.made[key] = int(match[3])
+        logs.made_with[key] = match[4]
+        if match[5]:
+            logs.newest[key] = int(match[5])
+        if match[6]:
             logs.evaluating.add(key)
-    elif found := LOST.search(line):
-        logs.lost.add((found[1], int(found[2])))
-    elif found := LOADED.search(line):
-        logs.loads.append(Load(int(found[1]), int(found[2]), found[3]))
-    elif found := REFUSED.search(line):
-        logs.refused.append(found[1] or found[2])
+    elif match := LOST.search(line):
+        logs.lost.add((match[1], int(match[2])))
+    elif match := LOADED.search(line):
+        logs.loads.append(Load(int(match[1]), int(match[2]), match[3]))
+    elif match := REFUSED.search(line):
+        logs.refused.append(match[1] or match[2])
     elif COMPLETE in line and sender:
         logs.complete.add(sender)
     return sender
@@ -167,18 +166,18 @@ def _record_of(kind: int, content: bytes, *, step: int) -> Record:
     if kind == DROPPED:
         note = json.loads(content)
         return Record((note["sender"], note["sequence"]), note["outcome"], step)
-    group = wire.decode_group(content, vocab_size=ANY_TOKEN)
+    group = wire.decode_group(content, vocab_size=MAX_VOCAB_SIZE)
     fate = "trained" if group.has_signal else "no_signal"
     return Record((group.sender, group.sequence), fate, step, group.policy_step)
 
 
 def _records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + HEADER.size <= len(content):
-        size, checksum, kind = HEADER.unpack_from(content, at)
-        at += HEADER.size
-        body = content[at : at + size]
+    offset = 0
+    while offset + HEADER.size <= len(content):
+        size, checksum, kind = HEADER.unpack_from(content, offset)
+        offset += HEADER.size
+        body = content[offset : offset + size]
         if not size or len(body) < size or zlib.crc32(body, kind) != checksum:
-            return  # a torn tail never counted
+            return  # an incomplete last record was never committed
         yield kind, body
-        at += size
+        offset += size

@@ -1,9 +1,8 @@
-"""A long run under a random mix of faults, with a report: `make soak MINUTES=30`.
+"""A long run under random faults, with a report: `make soak MINUTES=30`.
 
-`python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three
-generators, each behind a link of its own, while workers are killed, frozen, cut off, sent away and
-called back, and the weights folder vanishes. Then it lets the run end in peace and has the checker
-judge it. Knows the group, links and folders; knows nothing of models.
+`python -m tools.soak --minutes 30 --seed 7` trains the embedded model with three generators, each
+behind a link proxy, while workers are killed, frozen, disconnected, stopped and restarted, and the
+weights folder disappears. Then the run finishes without faults and is checked.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from peralta_zmq.observe.metrics import METRICS, last_step
 from peralta_zmq.operate.local import event_recorder, local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import auth
-from tools.link_proxy import Link, free_ports
+from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import check, own_ends
 from tools.run_history import RECORDING_OPTIONS, read_history
-from tools.soak_report import figures_of, section, struck_enough, write_section
+from tools.soak_report import check_kills, figures_of, section, write_section
 
 NUM_GENERATORS = 3
-CHUNK = 600  # optimizer steps after which the trainer ends, and is started for as many more
-CHUNK_A_MINUTE = 100  # of a soak too short for so many
-LAST = 20  # steps in peace at the end
+SESSION_STEPS = 600  # after which the trainer finishes and is started for as many more
+SESSION_STEPS_PER_MINUTE = 100  # in a short soak
+FINAL_STEPS = 20  # without faults
 PAUSE = (2.0, 6.0)  # seconds between two faults
-TRAINER_LIFE = 15.0  # seconds that the trainer has at least between two kills
-Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False when it has to be tried again
+MIN_TRAINER_SECONDS = 15.0  # between two kills of the trainer
+Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--train.max-off-policy-steps", "4"),
@@ -45,119 +44,129 @@ SETTINGS = (
     *("--checkpoint.interval", "10", "--weights.poll-seconds", "1"),
 )
 GENERATORS = tuple(f"generator-{index}" for index in range(NUM_GENERATORS))
-NAMES = tuple(f"local-{index}" for index in range(NUM_GENERATORS))  # as their keys have them
+NAMES = tuple(f"local-{index}" for index in range(NUM_GENERATORS))  # in their key files
 KEYS = "keys"
 
 
-class ChaosMonkey:
-    """Strikes at random moments until its time is over; every fault but a kill ends by itself."""
+class FaultInjector:
+    """Injects random faults until its time is over; every fault but a kill ends by itself."""
 
     def __init__(
-        self, links: Sequence[Link], weights: Path, record: Record, *, seed: int, seconds: float
+        self,
+        links: Sequence[LinkProxy],
+        weights: Path,
+        record: Record,
+        *,
+        seed: int,
+        seconds: float,
     ) -> None:
         self._links, self._weights, self._record = links, weights, record
         self._hidden = weights.with_name("hidden")
-        self._chance = random.Random(seed)
-        self._ends = time.monotonic() + seconds
-        self._next = time.monotonic() + PAUSE[1]
+        self._rng = random.Random(seed)
+        self._deadline = time.monotonic() + seconds
+        self._next_fault = time.monotonic() + PAUSE[1]
         self._trainer_started = time.monotonic()
-        self._undo: list[tuple[float, str, Undo]] = []  # when, whose fault, how it ends
-        self._faults = {
+        self._active: list[tuple[float, str, Undo]] = []  # end time, kind, how to end it
+        self._weights_of_faults = {
             self._kill_generator: 50, self._kill_trainer: 25, self._freeze: 8, self._cut: 8,
-            self._reset: 6, self._hide_weights: 4, self._send_away: 4,
+            self._reset: 6, self._hide_weights: 4, self._stop_generator: 4,
         }  # fmt: skip
 
     @property
-    def over(self) -> bool:
-        """Whether its time is up."""
-        return time.monotonic() > self._ends
+    def is_over(self) -> bool:
+        """True once its time is up."""
+        return time.monotonic() > self._deadline
 
-    def trainer_starts(self) -> None:
-        """From now on it is that old."""
+    def on_trainer_start(self) -> None:
+        """Remember the start of the trainer, which runs for MIN_TRAINER_SECONDS without a kill."""
         self._trainer_started = time.monotonic()
 
     def on_tick(self, group: ProcessGroup) -> None:
-        """End what is due; then do the next fault, if it is time for one."""
+        """End the faults that are due; inject the next one if it is time."""
         now = time.monotonic()
-        due = [each for each in self._undo if each[0] <= now or self.over]
-        ended = [each for each in due if each[2](group) is not False]
-        self._undo = [each for each in self._undo if each not in ended]
-        if now >= self._next and not self.over:
-            self._next = now + self._chance.uniform(*PAUSE)
-            (fault,) = self._chance.choices(list(self._faults), list(self._faults.values()))
-            fault(group)
+        due = [fault for fault in self._active if fault[0] <= now or self.is_over]
+        ended = [fault for fault in due if fault[2](group) is not False]
+        self._active = [fault for fault in self._active if fault not in ended]
+        if now >= self._next_fault and not self.is_over:
+            self._next_fault = now + self._rng.uniform(*PAUSE)
+            faults = self._weights_of_faults
+            (inject,) = self._rng.choices(list(faults), list(faults.values()))
+            inject(group)
 
     def _kill_generator(self, group: ProcessGroup) -> None:
-        group[self._chance.choice(GENERATORS)].kill()
+        group[self._rng.choice(GENERATORS)].kill()
 
     def _kill_trainer(self, group: ProcessGroup) -> None:
-        if self._trainer_age < TRAINER_LIFE or not group["trainer"].kill():
+        is_young = time.monotonic() - self._trainer_started < MIN_TRAINER_SECONDS
+        if is_young or not group["trainer"].kill():
             self._kill_generator(group)
         else:
-            self.trainer_starts()
+            self.on_trainer_start()
 
     def _freeze(self, group: ProcessGroup) -> None:
-        worker = self._chance.choice(["trainer", *GENERATORS])
+        worker = self._rng.choice(["trainer", *GENERATORS])
+
+        def resume(group: ProcessGroup) -> None:
+            group[worker].send_signal(signal.SIGCONT)
+
         if group[worker].send_signal(signal.SIGSTOP):
-            self._last(
-                "freeze", worker, lambda group: group[worker].send_signal(signal.SIGCONT) or None
-            )
+            self._end_later("freeze", worker, resume)
 
     def _cut(self, group: ProcessGroup) -> None:
-        index = self._chance.randrange(NUM_GENERATORS)
+        index = self._rng.randrange(NUM_GENERATORS)
         self._links[index].cut()
-        self._last("cut link", GENERATORS[index], lambda group: self._links[index].mend())
+        self._end_later("cut link", GENERATORS[index], lambda group: self._links[index].restore())
 
     def _reset(self, group: ProcessGroup) -> None:
-        index = self._chance.randrange(NUM_GENERATORS)
+        index = self._rng.randrange(NUM_GENERATORS)
         self._links[index].reset()
         self._record("fault", kind="reset link", worker=GENERATORS[index])
 
     def _hide_weights(self, group: ProcessGroup) -> None:
-        if not self._hidden.exists() and any(self._weights.glob("step_*")):  # only a run's own
+        def show(group: ProcessGroup) -> None:
+            if self._hidden.exists():
+                self._hidden.rename(self._weights)
+
+        if not self._hidden.exists() and any(self._weights.glob("step_*")):
             self._weights.rename(self._hidden)
-            self._last("hide weights", "trainer", lambda group: self._show_weights())
+            self._end_later("hide weights", "trainer", show)
 
-    def _show_weights(self) -> None:
-        if self._hidden.exists():
-            self._hidden.rename(self._weights)
+    def _stop_generator(self, group: ProcessGroup) -> None:
+        if not any(kind == "stop" for _, kind, _ in self._active):
+            name = GENERATORS[-1]
+            group[name].stop()
+            self._end_later("stop", name, lambda group: group[name].resume())
 
-    def _send_away(self, group: ProcessGroup) -> None:
-        if not any(kind == "send away" for _, kind, _ in self._undo):
-            group[GENERATORS[-1]].stop()
-            self._last("send away", GENERATORS[-1], lambda group: group[GENERATORS[-1]].resume())
-
-    @property
-    def _trainer_age(self) -> float:
-        return time.monotonic() - self._trainer_started
-
-    def _last(self, kind: str, worker: str, undo: Undo) -> None:
-        """Let a fault last for some seconds."""
-        seconds = self._chance.uniform(1.0, 10.0)
-        self._undo.append((time.monotonic() + seconds, kind, undo))
+    def _end_later(self, kind: str, worker: str, undo: Undo) -> None:
+        """Record a fault that lasts for some seconds."""
+        seconds = self._rng.uniform(1.0, 10.0)
+        self._active.append((time.monotonic() + seconds, kind, undo))
         self._record("fault", kind=kind, worker=worker, seconds=round(seconds, 1))
 
 
 def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> int:
-    """Run for so long under faults, then in peace to the end; returns an exit code."""
+    """Run for some minutes with faults, then finish without them; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
     for name in (auth.TRAINER, *NAMES):
         auth.make_keys(folder / KEYS, name)
     record, weights, port = event_recorder(folder), folder / "nas" / "weights", free_ports()
-    over, target, chunk = False, 0, min(CHUNK, max(1, round(CHUNK_A_MINUTE * minutes)))
+    is_last, target = False, 0
+    session_steps = min(SESSION_STEPS, max(1, round(SESSION_STEPS_PER_MINUTE * minutes)))
     with ExitStack() as stack:
-        links = [stack.enter_context(Link(port)) for _ in range(NUM_GENERATORS)]
-        monkey = ChaosMonkey(links, weights, record, seed=seed, seconds=60 * minutes)
-        while not over:
-            over = monkey.over  # then this is the last time, in peace
-            target = (last_step(folder / METRICS) or 0) + (LAST if over else chunk)
-            monkey.trainer_starts()
+        links = [stack.enter_context(LinkProxy(port)) for _ in range(NUM_GENERATORS)]
+        injector = FaultInjector(links, weights, record, seed=seed, seconds=60 * minutes)
+        while not is_last:
+            is_last = injector.is_over
+            target = (last_step(folder / METRICS) or 0) + (
+                FINAL_STEPS if is_last else session_steps
+            )
+            injector.on_trainer_start()
             workers = soak_workers(folder, links, port=port, max_steps=target)
-            if code := supervise(workers, record=record, on_tick=monkey.on_tick):
+            if code := supervise(workers, record=record, on_tick=injector.on_tick):
                 return code
     history = read_history(folder, max_steps=target)
     figures = figures_of(history)
-    checks = [*check(history), own_ends(history), struck_enough(figures, minutes=minutes)]
+    checks = [*check(history), own_ends(history), check_kills(figures, minutes=minutes)]
     text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")
     if document:
@@ -165,8 +174,10 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
     return int(any(each.broken for each in checks))
 
 
-def soak_workers(folder: Path, links: Sequence[Link], *, port: int, max_steps: int) -> list[Worker]:
-    """The trainer, and generators that reach it each through its own link."""
+def soak_workers(
+    folder: Path, links: Sequence[LinkProxy], *, port: int, max_steps: int
+) -> list[Worker]:
+    """The trainer, and generators that connect to it through their own links."""
     arguments = [
         *SETTINGS, *RECORDING_OPTIONS, "--run.dir", str(folder.parent), "--run.name", folder.name,
         "--weights.dir", str(folder / "nas" / "weights"), "--wire.port", str(port),
@@ -185,8 +196,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
-    parser.add_argument("--run", type=Path, default=Path("runs/soak"), help="folder, made anew")
-    parser.add_argument("--document", type=Path, help="file that the report is written into")
+    parser.add_argument("--run", type=Path, default=Path("runs/soak"), help="run folder, replaced")
+    parser.add_argument("--document", type=Path, help="file that receives the report")
     options = parser.parse_args()
     shutil.rmtree(options.run, ignore_errors=True)
     sys.stdout.write(f"soak: seed={options.seed} minutes={options.minutes:g}\n")

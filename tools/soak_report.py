@@ -1,13 +1,9 @@
-"""The figures of a soak, and the section of docs/reliability.md that says them.
-
-Knows a history and one file of text; knows nothing of how the faults were made.
-"""
+"""Figures of a soak, and the section of docs/reliability.md that reports them."""
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.report import commit
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import number
 from tools.promise_checker import Check, fates_of
 from tools.run_history import History
 
-HALF_AN_HOUR, ENOUGH = 30.0, 200  # minutes, and the SIGKILLs that so long a soak has at least
+LONG_MINUTES, MIN_KILLS = 30.0, 200  # a soak of at least 30 minutes makes 200 SIGKILLs
 BEGIN, END = "<!-- written by make soak: begin -->", "<!-- written by make soak: end -->"
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a soak has done and what came of it."""
+    """Faults of a soak and their outcome."""
 
     kills: Counter[str]  # by worker
     faults: Counter[str]  # by kind
@@ -35,11 +32,11 @@ class Figures:
     steps: int
     resumes: int
     loads: int
-    unpublished: int  # versions that could not be written while the folder was away
+    unpublished: int  # versions that could not be written while the folder was hidden
 
 
 def figures_of(history: History) -> Figures:
-    """Count everything once."""
+    """Count the events, steps and groups of a run."""
     events = Counter(str(row.get("event")) for row in history.events)
     killed = [row for row in history.events if row.get("event") == "killed"]
     moments = [number(row, "time") for row in killed if row.get("worker") == "trainer"]
@@ -62,24 +59,24 @@ def figures_of(history: History) -> Figures:
     )
 
 
-def struck_enough(figures: Figures, *, minutes: float) -> Check:
-    """Whether a soak of half an hour or more has done what it is for."""
+def check_kills(figures: Figures, *, minutes: float) -> Check:
+    """Check that a long soak has made enough kills."""
     count = figures.kills.total()
-    lacks = minutes >= HALF_AN_HOUR and count < ENOUGH
-    return Check("kills", f"{count} SIGKILLs", (f"fewer than {ENOUGH}",) if lacks else ())
+    too_few = minutes >= LONG_MINUTES and count < MIN_KILLS
+    return Check("kills", f"{count} SIGKILLs", (f"fewer than {MIN_KILLS}",) if too_few else ())
 
 
 def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: int) -> str:
     """The generated section, in Markdown."""
     kills, faults = figures.kills, figures.faults
     generators = kills.total() - kills["trainer"]
-    slow = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s" if (
+    recovery = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s" if (
         figures.recoveries
     ) else "none was killed"  # fmt: skip
     rows = [
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
         ("other faults", ", ".join(f"{count} x {kind}" for kind, count in sorted(faults.items()))),
-        ("from a trainer's SIGKILL to its next step", f"median {slow}"),
+        ("from a trainer's SIGKILL to its next step", f"median {recovery}"),
         ("optimizer steps", f"{figures.steps}, the trainer started again {figures.resumes} times"),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in figures.fates.most_common())),
         ("versions loaded", f"{figures.loads}; {figures.unpublished} could not be published"),
@@ -89,7 +86,7 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
         [
             BEGIN,
             f"{time.strftime('%Y-%m-%d')}, {minutes:g} minutes, seed {seed}, {machine}, "
-            f"commit {_commit() or 'unknown'}:",
+            f"commit {commit() or 'unknown'}:",
             "",
             "| | |",
             "|---|---|",
@@ -103,21 +100,11 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
     )
 
 
-def _commit() -> str:
-    """Of this checkout, with a + when files of it have changed since; empty outside of git."""
-    here = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def write_section(text: str, document: Path) -> None:
-    """Put the section in its place in the document. Raises ValueError when there is none."""
+    """Replace the section of the document. Raises ValueError if its markers are missing."""
     whole = document.read_text("utf-8")
-    before, begin, rest = whole.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, remaining = whole.partition(BEGIN)
+    _, end, after = remaining.partition(END)
     if not begin or not end:
         raise ValueError(f"{document} has no place for the report: {BEGIN} ... {END}")
     replace_file(document, f"{before}{text}{after}".encode())

@@ -1,7 +1,4 @@
-"""The machines of a run, from a hosts file: where each is, and what it does there.
-
-Knows what makes a list of hosts sensible; reaches none of them.
-"""
+"""Schema of a hosts file: the machines of a run and the workers on each."""
 
 from __future__ import annotations
 
@@ -25,30 +22,30 @@ HOME_FOLDER = "~/peralta_zmq"
 
 
 class Host(Section):
-    """One machine, and what runs there."""
+    """One machine and its workers."""
 
     name: Text
-    """what it is called in logs; its workers are NAME-trainer and NAME-0, NAME-1 ..."""
+    """name in logs; its workers are NAME-trainer and NAME-0, NAME-1 ..."""
     ssh: Text | None = None
-    """what you would write after ssh, options included; None = this machine, without ssh"""
+    """arguments for ssh, e.g. -p 2222 me@box; None = this machine, without ssh"""
     dir: Text | None = None
-    """folder there for a copy of the project; None = ~/peralta_zmq, or this one without ssh"""
+    """folder for a copy of the project; None = ~/peralta_zmq, or this checkout without ssh"""
     python: Text = "python3"
-    """the Python there, 3.10 or later, from which .venv is made"""
+    """Python 3.10 or later that creates .venv there"""
     role: Literal["trainer", "generator"] = "generator"
-    """one host is the trainer"""
+    """exactly one host has the trainer"""
     count: NonNegativeInt | None = None
-    """generators there; None = 1, or none beside the trainer"""
+    """number of generators; None = 1, or 0 on the trainer's host"""
     device: Text | None = None
-    """cpu, cuda, cuda:1, mps or auto; None = as the config says"""
+    """cpu, cuda, cuda:1, mps or auto; None = model.device of the config"""
     weights_dir: Text | None = None
-    """the weights folder as it is mounted there; None = as the config says"""
+    """path of the weights folder on this host; None = weights.dir of the config"""
     env: dict[str, str] = Field(default={})
     """environment variables of its workers"""
 
     @property
     def num_generators(self) -> int:
-        """Generators that run there."""
+        """Number of generators."""
         return self.count if self.count is not None else int(self.role == "generator")
 
     @property
@@ -64,20 +61,20 @@ class Host(Section):
 
     @property
     def folder(self) -> str | None:
-        """Where the project is copied to; None = it is there already: this machine's own."""
+        """The folder to copy the project to; None = this checkout is used."""
         return self.dir or (HOME_FOLDER if self.ssh else None)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, settings: object) -> object:
         if isinstance(settings, Mapping):
-            given = cast("Mapping[str, object]", settings)
-            for leaf in given:
+            table = cast("Mapping[str, object]", settings)
+            for leaf in table:
                 if leaf not in cls.model_fields:
                     near = get_close_matches(leaf, cls.model_fields, n=1)
                     known = f"a host has {', '.join(cls.model_fields)}"
                     hint = f"did you mean {near[0]}?" if near else known
-                    name = given.get("name", "without a name")
+                    name = table.get("name", "without a name")
                     raise ConfigError(f"host {name}: unknown setting {leaf}; {hint}")
         return settings
 
@@ -86,18 +83,18 @@ class Hosts(Section):
     """All machines of a run."""
 
     config: Text = "configs/demo.toml"
-    """what is trained: a config file, read on this machine; options of bin/lan come on top"""
+    """config file on this machine; options of bin/lan override it"""
     host: tuple[Host, ...] = ()
     """the machines, as [[host]]"""
 
     @property
     def trainer(self) -> Host:
-        """The one with the trainer."""
+        """The host with the trainer."""
         return next(host for host in self.host if host.role == "trainer")
 
     @property
     def generators(self) -> list[str]:
-        """Names of all generators, in their order."""
+        """Names of all generators, in the order of the hosts."""
         return [name for host in self.host for name in host.generators]
 
     @model_validator(mode="after")
@@ -110,7 +107,7 @@ class Hosts(Section):
 
 
 def load_hosts(path: Path) -> Hosts:
-    """Read a hosts file. Raises ConfigError, one line that begins with the file's name."""
+    """Read a hosts file. Raises ConfigError whose message begins with the file name."""
     words = [FILE_SIGN, str(path)]
     try:
         check_files(words)
@@ -126,7 +123,7 @@ def _check_host(host: Host) -> None:
     folder = host.dir or HOME_FOLDER
     if not PLAIN_FOLDER.fullmatch(folder) or ".." in folder.split("/"):
         raise ConfigError(
-            f"host {host.name}: dir {folder!r} is no folder of its own; use one like "
+            f"host {host.name}: dir {folder!r} is not a plain path; use one like "
             f"{HOME_FOLDER}, of letters, digits, . _ + and -"
         )
     try:
@@ -134,7 +131,9 @@ def _check_host(host: Host) -> None:
     except ValueError as error:
         raise ConfigError(f"host {host.name}: ssh {host.ssh!r}: {error}; write -o 'A B'") from None
     if host.ssh and (not words or words[-1].startswith("-")):
-        raise ConfigError(f"host {host.name}: ssh {host.ssh!r} ends in no machine; write me@box")
+        raise ConfigError(
+            f"host {host.name}: ssh {host.ssh!r} does not end with a machine; write me@box"
+        )
     if host.role == "generator" and host.count == 0:
         raise ConfigError(f"host {host.name}: count = 0 runs nothing there; leave the host out")
 
@@ -148,13 +147,13 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
             )
     seen: dict[tuple[str, str], str] = {}
     for host in hosts:
-        place = (host.ssh or "", (host.folder or "").rstrip("/"))
-        if place in seen:
+        location = (host.ssh or "", (host.folder or "").rstrip("/"))
+        if location in seen:
             raise ConfigError(
-                f"hosts {seen[place]} and {host.name} are the same folder of the same machine; "
+                f"hosts {seen[location]} and {host.name} are the same folder of the same machine; "
                 "list it once, with count = for its generators, or give each a dir of its own"
             )
-        seen[place] = host.name
+        seen[location] = host.name
     for name, owners in _owners(hosts).items():
         if len(owners) > 1:
             raise ConfigError(
@@ -178,5 +177,6 @@ def _check_roles(hosts: tuple[Host, ...]) -> None:
         raise ConfigError('no host is the trainer; give one of them role = "trainer"')
     if not any(host.num_generators for host in hosts):
         raise ConfigError(
-            f"nobody generates; add a host, or give {trainers[0]} count = 1 for a generator there"
+            f"there are no generators; add a host, or give {trainers[0]} count = 1 for a generator "
+            "there"
         )

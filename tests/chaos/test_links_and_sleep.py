@@ -17,7 +17,7 @@ import pytest
 from fakes import resident_bytes
 from field import Field, Program, ended_within, until
 
-from tools.link_proxy import Link
+from tools.link_proxy import LinkProxy
 from tools.run_history import LOADED
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -36,7 +36,7 @@ def end_well(field: Field, trainer: Program, *generators: Program) -> None:
 @chaos  # in `make test` by tests/wire/test_faults.py, for a sender and a receiver
 def test_link_failure_is_survived_without_action(field: Field) -> None:
     cuts = (8, 60)
-    with Link(field.port) as link:
+    with LinkProxy(field.port) as link:
         trainer = field.trainer("--train.max-steps", str(10 * len(cuts)))
         generator = field.generator("ann", "--wire.port", str(link.port))
         until(lambda: field.step >= 3, trainer, generator)
@@ -44,7 +44,7 @@ def test_link_failure_is_survived_without_action(field: Field) -> None:
             link.cut()
             assert not ended_within(trainer, seconds)  # the trainer keeps waiting
             step = field.step
-            link.mend()
+            link.restore()
             restored = time.monotonic()
             until(lambda step=step: field.step > step, trainer, generator)
             assert time.monotonic() - restored < 10
@@ -53,7 +53,7 @@ def test_link_failure_is_survived_without_action(field: Field) -> None:
 
 @chaos
 def test_groups_lost_by_a_reset_link_are_sent_again(field: Field) -> None:
-    with Link(field.port) as link:
+    with LinkProxy(field.port) as link:
         trainer = field.trainer("--train.max-steps", "30")
         generator = field.generator("ann", "--wire.port", str(link.port))
         seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""The hosts file: what can be written, and what is refused with the host's name and a remedy."""
+"""The hosts file: valid hosts, and errors that name the host and a remedy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load(folder: Path, text: str) -> Hosts:
     return load_hosts(path)
 
 
-def refusal(folder: Path, text: str) -> str:
-    """The one line that a file causes; it begins with the file's name."""
+def error_of(folder: Path, text: str) -> str:
+    """The one-line error for a file, without the leading file name."""
     with pytest.raises(ConfigError) as caught:
         load(folder, text)
     (line,) = str(caught.value).splitlines()
@@ -29,7 +29,7 @@ def refusal(folder: Path, text: str) -> str:
     return line.removeprefix(start)
 
 
-def test_a_host_says_what_runs_there(tmp_path: Path) -> None:
+def test_hosts_have_workers_and_options(tmp_path: Path) -> None:
     hosts = load(
         tmp_path,
         TRAINER + 'count = 1\n[[host]]\nname = "pc"\nssh = "-p 2222 me@pc"\ncount = 2\n'
@@ -44,7 +44,7 @@ def test_a_host_says_what_runs_there(tmp_path: Path) -> None:
     assert pc.env == {"A": "1"}
 
 
-def test_the_example_runs_on_this_machine_without_ssh_or_a_copy() -> None:
+def test_example_runs_on_this_machine_without_a_copy() -> None:
     hosts = load_hosts(EXAMPLE)
     (here,) = hosts.host
     assert here.ssh is None and here.folder is None
@@ -52,7 +52,7 @@ def test_the_example_runs_on_this_machine_without_ssh_or_a_copy() -> None:
     assert (EXAMPLE.parents[1] / hosts.config).exists()
 
 
-def test_the_commented_host_of_the_example_is_one(tmp_path: Path) -> None:
+def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
     lines = EXAMPLE.read_text().splitlines()
     start = lines.index("# [[host]]")
     text = "\n".join([*lines[:start], *(line.removeprefix("# ") for line in lines[start:])])
@@ -60,8 +60,8 @@ def test_the_commented_host_of_the_example_is_one(tmp_path: Path) -> None:
     assert pc.ssh == "me@pc.local" and pc.workers == ["pc-0", "pc-1"]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (TRAINER, "nobody generates; add a host, or give mac count = 1 for a generator there"),
+@pytest.mark.parametrize(("text", "expected"), [
+    (TRAINER, "there are no generators; add a host, or give mac count = 1 for a generator there"),
     ('[[host]]\nname = "pc"\n', 'no host is the trainer; give one of them role = "trainer"'),
     (f'{TRAINER}[[host]]\nname = "pc"\nrole = "trainer"\n',
      "hosts mac and pc are both the trainer; a run has one, so give the others "
@@ -78,16 +78,16 @@ def test_the_commented_host_of_the_example_is_one(tmp_path: Path) -> None:
     (f'{TRAINER}[[host]]\nname = "pc"\ncount = 0\n',
      "host pc: count = 0 runs nothing there; leave the host out"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "me@pc -v"\n',
-     "host pc: ssh 'me@pc -v' ends in no machine; write me@box"),
+     "host pc: ssh 'me@pc -v' does not end with a machine; write me@box"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
-    assert refusal(tmp_path, text) == said
+def test_invalid_hosts_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
+    assert error_of(tmp_path, text) == expected
 
 
 @pytest.mark.parametrize("folder", ["~", "/", ".", "~/", "..", "~/a/../..", "/a b", "$HOME", "~x"])
-def test_a_folder_that_a_copy_could_ruin_is_refused(tmp_path: Path, folder: str) -> None:
+def test_unsafe_folder_is_refused(tmp_path: Path, folder: str) -> None:
     text = f'{TRAINER}[[host]]\nname = "pc"\nssh = "pc"\ndir = "{folder}"\n'
-    assert refusal(tmp_path, text).startswith(f"host pc: dir {folder!r} is no folder of its own")
+    assert error_of(tmp_path, text).startswith(f"host pc: dir {folder!r} is not a plain path")
 
 
 def test_a_missing_file_is_named() -> None:

@@ -1,4 +1,4 @@
-"""A trainer and two generators as three machines: network namespaces with addresses of their own.
+"""A trainer and two generators in three network namespaces.
 
 .venv/bin/python -m pytest -m lan tests/operate/test_lan_namespaces.py
 """
@@ -16,7 +16,7 @@ from field import Field, ended_within, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200)]
 CUT_SECONDS = 20.0
-GENERATORS = {"ann": "10.78.1", "bob": "10.78.2"}  # name, and the first bytes of its own net
+GENERATORS = {"ann": "10.78.1", "bob": "10.78.2"}  # name, and prefix of its network
 
 
 def ip(*words: str) -> None:
@@ -24,31 +24,31 @@ def ip(*words: str) -> None:
 
 
 class Net:
-    """The trainer's namespace, with a cable to each generator's."""
+    """The trainer's namespace, with a virtual cable to that of each generator."""
 
     def __init__(self) -> None:
         self.trainer = f"t{os.getpid()}"
 
-    def of(self, name: str) -> str:
+    def namespace(self, name: str) -> str:
         return f"{name}{os.getpid()}"
 
-    def lay(self) -> None:
+    def set_up(self) -> None:
         ip("netns", "add", self.trainer)
         ip("-n", self.trainer, "link", "set", "lo", "up")
         for name, net in GENERATORS.items():
-            there = self.of(name)
-            ip("netns", "add", there)
+            namespace = self.namespace(name)
+            ip("netns", "add", namespace)
             ip("-n", self.trainer, "link", "add", f"to-{name}", "type", "veth",
-               "peer", "name", "eth0", "netns", there)  # fmt: skip
-            for where, end, address in ((self.trainer, f"to-{name}", 1), (there, "eth0", 2)):
+               "peer", "name", "eth0", "netns", namespace)  # fmt: skip
+            for where, end, address in ((self.trainer, f"to-{name}", 1), (namespace, "eth0", 2)):
                 ip("-n", where, "address", "add", f"{net}.{address}/24", "dev", end)
                 ip("-n", where, "link", "set", end, "up")
 
-    def plug(self, name: str, state: str) -> None:
+    def set_link(self, name: str, state: str) -> None:
         ip("-n", self.trainer, "link", "set", f"to-{name}", state)
 
     def remove(self) -> None:
-        for name in (self.trainer, *map(self.of, GENERATORS)):
+        for name in (self.trainer, *map(self.namespace, GENERATORS)):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
@@ -58,7 +58,7 @@ def net() -> Iterator[Net]:
         pytest.skip("no ip on this machine (Debian: apt install iproute2)")
     made = Net()
     try:
-        made.lay()
+        made.set_up()
     except subprocess.CalledProcessError as error:
         made.remove()
         pytest.skip(f"network namespaces are not permitted: {error.stderr.decode().strip()}")
@@ -67,35 +67,33 @@ def net() -> Iterator[Net]:
 
 
 def groups_after(field: Field, name: str, step: int) -> bool:
-    """Whether the trainer has had groups of this generator since the step."""
+    """True if the trainer received groups of this generator after the step."""
     return any(
         float(str(row.get(f"gen/{name}/groups", 0))) > 0
         for row in field.rows if int(str(row["step"])) > step
     )  # fmt: skip
 
 
-def test_a_link_that_is_cut_for_20_s_costs_one_generator_and_it_rejoins_by_itself(
-    net: Net, tmp_path: Path
-) -> None:
+def test_generator_rejoins_after_its_link_was_cut_for_20_s(net: Net, tmp_path: Path) -> None:
     field = Field(tmp_path, "--wire.bind", "0.0.0.0", "--security.insecure",
                   "--train.max-steps", "100000", "--train.learning-rate", "1e-6")  # fmt: skip
     try:
         trainer = field.trainer(shell=f'exec ip netns exec {net.trainer} "$@"')
         ann, bob = (
             field.generator(name, "--wire.host", f"{there}.1",
-                            shell=f'exec ip netns exec {net.of(name)} "$@"')
+                            shell=f'exec ip netns exec {net.namespace(name)} "$@"')
             for name, there in GENERATORS.items()
         )  # fmt: skip
         until(lambda: groups_after(field, "ann", 0) and groups_after(field, "bob", 0),
               trainer, ann, bob)  # fmt: skip
-        net.plug("bob", "down")
+        net.set_link("bob", "down")
         cut = field.step
         assert not ended_within(trainer, CUT_SECONDS)
         alone = field.step
         assert alone > cut + 3  # the run goes on
         assert not groups_after(field, "bob", alone - 1)
         assert ann.alive and bob.alive
-        net.plug("bob", "up")
+        net.set_link("bob", "up")
         until(lambda: groups_after(field, "bob", alone), trainer, ann, bob, seconds=40)
     finally:
         field.close()

@@ -1,4 +1,4 @@
-"""What is wrong with a real host is told with its name and a remedy, and nothing is started.
+"""Problems of real hosts are reported with name and remedy, and nothing is started.
 
 .venv/bin/python -m pytest -m lan tests/operate/test_lan_refusals.py
 """
@@ -27,7 +27,7 @@ NOTHING = "nothing was started: beta failed; --partial goes on without\n"
 
 @pytest.fixture(autouse=True)
 def machines(tmp_path: Path) -> Iterator[None]:
-    """Two of them, and nothing of them left running."""
+    """Two machines; their processes are killed at the end."""
     for name in ("alpha", "beta"):
         make_machine(tmp_path / name)
     (tmp_path / "nas").mkdir()
@@ -39,7 +39,7 @@ def machines(tmp_path: Path) -> Iterator[None]:
 def up(
     folder: Path, beta: dict[str, object], *words: str, command: str = "up"
 ) -> subprocess.CompletedProcess[str]:
-    """A sound trainer with a generator beside it, and a host that is as the test wants it."""
+    """Run a command on a good trainer host with a generator, and on host `beta`."""
     nas = str(folder / "nas/weights")
     alpha = {"name": "alpha", "role": "trainer", "dir": str(folder / "alpha"), "count": 1,
              "python": sys.executable, "weights_dir": nas}  # fmt: skip
@@ -57,7 +57,7 @@ def started(folder: Path) -> list[Path]:
 
 
 @needs_sshd
-def test_a_host_that_is_off_and_one_that_refuses_our_key(tmp_path: Path) -> None:
+def test_unreachable_host_and_rejected_key(tmp_path: Path) -> None:
     with sshd(tmp_path / "ssh") as server:
         off = server.client("off", key="user_key", port=free_ports())
         failed = up(tmp_path, {"ssh": f"-F {off} beta"})
@@ -68,12 +68,12 @@ def test_a_host_that_is_off_and_one_that_refuses_our_key(tmp_path: Path) -> None
         failed = up(tmp_path, {"ssh": f"-F {stranger} beta"})
         assert f"its key is not accepted there; ssh-copy-id -F {stranger} beta" in failed.stderr
         assert failed.stderr.endswith(NOTHING)
-    assert not (tmp_path / "alpha/bin").exists()  # not even copied
+    assert not (tmp_path / "alpha/bin").exists()  # not copied either
     assert started(tmp_path) == []
 
 
 @needs_sshd
-def test_a_host_without_rsync(tmp_path: Path) -> None:
+def test_host_without_rsync(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in TOOLS:
@@ -85,12 +85,12 @@ def test_a_host_without_rsync(tmp_path: Path) -> None:
 
 
 @needs_sshd
-def test_a_copy_that_is_cut_off_starts_nothing_until_it_is_whole(tmp_path: Path) -> None:
+def test_interrupted_copy_starts_nothing(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in TOOLS:
         (tools / name).symlink_to(str(shutil.which(name)))
-    (tools / "rsync").write_text("#!/bin/sh\nexit 12\n")  # ends in the middle of its talk
+    (tools / "rsync").write_text("#!/bin/sh\nexit 12\n")  # fails during the transfer
     (tools / "rsync").chmod(0o755)
     with sshd(tmp_path / "ssh", f"SetEnv PATH={tools}") as server:
         failed = up(tmp_path, {"ssh": f"-F {server.config} beta"})
@@ -107,14 +107,14 @@ def test_a_copy_that_is_cut_off_starts_nothing_until_it_is_whole(tmp_path: Path)
 
 
 @pytest.mark.skipif(OLD_PYTHON is None, reason="no Python older than 3.10 on this machine")
-def test_an_old_python(tmp_path: Path) -> None:
+def test_old_python(tmp_path: Path) -> None:
     failed = up(tmp_path, {"python": str(OLD_PYTHON)})
     assert f"beta: probe: {OLD_PYTHON} is Python 3." in failed.stderr
     assert "and 3.10 or later is needed; set python = to a newer one" in failed.stderr
     assert failed.stderr.endswith(NOTHING)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
@@ -127,7 +127,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert f"beta: probe: the disk of {small}/beta is full: 8 MB free, 3000 MB" in failed.stderr
 
 
-def test_a_folder_with_somebody_elses_files_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
@@ -136,7 +136,7 @@ def test_a_folder_with_somebody_elses_files_is_left_alone(tmp_path: Path) -> Non
     assert [each.name for each in other.iterdir()] == ["thesis.tex"]
 
 
-def test_a_port_that_is_in_use(tmp_path: Path) -> None:
+def test_port_in_use(tmp_path: Path) -> None:
     port = free_ports()
     with socket.create_server(("127.0.0.2", port)):
         failed = up(tmp_path, {}, "--wire.port", str(port))
@@ -146,7 +146,7 @@ def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     assert started(tmp_path) == []
 
 
-def test_a_weights_folder_that_is_another_one(tmp_path: Path) -> None:
+def test_different_weights_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     failed = up(tmp_path, {"weights_dir": str(tmp_path / "elsewhere")})
     assert "beta: doctor: visible: " in failed.stderr
@@ -154,8 +154,8 @@ def test_a_weights_folder_that_is_another_one(tmp_path: Path) -> None:
     assert failed.stderr.endswith(NOTHING) and started(tmp_path) == []
 
 
-def test_a_start_that_fails_says_what_runs_and_how_to_end_it(tmp_path: Path) -> None:
-    (tmp_path / "beta/.lan/beta-0.json").mkdir()  # where its job should be written
+def test_failed_start_reports_running_workers(tmp_path: Path) -> None:
+    (tmp_path / "beta/.lan/beta-0.json").mkdir()  # where its job is written
     failed = up(tmp_path, {}, "--train.max-steps", "5000")
     try:
         assert failed.returncode == 1 and "beta: start: " in failed.stderr
@@ -169,7 +169,7 @@ def test_a_start_that_fails_says_what_runs_and_how_to_end_it(tmp_path: Path) -> 
     assert processes_in(tmp_path) == {}
 
 
-def test_weights_over_http_with_a_password_that_this_machine_hands_over(tmp_path: Path) -> None:
+def test_weights_over_http_with_a_sent_password(tmp_path: Path) -> None:
     token, port = tmp_path / "token", free_ports()
     token.write_text("x" * 32)
     token.chmod(0o600)
@@ -185,12 +185,12 @@ def test_weights_over_http_with_a_password_that_this_machine_hands_over(tmp_path
                "--weights.serve-port", str(port), "--weights.token-file", str(token))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "beta-0 | " in done.stdout and "alpha-trainer | step=2/2" in done.stdout
-    handed = tmp_path / "beta/.lan/weights-token"
-    assert handed.read_text() == token.read_text() and handed.stat().st_mode & 0o077 == 0
+    sent = tmp_path / "beta/.lan/weights-token"
+    assert sent.read_text() == token.read_text() and sent.stat().st_mode & 0o077 == 0
     assert not (tmp_path / "beta/runs/demo/weights").exists()
 
 
-def test_partial_goes_on_without_the_generators_that_fail(tmp_path: Path) -> None:
+def test_partial_continues_without_failed_generators(tmp_path: Path) -> None:
     done = up(tmp_path, {"python": "python2.0"}, "--partial", "--train.max-steps", "2")
     assert done.returncode == 0, done.stderr
     assert "beta: probe: python2.0 does not run" in done.stderr

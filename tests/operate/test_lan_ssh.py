@@ -1,4 +1,4 @@
-"""A run over real ssh: two hosts on loopback, each with a folder and a mount of its own.
+"""A run over real ssh: two hosts on loopback, each with its own folder and mount.
 
 .venv/bin/python -m pytest -m lan tests/operate/test_lan_ssh.py
 """
@@ -24,12 +24,12 @@ from peralta_zmq.observe.metrics import read_rows
 from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(400), needs_sshd]
-TRAINER_ADDRESS = "127.0.0.2"  # any but 127.0.0.1, which would be everybody's own
+TRAINER_ADDRESS = "127.0.0.2"  # not 127.0.0.1, which bin/lan refuses
 
 
 @dataclass
 class Home:
-    """Two machines, the server through which both are reached, and one NAS."""
+    """Two machines behind one ssh server, and one NAS."""
 
     folder: Path
     server: Sshd
@@ -58,7 +58,7 @@ class Home:
         return lan(command, "--hosts", str(self.hosts), *words)
 
     def states(self) -> dict[str, list[str]]:
-        """The table of bin/lan status: the words of each worker's line."""
+        """Words of each worker's line in the output of bin/lan status."""
         lines = self.lan("status").stdout.splitlines()[1:]
         return {words[0]: words for words in map(str.split, lines)}
 
@@ -83,7 +83,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
             os.kill(pid, signal.SIGKILL)
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -91,7 +91,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> 
 
 
 def worker_pid(folder: Path, door: str) -> int:
-    """The worker itself, not its supervisor, guard or viewer; once it is the only one there."""
+    """Process id of the worker, not of its supervisor or guard; waits until it is the only one."""
     found: list[int] = []
 
     def is_alone() -> bool:
@@ -99,12 +99,12 @@ def worker_pid(folder: Path, door: str) -> int:
                     if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
         return len(found) == 1
 
-    until(is_alone, f"not one {door}", 20)
+    wait_until(is_alone, f"not one {door}", 20)
     return found[0]
 
 
-def refuses_other_settings(home: Home) -> None:
-    """`up` over a run with other settings changes nothing of it, and says so."""
+def assert_other_settings_are_refused(home: Home) -> None:
+    """`up` with other settings does not change a running worker."""
     alpha = home.folder / "alpha"
     (settings,) = (alpha / ".lan").glob("config-*.toml")
     other = home.lan("up", *home.settings(), "--train.learning-rate", "2e-5")
@@ -115,7 +115,7 @@ def refuses_other_settings(home: Home) -> None:
     assert f" @ .lan/{settings.name} " in processes_in(alpha)[worker_pid(alpha, "trainer")]
 
 
-def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home: Home) -> None:
+def test_run_over_ssh_survives_faults_and_leaves_no_process(home: Home) -> None:
     screen = home.folder / "screen"
     with screen.open("w") as out:
         viewer = subprocess.Popen(
@@ -128,26 +128,28 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         return bool(re.search(text, screen.read_text(), re.MULTILINE))
 
     def step_after(step: int) -> None:
-        until(lambda: home.step > step, f"no step after {step}")
+        wait_until(lambda: home.step > step, f"no step after {step}")
 
     try:
         there = r"^alpha-trainer \| step=3/"
-        until(lambda: seen(there) or viewer.poll() is not None, "no step", seconds=150)
+        wait_until(lambda: seen(there) or viewer.poll() is not None, "no step", seconds=150)
         assert viewer.poll() is None, screen.read_text()
         assert seen(r"^beta-0 \| .*loaded version="), screen.read_text()
 
-        # A dropped ssh kills no worker, and the logs come back by themselves.
+        # A lost connection kills no worker, and the logs resume.
         workers = {worker_pid(home.folder / "alpha", "trainer"),
                    worker_pid(home.folder / "beta", "generator")}  # fmt: skip
         assert home.server.drop_connections() >= 2
-        until(lambda: seen("^alpha: connection lost, its workers continue"), screen.read_text())
+        wait_until(
+            lambda: seen("^alpha: connection lost, its workers continue"), screen.read_text()
+        )
         step_after(home.step)
         lost = len(screen.read_text())
-        until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], "no logs")
+        wait_until(lambda: "\nalpha-trainer | step=" in screen.read_text()[lost:], "no logs")
         assert workers == {worker_pid(home.folder / "alpha", "trainer"),
                            worker_pid(home.folder / "beta", "generator")}  # fmt: skip
 
-        # Ctrl-C ends the looking, not the run.
+        # Ctrl-C ends the log output, not the run.
         os.killpg(viewer.pid, signal.SIGINT)
         assert viewer.wait(timeout=20) == 0
         assert seen("^the run goes on; logs: bin/lan logs --hosts .*, stop: bin/lan down")
@@ -155,7 +157,7 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         states = home.states()
         assert states["alpha-trainer"][2] == states["beta-0"][2] == "running", states
 
-        refuses_other_settings(home)
+        assert_other_settings_are_refused(home)
         step_after(home.step)
 
         # A generator is restarted by name.
@@ -166,7 +168,7 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
         assert worker_pid(home.folder / "beta", "generator") != before
         step_after(home.step)
 
-        # SIGKILL to the trainer: its supervisor brings it back, and status says so.
+        # The supervisor restarts a killed trainer, and status shows it.
         os.kill(worker_pid(home.folder / "alpha", "trainer"), signal.SIGKILL)
         step = home.step
         step_after(step + 2)
@@ -185,4 +187,4 @@ def test_a_run_over_ssh_survives_all_that_happens_to_it_and_leaves_nothing(home:
             socket.create_connection((TRAINER_ADDRESS, port), timeout=1)
     assert json.loads((home.folder / "alpha/.lan/alpha-trainer.state").read_text())["stopped"]
     secrets = sorted(each.name for each in (home.folder / "beta/.lan/keys").iterdir())
-    assert secrets == ["beta-0.secret", "trainer.public"]  # and nobody else's
+    assert secrets == ["beta-0.secret", "trainer.public"]

@@ -1,4 +1,4 @@
-"""`make run-lan` as a newcomer types it: without a hosts file, in a copy of the project.
+"""`make run-lan` without a hosts file, in a copy of the project.
 
 .venv/bin/python -m pytest -m lan tests/operate/test_run_lan_here.py
 """
@@ -17,14 +17,14 @@ from hosts import REPO, SMALL, make_machine, processes_in
 from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200)]
-LEFT_OUT = shutil.ignore_patterns(".*_cache", ".hypothesis", ".git", ".venv*", ".lan", "runs",
+IGNORED = shutil.ignore_patterns(".*_cache", ".hypothesis", ".git", ".venv*", ".lan", "runs",
                                   "keys", "__pycache__", "hosts.toml")  # fmt: skip
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make on this machine")
-def test_without_a_hosts_file_the_example_runs_on_this_machine(tmp_path: Path) -> None:
+def test_run_lan_without_a_hosts_file_runs_the_example(tmp_path: Path) -> None:
     project = tmp_path / "project"
-    shutil.copytree(REPO, project, ignore=LEFT_OUT)
+    shutil.copytree(REPO, project, ignore=IGNORED)
     make_machine(project)
     settings = [*SMALL, "--train.max-steps", "2", "--wire.port", str(free_ports())]
     try:
@@ -37,7 +37,7 @@ def test_without_a_hosts_file_the_example_runs_on_this_machine(tmp_path: Path) -
         assert "here-trainer | step=2/2" in done.stdout
         assert (project / "runs/demo/summary.json").exists()
     finally:
-        left = processes_in(tmp_path)
-        for pid in left:
+        remaining = processes_in(tmp_path)
+        for pid in remaining:
             os.kill(pid, signal.SIGKILL)
-    assert left == {}
+    assert remaining == {}

@@ -1,4 +1,4 @@
-"""A link passes bytes, stops when it is cut and goes on when it is mended."""
+"""The link proxy forwards bytes, stops when it is cut, continues when it is restored."""
 
 from __future__ import annotations
 
@@ -7,81 +7,83 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.link_proxy import Link, listening_ports
+from tools.link_proxy import LinkProxy, listening_ports
 
-SILENT, PATIENCE = 0.3, 15.0  # seconds in which nothing must come, and in which something must
+SILENT_SECONDS, TIMEOUT = 0.3, 15.0  # in which nothing must arrive, and in which something must
 
 
 @pytest.fixture
 def servers() -> Iterator[list[socket.socket]]:
     listening = listening_ports()
     yield listening
-    for each in listening:
-        each.close()
+    for server in listening:
+        server.close()
 
 
-def joined(link: Link, server: socket.socket, *, port: int) -> tuple[socket.socket, socket.socket]:
-    near = socket.create_connection(("127.0.0.1", port))
-    far, _ = server.accept()
-    near.settimeout(PATIENCE)
-    far.settimeout(PATIENCE)
-    return near, far
+def connect(
+    link: LinkProxy, server: socket.socket, *, port: int
+) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(("127.0.0.1", port))
+    accepted, _ = server.accept()
+    client.settimeout(TIMEOUT)
+    accepted.settimeout(TIMEOUT)
+    return client, accepted
 
 
 def is_silent(end: socket.socket) -> bool:
-    """Whether nothing comes for a while."""
-    end.settimeout(SILENT)
+    """True if nothing arrives for SILENT_SECONDS."""
+    end.settimeout(SILENT_SECONDS)
     try:
         end.recv(100)
     except TimeoutError:
         return True
     finally:
-        end.settimeout(PATIENCE)
+        end.settimeout(TIMEOUT)
     return False
 
 
-def test_both_ports_pass_both_ways(servers: list[socket.socket]) -> None:
-    with Link(servers[0].getsockname()[1]) as link:
+def test_all_ports_forward_both_ways(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
         for index, server in enumerate(servers):
-            near, far = joined(link, server, port=link.port + index)
-            with near, far:
-                near.sendall(b"there")
-                assert far.recv(100) == b"there"
-                far.sendall(b"back")
-                assert near.recv(100) == b"back"
+            client, accepted = connect(link, server, port=link.port + index)
+            with client, accepted:
+                client.sendall(b"there")
+                assert accepted.recv(100) == b"there"
+                accepted.sendall(b"back")
+                assert client.recv(100) == b"back"
 
 
-def test_a_cut_link_holds_everything_back_and_loses_nothing(servers: list[socket.socket]) -> None:
-    with Link(servers[0].getsockname()[1]) as link:
-        near, far = joined(link, servers[0], port=link.port)
-        with near, far:
+def test_cut_link_delays_bytes_until_it_is_restored(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
+        client, accepted = connect(link, servers[0], port=link.port)
+        with client, accepted:
             link.cut()
-            near.sendall(b"held")
-            assert is_silent(far)
-            link.mend()
-            assert far.recv(100) == b"held"
+            client.sendall(b"held")
+            assert is_silent(accepted)
+            link.restore()
+            assert accepted.recv(100) == b"held"
 
 
-def test_an_end_is_told_only_when_the_link_is_mended(servers: list[socket.socket]) -> None:
-    with Link(servers[0].getsockname()[1]) as link:
-        near, far = joined(link, servers[0], port=link.port)
-        with near, far:
+def test_cut_link_delays_the_end_of_a_connection(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
+        client, accepted = connect(link, servers[0], port=link.port)
+        with client, accepted:
             link.cut()
-            far.close()
-            assert is_silent(near)
-            link.mend()
-            assert near.recv(100) == b""
+            accepted.close()
+            assert is_silent(client)
+            link.restore()
+            assert client.recv(100) == b""
 
 
-def test_a_reset_closes_connections_and_takes_new_ones(servers: list[socket.socket]) -> None:
-    with Link(servers[0].getsockname()[1]) as link:
-        near, far = joined(link, servers[0], port=link.port)
-        with near, far:
-            near.sendall(b"there")
-            assert far.recv(100) == b"there"
+def test_reset_closes_connections_and_accepts_new_ones(servers: list[socket.socket]) -> None:
+    with LinkProxy(servers[0].getsockname()[1]) as link:
+        client, accepted = connect(link, servers[0], port=link.port)
+        with client, accepted:
+            client.sendall(b"there")
+            assert accepted.recv(100) == b"there"
             link.reset()
-            assert near.recv(100) == far.recv(100) == b""
-        near, far = joined(link, servers[0], port=link.port)
-        with near, far:
-            near.sendall(b"again")
-            assert far.recv(100) == b"again"
+            assert client.recv(100) == accepted.recv(100) == b""
+        client, accepted = connect(link, servers[0], port=link.port)
+        with client, accepted:
+            client.sendall(b"again")
+            assert accepted.recv(100) == b"again"

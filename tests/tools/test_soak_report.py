@@ -1,4 +1,4 @@
-"""The report of a soak, counted by hand."""
+"""The report of a soak, compared with figures counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.report import commit
 from peralta_zmq.observe.metrics import Row
 from tools.promise_checker import Check
 from tools.run_history import History, Load, Logs, Record
-from tools.soak_report import BEGIN, END, figures_of, section, struck_enough, write_section
+from tools.soak_report import BEGIN, END, check_kills, figures_of, section, write_section
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -45,7 +45,7 @@ def history() -> History:
     )
 
 
-def test_everything_is_counted_once() -> None:
+def test_figures_count_events_and_groups() -> None:
     figures = figures_of(history())
     assert figures.kills == {"trainer": 3, "generator-0": 1}
     assert figures.faults == {"freeze": 2}
@@ -58,14 +58,14 @@ def test_everything_is_counted_once() -> None:
     ("kills", "minutes", "broken"),
     [(199, 30, ("fewer than 200",)), (200, 30, ()), (4, 60, ("fewer than 200",)), (4, 29, ())],
 )
-def test_half_an_hour_has_200_kills_or_the_soak_fails(
+def test_soak_of_half_an_hour_needs_200_kills(
     kills: int, minutes: float, broken: tuple[str, ...]
 ) -> None:
     figures = replace(figures_of(history()), kills=Counter({"trainer": 3, "ann": kills - 3}))
-    assert struck_enough(figures, minutes=minutes).broken == broken
+    assert check_kills(figures, minutes=minutes).broken == broken
 
 
-def test_the_section_says_figures_and_checks_in_its_place(tmp_path: Path) -> None:
+def test_section_is_written_between_its_markers(tmp_path: Path) -> None:
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     checks = [Check("P1", "torn 0", ("version=2 refused",))]
@@ -79,7 +79,7 @@ def test_the_section_says_figures_and_checks_in_its_place(tmp_path: Path) -> Non
     assert f", commit {commit() or 'unknown'}:\n" in text
 
 
-def test_a_document_without_a_place_is_refused(tmp_path: Path) -> None:
+def test_document_without_markers_is_refused(tmp_path: Path) -> None:
     document = tmp_path / "reliability.md"
     document.write_text("nothing here\n")
     with pytest.raises(ValueError, match="has no place for the report"):
