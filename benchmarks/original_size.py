@@ -1,12 +1,12 @@
-"""A step at the original's size: Qwen3-0.6B's shape with random weights, the original's constants.
+"""Steps per hour at the original's size: Qwen3-0.6B's shape, random weights, its constants.
 
 12 problems of 110 tokens, 4 completions of 12, 18, 26 and 40 tokens each, a learning rate of 2e-6.
-The original, made again without Ray, whose cost is left out: fp32, one prompt at a time, a second
-forward for the logprobs, pickled rollouts, training padded, one group after another with one step
-of the optimizer (logits at every position of all 48 rollouts would be 4.4 GB, several times), then
-`save_pretrained`, `from_pretrained`. Both are measured whole, once, and their parts are added up,
-although ours run side by side in a real run. Each part is a process of its own, one after another.
-`--quick` takes a shape a tenth as large.
+The original is reimplemented without Ray, whose cost is left out: fp32, one prompt at a time, a
+second forward pass for the logprobs, pickled rollouts, padded training of one group after another
+with one optimizer step (the logits of all 48 rollouts at every position would need 4.4 GB, several
+times), then `save_pretrained` and `from_pretrained`. Each part is measured once in a separate
+process, and the parts are added up, although ours overlap in a real run. `--quick` uses a shape a
+tenth as large.
 """
 
 from __future__ import annotations
@@ -39,54 +39,51 @@ from peralta_zmq.weights.version import Version
 NUM_GROUPS = 12
 PARTS = ("generate", "score", "transfer", "train", "publish", "reload")
 RUN = "bench-00112233"
-PATIENCE = 600.0  # seconds, for the publisher
-Seconds = dict[str, float]  # of each part
+PUBLISH_TIMEOUT = 600.0  # seconds
+Seconds = dict[str, float]  # by part
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
-    """One step of each side, part by part."""
-    taken: dict[str, Seconds] = {"ours": {}, "original": {}}
-    tell = progress_of(len(WORK))
+    """Measure one step of each side, part by part."""
+    parts: dict[str, Seconds] = {"ours": {}, "original": {}}
+    report_progress = progress_of(len(WORK))
     for work in WORK:
         side, _, _ = work.partition("_")
-        taken[side] |= alone(work, quick=quick)
-        tell(f"{work}: {taken[side]}")
-    yield from claims(taken["ours"], taken["original"])
+        parts[side] |= measure_in_process(work, quick=quick)
+        report_progress(f"{work}: {parts[side]}")
+    yield from claims(parts["ours"], parts["original"])
 
 
-def alone(work: str, *, quick: bool) -> Seconds:
-    """What a process of its own measured."""
+def measure_in_process(work: str, *, quick: bool) -> Seconds:
+    """Measure one entry of WORK in a new process."""
     command = [sys.executable, "-m", "benchmarks.original_size", work, str(int(quick))]
-    surroundings = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        command, cwd=REPO, env=surroundings, stdout=subprocess.PIPE, text=True, check=True
+    variables = {**os.environ, "PYTHONPATH": str(REPO)}
+    result = subprocess.run(
+        command, cwd=REPO, env=variables, stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def claims(ours: Mapping[str, float], original: Mapping[str, float]) -> Iterator[Claim]:
-    """Steps per hour when the parts follow each other, and the seconds of each."""
-    mine, theirs = (3600 / sum(each.values()) for each in (ours, original))
-    yield Claim("steps_per_hour", mine, "steps/h", peer=theirs, ratio=mine / theirs)
+    """Steps per hour if the parts run one after another, and the seconds of each part."""
+    rate, peer_rate = (3600 / sum(each.values()) for each in (ours, original))
+    yield Claim("steps_per_hour", rate, "steps/h", peer=peer_rate, ratio=rate / peer_rate)
     for part in PARTS:
         ratio = original[part] / ours[part] if ours[part] else None
         yield Claim(f"{part}_seconds", ours[part], "s/step", peer=original[part], ratio=ratio)
 
 
-# The parts.
-
-
 def ours_generate(shape: dict[str, Any]) -> Seconds:
-    """All completions with their logprobs, and the groups through a socket."""
+    """Sample all completions with their logprobs, and send the groups through a socket."""
     engine = engine_of(shape)
-    asked = generation.requests(NUM_GROUPS, list(LENGTHS) * NUM_GROUPS)
-    list(engine.generate(asked[:4], generation.SAMPLING))
-    sampling = seconds(lambda: list(engine.generate(asked, generation.SAMPLING)))
-    return {"generate": sampling, "score": 0.0, "transfer": sent(shape)}
+    requests = generation.requests(NUM_GROUPS, list(LENGTHS) * NUM_GROUPS)
+    list(engine.generate(requests[:4], generation.SAMPLING))
+    sampling = seconds(lambda: list(engine.generate(requests, generation.SAMPLING)))
+    return {"generate": sampling, "score": 0.0, "transfer": transfer_seconds(shape)}
 
 
 def engine_of(shape: dict[str, Any]) -> NativeEngine:
-    """One that never ends a completion before its length."""
+    """An engine without an end token, so that completions have their full length."""
     dtype, _ = models.choose_dtype(torch.device("cpu"))
     engine = NativeEngine(
         generation.endless_model(shape).to(dtype), models.load_tokenizer(models.EMBEDDED), slots=32,
@@ -96,8 +93,8 @@ def engine_of(shape: dict[str, Any]) -> NativeEngine:
     return engine
 
 
-def sent(shape: Mapping[str, object]) -> float:
-    """Seconds in which the groups of a step are encoded, sent, received and checked."""
+def transfer_seconds(shape: Mapping[str, object]) -> float:
+    """Seconds to encode, send, receive and validate the groups of a step."""
     size = int(str(shape["vocab_size"]))
     groups = [training.group(number, size, run_id=RUN) for number in range(NUM_GROUPS)]
     with ExitStack() as stack:
@@ -105,75 +102,75 @@ def sent(shape: Mapping[str, object]) -> float:
         stack.enter_context(closing(receiver))
         sender = stack.enter_context(closing(wire.RolloutSender(receiver.address)))
 
-        def once() -> None:
+        def transfer() -> None:
             for group in groups:
                 assert sender.send(wire.encode_group(group), timeout=10.0)
                 assert receiver.receive(timeout=10.0), receiver.refused
 
-        once()  # until the connection stands
-        return seconds(once)
+        transfer()  # establishes the connection
+        return seconds(transfer)
 
 
 def ours_train(shape: dict[str, Any]) -> Seconds:
-    """The step; then publish what it changed, fetch and check it, and have the engine apply it."""
+    """Take the step, publish its weights, fetch and check them and apply them to the engine."""
     setting = Setting(shape, num_groups=NUM_GROUPS)
     setting.narrow(1)
     with tempfile.TemporaryDirectory(prefix="bench-size-") as folder:
         store = WeightStore.open(Path(folder) / "weights")
         store.claim("bench")
-        (Path(folder) / "copy").mkdir()
-        copy = LocalReplica(Path(folder) / "copy")
+        (Path(folder) / "replica").mkdir()
+        replica = LocalReplica(Path(folder) / "replica")
         with closing(WeightPublisher(store, companions={}, keyframe_interval=1000)) as publisher:
-            first, _ = published(publisher, 0, setting)
-            copy.advance(store, first)
+            first, _ = publish(publisher, 0, setting)
+            replica.advance(store, first)
             step = seconds(lambda: setting.narrow(NUM_GROUPS))
-            version, publishing = published(publisher, 1, setting)
+            version, publishing = publish(publisher, 1, setting)
 
         engine = engine_of(shape)
 
         def reload() -> None:
-            copy.advance(store, version)
-            newer = copy.tensors()
-            check_finite(newer)
-            engine.apply(newer, step=1)
+            replica.advance(store, version)
+            weights = replica.tensors()
+            check_finite(weights)
+            engine.apply(weights, step=1)
 
         return {"train": step, "publish": publishing, "reload": seconds(reload)}
 
 
-def published(publisher: WeightPublisher, step: int, setting: Setting) -> tuple[Version, float]:
-    """The version, and the seconds until others can read it."""
+def publish(publisher: WeightPublisher, step: int, setting: Setting) -> tuple[Version, float]:
+    """Publish the weights; returns the version and the seconds until it can be read."""
     weights = models.weights_of(setting.model)
 
-    def publish() -> None:
+    def publish_and_wait() -> None:
         publisher.publish(step, weights)
-        assert publisher.wait(PATIENCE)
+        assert publisher.wait(PUBLISH_TIMEOUT)
 
-    taken = seconds(publish)
+    publishing = seconds(publish_and_wait)
     (report,) = publisher.take_reports()
     assert report.version, report.reason
-    return report.version, taken
+    return report.version, publishing
 
 
 def original_generate(shape: dict[str, Any]) -> Seconds:
-    """One prompt after another, each up to its longest completion, and its logprobs."""
+    """Sample one prompt after another up to its longest completion, and compute its logprobs."""
     model = generation.endless_model(shape)
     sampling = scoring = 0.0
     with torch.inference_mode():
         generation.generated(model, 1, 2)
         for _ in range(NUM_GROUPS):
-            began = time.perf_counter()
+            started = time.perf_counter()
             sequences = generation.generated(model, 1, max(LENGTHS))
             sampled = time.perf_counter()
             models.token_logprobs(model, sequences, torch.ones_like(sequences))
-            sampling += sampled - began
+            sampling += sampled - started
             scoring += time.perf_counter() - sampled
     groups = [training.group(number, 1000) for number in range(NUM_GROUPS)]
-    passing = seconds(lambda: pickle.loads(pickle.dumps(groups)))
-    return {"generate": sampling, "score": scoring, "transfer": passing}
+    transfer = seconds(lambda: pickle.loads(pickle.dumps(groups)))
+    return {"generate": sampling, "score": scoring, "transfer": transfer}
 
 
 def original_train(shape: dict[str, Any]) -> Seconds:
-    """The step; then write and read fp32 weights."""
+    """Take the step, then write and read fp32 weights."""
     setting = Setting(shape, num_groups=NUM_GROUPS)
     setting.original(1)
     step = seconds(lambda: setting.original(NUM_GROUPS, at_once=1))
@@ -185,16 +182,16 @@ def original_train(shape: dict[str, Any]) -> Seconds:
 
 
 WORK: dict[str, Callable[[dict[str, Any]], Seconds]] = {
-    each.__name__: each for each in (ours_generate, original_generate, ours_train, original_train)
+    work.__name__: work for work in (ours_generate, original_generate, ours_train, original_train)
 }
 
 
 def main(work: str, quick: bool) -> None:
-    """Do one part and print its seconds."""
+    """Measure one entry of WORK and print its seconds."""
     models.use_threads()
     models.keep_memory()
-    taken = WORK[work](generation.QUICK_SHAPE if quick else generation.SHAPE)
-    sys.stdout.write(json.dumps(taken) + "\n")
+    parts = WORK[work](generation.QUICK_SHAPE if quick else generation.SHAPE)
+    sys.stdout.write(json.dumps(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A slow TCP link in threads, between a weight server and its clients."""
+"""A slow TCP link between a weight server and its clients, simulated by a proxy in threads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What people would use instead, each a program of its own in an environment of its own.
+"""Alternatives to this project, each a program in a separate environment.
 
-A peer takes one JSON object (`Task`) as its argument and prints one JSON object a line: first
-`{"begun": TIME}` when everything is loaded and training begins, then for each optimizer step
-`{"step", "time", "reward", "bytes", "seconds", ...}`, the last of its parts by name. It ends when
-it is told to. Knows nothing of ours but the data and the reward.
+The argument of a peer is one JSON object (`Task`). It prints one JSON object per line: first
+`{"started": true, "time"}` when everything is loaded and training starts, then for each optimizer
+step `{"step", "time", "reward", "bytes", "seconds", ...}`, where `seconds` is a map of its parts.
+It runs until it is killed or all steps are done. From this project it imports only the task.
 """

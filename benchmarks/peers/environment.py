@@ -1,4 +1,4 @@
-"""An environment for the peers beside ours: current releases from PyPI, torch shared with us."""
+"""Virtual environment of the peers: releases from PyPI, with our torch and transformers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PACKAGES = ("trl", "ray", "accelerate", "datasets")
 
 
 def python() -> Path:
-    """The interpreter of the peers; makes their environment when there is no whole one yet.
+    """The interpreter of the peers; creates their environment at the first call.
 
-    Our packages are seen through a .pth file, so that both sides compute with the same torch and
-    transformers. All checkouts that share our packages share it; after a change of the
-    constraints it is made anew. Raises CalledProcessError when pip fails.
+    A .pth file makes our packages visible, so that both sides use the same torch and transformers.
+    The environment is cached by Python version, our packages and the constraints. Raises
+    CalledProcessError if pip fails.
     """
     ours, constraints = Path(sysconfig.get_path("purelib")).resolve(), REPO / ".ci/constraints.txt"
-    made_of = f"{sys.version} {ours} {PACKAGES} {constraints.read_text('utf-8')}"
-    folder = CACHE / hashlib.sha256(made_of.encode()).hexdigest()[:12]
-    interpreter, whole = folder / "bin" / "python", folder / "whole"
-    if whole.exists():
+    contents = f"{sys.version} {ours} {PACKAGES} {constraints.read_text('utf-8')}"
+    folder = CACHE / hashlib.sha256(contents.encode()).hexdigest()[:12]
+    interpreter, complete = folder / "bin" / "python", folder / "complete"
+    if complete.exists():
         return interpreter
     progress(f"installing {', '.join(PACKAGES)} into {folder} (once; a few minutes)")
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
@@ -35,21 +35,21 @@ def python() -> Path:
     subprocess.run(
         [*pip, "--constraint", str(constraints), *PACKAGES], check=True, stdout=sys.stderr
     )
-    whole.touch()
+    complete.touch()
     return interpreter
 
 
 def versions() -> dict[str, str]:
-    """Of what was installed for the peers."""
+    """Versions of the peers' packages."""
     code = (
         "import json, sys; from importlib.metadata import version; "
-        "print(json.dumps({each: version(each) for each in sys.argv[1:]}))"
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     )
     command = [str(python()), "-c", code, *PACKAGES]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout))
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(result.stdout))
 
 
 def _site() -> str:
-    """Where packages lie below the folder of an environment."""
+    """Folder of the packages, relative to the environment."""
     return f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"

@@ -1,11 +1,11 @@
-"""The original's two actors on Ray, made again from its description: github.com/kahnvex/peralta.
+"""The original's two actors on Ray, reimplemented from its description: github.com/kahnvex/peralta.
 
-One generator actor (transformers' generate of one prompt at a time, in fp32, then a second forward
-for the logprobs), one trainer actor (padded rollouts, logits at every position, REINFORCE over the
-group's mean, Adam), four threads that ask the generator and fill a queue of one batch, groups
-without signal left out, and after each step save_pretrained and from_pretrained through a folder.
-Each row has the seconds of every part; `..._meanwhile` is what the generator did at the same time.
-Knows Ray; knows nothing of our trainer.
+A generator actor (transformers' generate for one prompt at a time in fp32, then a second forward
+pass for the logprobs), a trainer actor (padded rollouts, logits at every position, REINFORCE with
+the group's mean as baseline, Adam), and four threads that request groups from the generator and
+fill a queue of one batch. Groups without signal are left out. After each step the weights pass
+through a folder with save_pretrained and from_pretrained. Each row has the seconds of every part;
+`..._meanwhile` is the generator's time, concurrent to the others.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers.task import Task, asked, chat, problems, say
+from benchmarks.peers.task import Task, chat, problems, read_task, report
 from peralta_zmq.environments import calculator
 
-NUM_WORKERS = 4  # threads that ask one generator
+NUM_WORKERS = 4  # threads that send requests to the generator
 WEIGHTS = "model.safetensors"
-Rollout = tuple[torch.Tensor, int, float]  # tokens [T], of which the prompt, advantage
+Rollout = tuple[torch.Tensor, int, float]  # tokens [T], length of the prompt, advantage
 
 
 @ray.remote
 class Generator:
-    """Samples with the newest checkpoint that it was told to load."""
+    """Samples with the newest checkpoint that it has loaded."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.seconds = task, {"generate": 0.0, "score": 0.0}
@@ -45,8 +45,8 @@ class Generator:
         self.load(task.model)
 
     def generate(self, prompt: list[int]) -> list[list[int]]:
-        """Completions of one prompt, each up to and with its end."""
-        began = time.perf_counter()
+        """Completions of one prompt, each including its end token."""
+        started = time.perf_counter()
         ids = torch.tensor([prompt] * self.task.num_generations)
         with torch.no_grad():
             full = self.model.generate(
@@ -56,27 +56,27 @@ class Generator:
             )  # fmt: skip
             sampled = time.perf_counter()
             logprobs_of(self.model, full)
-        self.seconds["generate"] += sampled - began
+        self.seconds["generate"] += sampled - started
         self.seconds["score"] += time.perf_counter() - sampled
-        return [until_end(each, self.ends) for each in full[:, len(prompt) :].tolist()]
+        return [until_end(row, self.ends) for row in full[:, len(prompt) :].tolist()]
 
     def load(self, folder: str) -> float:
-        """Seconds that it took to have the model anew."""
-        began = time.perf_counter()
+        """Load the model again; returns the seconds."""
+        started = time.perf_counter()
         self.model = None
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.ends = {self.model.generation_config.eos_token_id}
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
-    def taken(self) -> dict[str, float]:
-        """Seconds of each part since it was last asked."""
-        taken, self.seconds = self.seconds, {"generate": 0.0, "score": 0.0}
-        return taken
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of each part since the last call."""
+        seconds, self.seconds = self.seconds, {"generate": 0.0, "score": 0.0}
+        return seconds
 
 
 @ray.remote
 class Trainer:
-    """Learns from whole batches."""
+    """Takes one optimizer step per batch."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -86,48 +86,48 @@ class Trainer:
         )
 
     def step(self, step: int, rollouts: list[Rollout]) -> float:
-        """One step of the optimizer; the seconds that it took."""
-        began = time.perf_counter()
-        tokens = pad_sequence([each for each, _, _ in rollouts], batch_first=True)
-        places = torch.arange(tokens.shape[1])
+        """Take one optimizer step; returns the seconds."""
+        started = time.perf_counter()
+        tokens = pad_sequence([token_ids for token_ids, _, _ in rollouts], batch_first=True)
+        positions = torch.arange(tokens.shape[1])
         starts = torch.tensor([start for _, start, _ in rollouts])[:, None]
-        ends = torch.tensor([len(each) for each, _, _ in rollouts])[:, None]
-        mask = ((places >= starts) & (places < ends))[:, 1:]
-        worth = torch.tensor([each for _, _, each in rollouts])[:, None]
-        logprobs = logprobs_of(self.model, tokens, attention=(places < ends).long())
-        loss = -(logprobs * worth * mask).sum() / mask.sum()
+        ends = torch.tensor([len(token_ids) for token_ids, _, _ in rollouts])[:, None]
+        mask = ((positions >= starts) & (positions < ends))[:, 1:]
+        advantages = torch.tensor([advantage for _, _, advantage in rollouts])[:, None]
+        logprobs = logprobs_of(self.model, tokens, attention=(positions < ends).long())
+        loss = -(logprobs * advantages * mask).sum() / mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.learning_rate * (1 - step / self.task.max_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     def save(self, folder: str) -> float:
-        """Seconds of writing a checkpoint."""
-        began = time.perf_counter()
+        """Write a checkpoint; returns the seconds."""
+        started = time.perf_counter()
         self.model.save_pretrained(folder)
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 def logprobs_of(
     model: Any, tokens: torch.Tensor, attention: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Of every token but the first, [B, T - 1], without temperature; gathered as TRL does."""
+    """Logprobs of all tokens but the first, [B, T - 1], without temperature; gathered as in TRL."""
     logits = model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
-    chosen = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    return chosen - torch.stack([each.logsumexp(-1) for each in logits])
+    token_logits = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return token_logits - torch.stack([row.logsumexp(-1) for row in logits])
 
 
 def until_end(token_ids: list[int], ends: set[int]) -> list[int]:
-    """Without what was padded behind the first end."""
-    at = [place for place, each in enumerate(token_ids) if each in ends]
-    return token_ids[: at[0] + 1] if at else token_ids
+    """The tokens up to the first end token, without padding."""
+    positions = [position for position, token in enumerate(token_ids) if token in ends]
+    return token_ids[: positions[0] + 1] if positions else token_ids
 
 
 class Batcher:
-    """Threads that ask, pay and queue."""
+    """Threads that sample, score and queue groups."""
 
     def __init__(self, task: Task, generator: Any) -> None:
         self.task, self.generator = task, generator
@@ -139,37 +139,37 @@ class Batcher:
             threading.Thread(target=self.produce, args=(number,), daemon=True).start()
 
     def produce(self, number: int) -> None:
-        """Ask for one problem after another, for ever."""
-        chance = random.Random(1000 * self.task.seed + number)
+        """Sample random problems without end."""
+        randomness = random.Random(1000 * self.task.seed + number)
         while True:
-            problem = chance.choice(self.problems)
+            problem = randomness.choice(self.problems)
             text = self.tokenizer.apply_chat_template(
                 chat(problem), tokenize=False, add_generation_prompt=True, enable_thinking=False
             )
             prompt = self.tokenizer.encode(text, add_special_tokens=False)
-            said = ray.get(self.generator.generate.remote(prompt))
-            paid = [calculator.reward(problem, self.text_of(each)) for each in said]
-            self.rewards += paid
-            if len(set(paid)) == 1:
+            completions = ray.get(self.generator.generate.remote(prompt))
+            rewards = [calculator.reward(problem, self.text_of(ids)) for ids in completions]
+            self.rewards += rewards
+            if len(set(rewards)) == 1:
                 continue  # no signal
-            mean = sum(paid) / len(paid)
-            for each, reward in zip(said, paid, strict=True):
-                self.queue.put((torch.tensor(prompt + each), len(prompt), reward - mean))
+            mean = sum(rewards) / len(rewards)
+            for ids, reward in zip(completions, rewards, strict=True):
+                self.queue.put((torch.tensor(prompt + ids), len(prompt), reward - mean))
 
     def text_of(self, token_ids: list[int]) -> str:
-        """What is paid."""
+        """The text that the reward function gets."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     def batch(self) -> tuple[list[Rollout], list[float]]:
-        """The next batch, and what everything sampled since the last one was paid."""
+        """The next batch, and the rewards of everything sampled since the last one."""
         rollouts = [self.queue.get() for _ in range(self.task.batch_size)]
         rewards, self.rewards = self.rewards, []
         return rollouts, rewards
 
 
 def main() -> None:
-    """Train until somebody ends us, or to max_steps."""
-    task = asked()
+    """Train for max_steps, or until the process is killed."""
+    task = read_task()
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20,
         _temp_dir=f"{task.folder}/ray",
@@ -177,20 +177,20 @@ def main() -> None:
     trainer, generator = Trainer.remote(task), Generator.remote(task)
     ray.get([trainer.__ray_ready__.remote(), generator.__ray_ready__.remote()])
     batcher = Batcher(task, generator)
-    say(begun=True)
+    report(started=True)
     for step in range(task.max_steps):
-        folder, asked_at = Path(task.folder) / f"step_{step:03d}", time.perf_counter()
+        folder, requested = Path(task.folder) / f"step_{step:03d}", time.perf_counter()
         rollouts, rewards = batcher.batch()
-        began = time.perf_counter()
-        parts = {"wait": began - asked_at, "train": ray.get(trainer.step.remote(step, rollouts))}
-        parts["transfer"] = time.perf_counter() - began - parts["train"]
+        started = time.perf_counter()
+        parts = {"wait": started - requested, "train": ray.get(trainer.step.remote(step, rollouts))}
+        parts["transfer"] = time.perf_counter() - started - parts["train"]
         parts["publish"] = ray.get(trainer.save.remote(str(folder)))
         parts["reload"] = ray.get(generator.load.remote(str(folder)))
-        taken = ray.get(generator.taken.remote())
-        parts |= {f"{name}_meanwhile": each for name, each in taken.items()}
+        concurrent = ray.get(generator.take_seconds.remote())
+        parts |= {f"{name}_meanwhile": seconds for name, seconds in concurrent.items()}
         size = (folder / WEIGHTS).stat().st_size
-        say(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards),
-            bytes=size, seconds=parts)  # fmt: skip
+        report(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards),
+               bytes=size, seconds=parts)  # fmt: skip
         shutil.rmtree(folder)
 
 

@@ -1,4 +1,4 @@
-"""The embedded task as every peer gets it. Needs neither pyzmq nor our trainer."""
+"""The embedded task for the peers; needs neither pyzmq nor our trainer."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from peralta_zmq.rollout import Problem
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all sides have in common."""
+    """Settings that all sides share."""
 
     model: str  # folder
-    folder: str  # for what a peer writes
+    folder: str  # for files of the peer
     train: str = "math_1k"
     system_prompt: str = ""
     num_generations: int = 8
     batch_size: int = 128  # rollouts
     learning_rate: float = 2e-4
-    max_steps: int = 80  # to which the learning rate falls linearly
+    max_steps: int = 80  # the learning rate falls linearly to 0 over them
     max_completion_length: int = 48
     temperature: float = 1.0
     adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
     seed: int = 0
 
+    def to_json(self) -> str:
+        """The argument of a peer."""
+        return json.dumps(asdict(self))
 
-def written(task: Task) -> str:
-    """As an argument of a peer."""
-    return json.dumps(asdict(task))
 
-
-def asked() -> Task:
-    """The task in the program's argument."""
+def read_task() -> Task:
+    """The task in the program's only argument."""
     return Task(**json.loads(sys.argv[1]))
 
 
@@ -46,11 +45,11 @@ def problems(task: Task) -> list[Problem]:
 
 
 def chat(problem: Problem) -> list[dict[str, str]]:
-    """The messages as Hugging Face's chat templates take them."""
-    return [{"role": each.role, "content": each.content} for each in problem.messages]
+    """The messages in the format of Hugging Face's chat templates."""
+    return [{"role": message.role, "content": message.content} for message in problem.messages]
 
 
-def say(**row: object) -> None:
-    """One line for whoever measures."""
+def report(**row: object) -> None:
+    """Print a row as one JSON line, with the current time."""
     sys.stdout.write(json.dumps({**row, "time": time.time()}) + "\n")
     sys.stdout.flush()

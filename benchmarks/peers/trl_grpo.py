@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on the embedded task: its own loss and advantages, nothing logged or saved.
+"""TRL's GRPOTrainer on the embedded task, with its own loss and advantages, without logs and saves.
 
-One process with all cores. Knows TRL; knows nothing of our trainer.
+One process that uses all cores.
 """
 
 from __future__ import annotations
@@ -16,73 +16,74 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.task import asked, chat, problems, say
+from benchmarks.peers.task import chat, problems, read_task, report
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem
 
 
 class Rows(TrainerCallback):
-    """Says when training begins and what each step was paid."""
+    """Reports the start of training and the reward of each step."""
 
     def __init__(self) -> None:
         self.reward = 0.0
         self.seconds = dict.fromkeys(("generate", "score", "train"), 0.0)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Everything is loaded."""
-        say(begun=True)
+        """Report the start: everything is loaded."""
+        report(started=True)
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """The weights have changed."""
-        say(step=state.global_step, reward=self.reward, bytes=0, seconds=self.seconds)
+        """Report a completed step."""
+        report(step=state.global_step, reward=self.reward, bytes=0, seconds=self.seconds)
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
 
 class Timed(GRPOTrainer):
-    """Counts the seconds of sampling, of what is made of it (logprobs, rewards, advantages), and of
-    forward and backward; the optimizer's are in none of them.
+    """Measures sampling, scoring (logprobs, rewards, advantages), and forward with backward.
+
+    The optimizer's time belongs to none of them.
     """
 
     def __init__(self, rows: Rows, **settings: Any) -> None:
         super().__init__(**settings)
         self.rows = rows
 
-    def training_step(self, *given: Any, **named: Any) -> Any:
-        """All of a step but the optimizer's part."""
-        return self.timed("train", super().training_step, *given, **named)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A step without the optimizer's part."""
+        return self.timed("train", super().training_step, *args, **kwargs)
 
-    def _prepare_inputs(self, *given: Any, **named: Any) -> Any:
-        """Within training_step."""
-        return self.timed("score", super()._prepare_inputs, *given, within="train", **named)
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by training_step."""
+        return self.timed("score", super()._prepare_inputs, *args, within="train", **kwargs)
 
-    def _generate(self, *given: Any, **named: Any) -> Any:
-        """Within _prepare_inputs."""
-        return self.timed("generate", super()._generate, *given, within="score", **named)
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by _prepare_inputs."""
+        return self.timed("generate", super()._generate, *args, within="score", **kwargs)
 
-    def timed(self, part: str, work: Any, *given: Any, within: str = "", **named: Any) -> Any:
-        """What `work` returns; its seconds belong to `part` and no longer to what it is within."""
-        began = time.perf_counter()
-        result = work(*given, **named)
-        taken = time.perf_counter() - began
-        self.rows.seconds[part] += taken
+    def timed(self, part: str, work: Any, *args: Any, within: str = "", **kwargs: Any) -> Any:
+        """Call `work`; add its seconds to `part` and subtract them from the part `within`."""
+        started = time.perf_counter()
+        result = work(*args, **kwargs)
+        seconds = time.perf_counter() - started
+        self.rows.seconds[part] += seconds
         if within:
-            self.rows.seconds[within] -= taken
+            self.rows.seconds[within] -= seconds
         return result
 
 
 def main() -> None:
-    """Train until somebody ends us, or to max_steps."""
-    task, rows = asked(), Rows()
-    asked_for = problems(task)
-    by_answer = {each.answer: each for each in asked_for}
+    """Train for max_steps, or until the process is killed."""
+    task, rows = read_task(), Rows()
+    training_problems = problems(task)
+    by_answer = {problem.answer: problem for problem in training_problems}
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        paid = [
-            calculator.reward(by_answer[target], said[0]["content"])
-            for said, target in zip(completions, answer, strict=True)
+        rewards = [
+            calculator.reward(by_answer[target], messages[0]["content"])
+            for messages, target in zip(completions, answer, strict=True)
         ]
-        rows.reward = sum(paid) / len(paid)
-        return paid
+        rows.reward = sum(rewards) / len(rewards)
+        return rewards
 
     settings = GRPOConfig(
         output_dir=task.folder, use_cpu=True, bf16=False, seed=task.seed,
@@ -100,14 +101,16 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
         reward_funcs=reward,
         args=settings,
-        train_dataset=dataset_of(asked_for),
+        train_dataset=dataset_of(training_problems),
         callbacks=[rows],
     ).train()
 
 
-def dataset_of(asked_for: list[Problem]) -> Dataset:
-    """The problems as TRL takes them."""
-    return Dataset.from_list([{"prompt": chat(each), "answer": each.answer} for each in asked_for])
+def dataset_of(training_problems: list[Problem]) -> Dataset:
+    """The problems in TRL's format."""
+    return Dataset.from_list(
+        [{"prompt": chat(problem), "answer": problem.answer} for problem in training_problems]
+    )
 
 
 if __name__ == "__main__":

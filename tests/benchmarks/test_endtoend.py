@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison: when the goal is reached, what it took until then."""
+"""End-to-end benchmark: goal, claims, and the measurement of commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.measured_command import MeasuredCommand
 
 def rows(*rewards: float) -> list[Mapping[str, float]]:
     return [
-        {"step": number + 1, "reward": each, "time": 100.0 + number}
-        for number, each in enumerate(rewards)
+        {"step": number + 1, "reward": reward, "time": 100.0 + number}
+        for number, reward in enumerate(rewards)
     ]
 
 
-def course(wall: float, *, reached: bool = True) -> endtoend.Course:
-    return endtoend.Course(
+def result(wall: float, *, reached: bool = True) -> endtoend.RunResult:
+    return endtoend.RunResult(
         wall=wall, wall_with_start=wall + 5, cpu=2 * wall, cpu_with_start=2 * wall + 5,
         rollouts_per_s=100 / wall, bytes_per_update=1e6, memory=1e9, steps=20, reached=reached,
         parts={"wait": wall / 4, "rest": 3 * wall / 4},
@@ -31,16 +31,16 @@ def course(wall: float, *, reached: bool = True) -> endtoend.Course:
     )  # fmt: skip
 
 
-def test_the_goal_is_the_first_step_whose_last_five_reach_it() -> None:
+def test_goal_is_the_first_step_with_the_mean_of_the_last_five() -> None:
     # means of five: .88, .9, .94
     assert endtoend.steps_to_goal(rows(0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0)) == 6
 
 
-def test_four_steps_are_not_enough() -> None:
+def test_goal_needs_five_steps() -> None:
     assert endtoend.steps_to_goal(rows(1.0, 1.0, 1.0, 1.0)) is None
 
 
-def test_a_high_reward_that_falls_again_is_no_goal() -> None:
+def test_goal_is_not_reached_by_single_high_rewards() -> None:
     assert endtoend.steps_to_goal(rows(0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5)) is None
 
 
@@ -56,21 +56,21 @@ def test_cpu_seconds_are_interpolated_between_samples() -> None:
     assert measured_command.between(samples, 13.0) == 8.0
 
 
-def test_ratios_are_of_the_same_round_and_the_median_counts() -> None:
-    ours, theirs = [course(10), course(20), course(10)], [course(30), course(40), course(90)]
-    claims = {each.name: each for each in endtoend.compared("trl", ours, theirs)}
+def test_ratio_is_the_median_over_the_rounds() -> None:
+    ours, theirs = [result(10), result(20), result(10)], [result(30), result(40), result(90)]
+    claims = {each.name: each for each in endtoend.comparison("trl", ours, theirs)}
     assert claims["wall_vs_trl"].ratio == pytest.approx(3.0)  # of 3, 2 and 9
     assert claims["rollouts_per_s_vs_trl"].ratio == pytest.approx(3.0)
     assert claims["wall_vs_trl"].n == 3
     assert claims["wall_vs_trl"].spread == pytest.approx(1.0)  # (20 - 10) / 10
 
 
-def test_a_claim_says_when_a_side_did_not_reach_the_goal() -> None:
-    claims = list(endtoend.compared("trl", [course(10)], [course(30, reached=False)]))
+def test_unit_mentions_a_side_that_missed_the_goal() -> None:
+    claims = list(endtoend.comparison("trl", [result(10)], [result(30, reached=False)]))
     assert "not all reached" in claims[0].unit
 
 
-def test_the_parts_of_our_steps_and_the_rest_are_the_wall_seconds() -> None:
+def test_parts_and_rest_add_up_to_the_wall_seconds() -> None:
     row = {"time/wait_for_batch": 1.0, "time/journal": 0.25, "time/forward_backward": 2.0,
            "time/publish": 0.5}  # fmt: skip
     assert endtoend.parts_of([row, row], wall=8.0) == {
@@ -78,15 +78,15 @@ def test_the_parts_of_our_steps_and_the_rest_are_the_wall_seconds() -> None:
     }  # fmt: skip
 
 
-def test_what_another_process_did_meanwhile_is_not_in_the_line() -> None:
+def test_concurrent_parts_do_not_reduce_the_rest() -> None:
     rows = [{"seconds": {"wait": 3.0, "train": 1.0, "generate_meanwhile": 3.5}}] * 2
     assert endtoend.parts_of(rows, wall=9.0) == {
         "wait": 6.0, "train": 2.0, "generate_meanwhile": 7.0, "rest": 1.0
     }  # fmt: skip
 
 
-def test_the_share_of_a_part_is_that_of_its_own_round() -> None:
-    cores, first, second, cpu = endtoend.divided("trl", [course(10), course(30), course(20)])
+def test_share_of_a_part_is_computed_per_round() -> None:
+    cores, first, second, cpu = endtoend.breakdown("trl", [result(10), result(30), result(20)])
     assert (first.name, first.ours, first.share) == ("time_trl_wait", 5.0, 0.25)
     assert (second.name, second.n) == ("time_trl_rest", 3)
     assert (cores.name, cores.ours) == ("cores_trl", 2.0)
@@ -117,7 +117,7 @@ def test_orphaned_processes_are_counted_and_ended() -> None:
 
 
 def burn(seconds: float, name: str) -> list[str]:
-    """A command that works so long, says so and stays."""
+    """A command that computes for `seconds`, prints a line and sleeps."""
     work = "import time\nwhile time.process_time() < {}: pass\nprint(1, flush=True)\ntime.sleep(60)"
     return [sys.executable, "-c", work.format(seconds), name]
 

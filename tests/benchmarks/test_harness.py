@@ -1,4 +1,4 @@
-"""The doors of the benches: help, JSON, the page."""
+"""Command line of the benchmarks, JSON output, documented tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLAIMS = [
 REPORT = report.report_of("wire", CLAIMS, quick=True, peers={"ray": "2.60.0"})
 
 
-def test_help_names_every_bench() -> None:
+def test_help_names_every_benchmark() -> None:
     done = subprocess.run(
         [sys.executable, "bin/bench", "--help"], cwd=REPO, capture_output=True, text=True
     )
@@ -34,7 +34,7 @@ def test_help_names_every_bench() -> None:
     assert all(name in done.stdout for name in [*harness.available(), "all", "--document"])
 
 
-def test_all_prints_one_object_for_each_claim() -> None:
+def test_claim_lines_have_one_object_per_claim() -> None:
     first, second = map(json.loads, harness.claim_lines(REPORT))
     assert {"name", "ours", "peer", "ratio", "bound", "share", "unit", "n", "spread"} <= set(first)
     assert (first["name"], first["ratio"], first["bench"]) == ("fast", 3.0, "wire")
@@ -42,39 +42,39 @@ def test_all_prints_one_object_for_each_claim() -> None:
     assert second["machine"]["cores"] >= 1 and second["versions"]["ray"] == "2.60.0"
 
 
-def test_each_part_that_is_done_tells_how_long_the_others_take(
+def test_progress_estimates_the_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = iter([0.0, 50.0, 60.0, 90.0])
-    tell = harness.progress_of(3, clock=lambda: next(clock))
+    report_progress = harness.progress_of(3, clock=lambda: next(clock))
     for name in ("ours", "trl", "ray"):
-        tell(name)
+        report_progress(name)
     lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
     # 2 parts at 50 s, 1 at the mean of 30 s, none
     assert lines == ["1 of 3 ours, 1m40s left", "2 of 3 trl, 30s left", "3 of 3 ray, 0s left"]
 
 
-def test_a_report_says_where_it_was_measured() -> None:
+def test_report_has_machine_and_versions() -> None:
     assert REPORT["versions"]["ray"] == "2.60.0"
     assert REPORT["machine"]["cores"] >= 1
     assert json.loads(json.dumps(REPORT)) == REPORT
 
 
-def test_what_a_gpu_did_names_its_card_and_goes_by_another_name(
+def test_device_result_has_the_device_in_its_name_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*, quick: bool, device: Any) -> Iterator[Claim]:
         yield Claim(f"on_{device}", float(quick), "s")
 
     monkeypatch.setitem(sys.modules, "benchmarks.made_up", SimpleNamespace(run=run))
-    told, claims = harness.measured("made_up", quick=True, device="meta")
-    assert (told["bench"], told["machine"]["card"]) == ("made_up_meta", "meta")
-    assert [each.name for each in claims] == ["on_meta"]
-    page, plain = report.page(told), report.page(REPORT)
-    assert f"\nmeta; {told['machine']['cpu']}, " in page and "meta" not in plain
+    device_report, claims = harness.measured("made_up", quick=True, device="meta")
+    assert (device_report["bench"], device_report["machine"]["card"]) == ("made_up_meta", "meta")
+    assert [claim.name for claim in claims] == ["on_meta"]
+    page, plain = report.page(device_report), report.page(REPORT)
+    assert f"\nmeta; {device_report['machine']['cpu']}, " in page and "meta" not in plain
 
 
-def test_a_device_is_for_three_benches_and_must_be_there(
+def test_device_is_refused_where_unsupported_or_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bin/bench", "wire", "--device", "cuda"])
@@ -86,7 +86,7 @@ def test_a_device_is_for_three_benches_and_must_be_there(
         harness.measured("made_up", quick=True, device="abacus")
 
 
-def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_document_replaces_the_table_only(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("above\n<!-- bench wire -->\nold\n<!-- end -->\nbelow\n", "utf-8")
     report.document([file], REPORT)
@@ -98,25 +98,25 @@ def test_a_page_has_the_new_table_and_keeps_the_rest(tmp_path: Path) -> None:
     assert "old" not in text and "`--quick`" in text and "ray 2.60.0" in text
 
 
-def test_a_page_without_the_mark_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_document_without_a_marker_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("nothing\n", "utf-8")
     with pytest.raises(SystemExit, match="none has the lines <!-- bench wire -->"):
         report.document([file], REPORT)
 
 
-def test_the_places_are_looked_for_before_anything_is_measured(
+def test_markers_are_checked_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "page.md"
     file.write_text("<!-- bench generation -->\n<!-- end -->\n", "utf-8")
     monkeypatch.setattr(sys, "argv", ["bench", "all", "--document", str(file)])
-    monkeypatch.setattr(harness, "_run_in_process", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr(harness, "_run_in_process", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit, match="none has the lines <!-- bench training -->"):
         harness.main()
 
 
-def test_a_full_run_that_leaves_a_quote_open_has_failed(
+def test_full_run_fails_if_a_quoted_value_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -130,14 +130,14 @@ def test_a_full_run_that_leaves_a_quote_open_has_failed(
     monkeypatch.setattr(harness, "_run_in_process", lambda *_: {**REPORT, "quick": False})
     arguments = argparse.Namespace(json=True, quick=False, document=[file])
     assert harness.run_all(["wire"], arguments) == 1
-    said = capsys.readouterr().err
-    assert [line.partition("README.md: ")[2] for line in said.splitlines()] == [
+    errors = capsys.readouterr().err
+    assert [line.partition("README.md: ")[2] for line in errors.splitlines()] == [
         "wire gone ours", "wire small ratio", ""
     ]  # fmt: skip
     assert "<!-- wire fast ratio -->3<!-- / -->" in file.read_text("utf-8")
 
 
-def test_a_ratio_or_without_one_a_share_says_what_was_asked_for(
+def test_page_shows_required_ratios_and_shares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wall = Claim("wall", 2.0, "s", peer=8.0, ratio=4.0, bound=4.0, share=0.5)
@@ -145,22 +145,22 @@ def test_a_ratio_or_without_one_a_share_says_what_was_asked_for(
     claims = [wall, rate, Claim("other", 1.0, "s")]
     monkeypatch.setattr(bench_of_wire, "run", lambda *, quick: claims)
     monkeypatch.setattr(bench_of_wire, "REQUIRED", {"wall": 3.0, "rate": 0.4})
-    made, _ = harness.measured("wire", quick=True, device="cpu")
-    page = report.page(made)
+    measured, _ = harness.measured("wire", quick=True, device="cpu")
+    page = report.page(measured)
     assert "| wall | 2 | 8 | 4 (>= 3) | 4 | 0.5 | s |" in page
     assert "| rate | 2 |  |  | 4 | 0.5 (>= 0.4) | 1/s |" in page
     assert "| other | 1 |  |  |  |  | s |" in page
 
 
 @pytest.mark.parametrize("name", ["generation", "training", "weights", "wire", "endtoend"])
-def test_what_is_asked_for_is_of_claims_that_are_there(name: str) -> None:
-    """Their names stand in the page, which the bench itself wrote."""
-    asked = importlib.import_module(f"benchmarks.{name}").REQUIRED
+def test_required_claims_are_on_the_page(name: str) -> None:
+    """The benchmarks write the page."""
+    required = importlib.import_module(f"benchmarks.{name}").REQUIRED
     page = (REPO / "docs" / "benchmarks.md").read_text("utf-8")
-    assert asked and all(f"| {each} |" in page for each in asked)
+    assert required and all(f"| {name} |" in page for name in required)
 
 
-def test_a_quoted_figure_is_that_of_its_bench_alone() -> None:
+def test_quoted_values_come_from_their_benchmark_only() -> None:
     text = (
         "<!-- wire fast ratio -->1<!-- / --> times, <!-- weights fast ratio -->9<!-- / -->,\n"
         "<!-- wire small ours --><!-- / -->, <!-- wire gone ours -->5<!-- / -->"
@@ -171,7 +171,7 @@ def test_a_quoted_figure_is_that_of_its_bench_alone() -> None:
     )
 
 
-def test_what_the_shipped_pages_quote_is_of_a_bench_and_a_field() -> None:
+def test_shipped_quotes_name_a_benchmark_and_a_field() -> None:
     pages = [REPO / "README.md", *(REPO / "docs").glob("*.md")]
     quotes = re.findall(r"<!-- (\w+) \S+ (\w+) -->.*?<!-- / -->", "".join(
         page.read_text("utf-8") for page in pages
@@ -181,27 +181,27 @@ def test_what_the_shipped_pages_quote_is_of_a_bench_and_a_field() -> None:
     assert {figure for _, figure in quotes} <= {"ours", "peer", "ratio", "bound", "share"}
 
 
-def test_a_failed_bench_is_named_and_the_others_are_on_their_pages_already(
+def test_run_all_documents_others_and_names_a_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "page.md"
     file.write_text("<!-- bench wire -->\nold\n<!-- end -->\n", "utf-8")
 
-    def alone(name: str, _: argparse.Namespace) -> dict[str, object] | None:
+    def run(name: str, _: argparse.Namespace) -> dict[str, object] | None:
         if name == "wire":
             return REPORT
         assert "| fast | 2 |" in file.read_text("utf-8")
         return None
 
-    monkeypatch.setattr(harness, "_run_in_process", alone)
+    monkeypatch.setattr(harness, "_run_in_process", run)
     arguments = argparse.Namespace(json=True, quick=True, document=[file])
     assert harness.run_all(["wire", "weights"], arguments) == 1
-    said = capsys.readouterr()
-    assert [json.loads(line)["name"] for line in said.out.splitlines()] == ["fast", "small"]
-    assert said.err.splitlines()[-1].endswith("failed: weights")
+    printed = capsys.readouterr()
+    assert [json.loads(line)["name"] for line in printed.out.splitlines()] == ["fast", "small"]
+    assert printed.err.splitlines()[-1].endswith("failed: weights")
 
 
-def test_the_shipped_pages_have_a_place_for_every_bench() -> None:
+def test_shipped_pages_have_a_marker_for_every_benchmark() -> None:
     pages = [REPO / "docs" / "benchmarks.md", REPO / "docs" / "scaling.md"]
     text = "".join(page.read_text("utf-8") for page in pages)
     names = [*harness.available(), *(f"{each}_cuda" for each in harness.ON_DEVICE)]
