@@ -1,6 +1,6 @@
-"""Objects from the config: engine, environments, loss, advantage, filters, models and learner.
+"""Builds the parts of a run from its config: models, learner, loss, engine and environments.
 
-The other packages take plain values; this module reads the settings and assembles the packages.
+The constructors of these parts take plain values; this module translates the settings into them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
-TEMPERATURES = ("temperature", "temp_scheduler", "temp_start", "temp_end")
-# A loss with one of these options above 0 needs logprobs of that model.
-MODEL_OPTIONS = {"beta": "reference", "teacher_tau": "teacher"}
+TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")
+# By loss option: the model whose logprobs the loss needs if the option is above 0.
+REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 
 
 # Learner.
@@ -53,8 +53,8 @@ MODEL_OPTIONS = {"beta": "reference", "teacher_tau": "teacher"}
 def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
-    `model` must hold the base weights: a loss with a reference model copies them here. With several
-    ranks the trained module is the one that `ranks` prepares from `model`.
+    `model` must hold the base weights, because a reference model is a copy of them. With several
+    ranks, the module that `ranks.prepare(model)` returns is trained.
     """
     train = config.train
     trained = ranks.prepare(model)
@@ -99,14 +99,14 @@ def load_policy(config: Config, folder: Path) -> models.Model:
             seed=config.run.seed,
         )
         if section.dropout:
-            torch.manual_seed(config.run.seed)  # checkpoints save the generator's state from here
-        trained = lora.trained_parameters(model).values()
-        logger.info("lora rank=%d trained=%d", section.rank, sum(each.numel() for each in trained))
+            torch.manual_seed(config.run.seed)  # later restored from checkpoints
+        num_trained = sum(each.numel() for each in lora.trained_parameters(model).values())
+        logger.info("lora rank=%d trained=%d", section.rank, num_trained)
     return model
 
 
 def make_scorer(config: Config, model: models.Model) -> Scorer:
-    """The computation of logprobs on the trainer; logs the dtype and the reason for it."""
+    """The scorer that computes logprobs on the trainer; logs its dtype and the reason for it."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
     score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
@@ -129,17 +129,17 @@ def learning_rate_schedule(config: Config) -> functools.partial[float]:
 
 
 def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
-    """Whether the groups are enough for an optimizer step."""
+    """Whether the groups fill an optimizer step."""
     return sum(size_of(config, group) for group in groups) >= step_size(config)
 
 
 def step_size(config: Config) -> int:
-    """Size of an optimizer step: rollouts, or tokens if `train.token_batch_size` is set."""
+    """Rollouts in an optimizer step; tokens instead if `train.token_batch_size` is set."""
     return config.train.token_batch_size or config.train.batch_size
 
 
 def size_of(config: Config, group: RolloutGroup) -> int:
-    """Size of a group in the unit of `step_size`."""
+    """Size of a group, in the unit of `step_size`: rollouts or tokens."""
     if config.train.token_batch_size is None:
         return len(group.rollouts)
     return sum(len(rollout.token_ids) for rollout in group.rollouts)
@@ -154,11 +154,8 @@ def make_loss(config: Config) -> TokenLoss:
     function = registry.load_function("loss", section.name, _check_finite)
     settings = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_defaults=True)
     options = registry.bind_options("loss", section.name, function, settings, section.kwargs)
-    check_loss_options(
-        section.name,
-        {**options, "entropy_coef": section.entropy_coef},
-        defaults=registry.defaults(function),
-    )
+    all_options = {**options, "entropy_coef": section.entropy_coef}
+    check_loss_options(section.name, all_options, defaults=registry.defaults(function))
     loss = functools.partial(function, **options)
     return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
 
@@ -173,9 +170,9 @@ def make_advantage(config: Config) -> AdvantageFunction:
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
-    """The configured filters with their options bound; ConfigError for an unknown option.
+    """The configured filters with their options bound. Raises ConfigError for an unknown option.
 
-    A filter with an argument `vocab_size` or `max_completion_length` gets the run's value.
+    A filter with a parameter `vocab_size` or `max_completion_length` gets the run's value.
     """
     run_values = {
         "vocab_size": vocab_size,
@@ -198,7 +195,7 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
 
 
 def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
-    """The result of a loss; UserCodeError if finite logprobs give a value that is not."""
+    """The result of a loss. Raises UserCodeError for a non-finite loss of finite logprobs."""
     value = result[0] if isinstance(result, tuple) and result else result
     if (
         isinstance(value, torch.Tensor)
@@ -213,7 +210,7 @@ def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
 
 
 def _to_floats(name: str, result: Any, *_: object) -> list[float]:
-    return [float(advantage) for advantage in result]  # NumPy arrays and tensors are allowed
+    return [float(advantage) for advantage in result]  # `result` may be an array or a tensor
 
 
 def _to_bool(name: str, result: Any, *_: object) -> bool:
@@ -230,18 +227,15 @@ def make_reference_models(
 ) -> tuple[PolicyCopy | None, ReferenceModel | None]:
     """The reference model and the teacher that the loss uses; `model` must hold the base weights.
 
-    Without `model.teacher` the teacher is the base model. Raises ConfigError for settings that have
-    no effect, and for a teacher with another vocabulary.
+    Without `model.teacher` the teacher is the base model. Raises ConfigError for settings that the
+    loss does not use, and for a teacher with a different vocabulary.
     """
     train, used = config.train, reference_models_used(config)
     parameters = lora.trained_parameters(model)
     reference = teacher = None
     if "reference" in used:
         reference = PolicyCopy(
-            parameters,
-            score,
-            sync_steps=train.ref_sync_steps,
-            mixup_alpha=train.ref_mixup_alpha,
+            parameters, score, sync_steps=train.ref_sync_steps, mixup_alpha=train.ref_mixup_alpha
         )
     elif train.ref_sync_steps:
         raise ConfigError(
@@ -261,16 +255,14 @@ def make_reference_models(
 def reference_models_used(config: Config) -> set[str]:
     """The models that the loss needs: 'reference', 'teacher', both or none.
 
-    A loss needs one if the option of MODEL_OPTIONS in its signature is not 0, also a user's loss.
+    A loss needs a model if its option in REQUIRED_MODELS is not 0. A user's loss also needs the
+    teacher that `model.teacher` names.
     """
-    name, used = config.loss.name, set[str]()
-    parameters = inspect.signature(registry.resolve("loss", name)).parameters
-    options = {**config.loss.model_dump(exclude_none=True), **config.loss.kwargs}
-    for option, model in MODEL_OPTIONS.items():
-        default = parameters[option].default if option in parameters else 0
-        if options.get(option, 0 if default is inspect.Parameter.empty else default):
-            used.add(model)
-    if config.model.teacher and not registry.is_shipped("loss", name):
+    section = config.loss
+    defaults = registry.defaults(registry.resolve("loss", section.name))
+    options = {**defaults, **section.model_dump(exclude_none=True), **section.kwargs}
+    used = {model for option, model in REQUIRED_MODELS.items() if options.get(option)}
+    if config.model.teacher and not registry.is_shipped("loss", section.name):
         used.add("teacher")
     return used
 
@@ -292,7 +284,7 @@ def _load_teacher(config: Config, model: models.Model) -> TeacherModel | None:
 
 
 def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
-    """Raise ConfigError unless teacher and policy give every token the same id."""
+    """Raise ConfigError unless teacher and policy have the same token ids."""
     teacher = models.load_vocabulary(teacher_folder)
     policy = models.load_vocabulary(models.model_folder(config.model.name))
     if differing := sorted(policy.items() ^ teacher.items()):
@@ -310,42 +302,45 @@ def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
 def make_engine(
     config: Config, weights: PendingWeights
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """The configured engine with downloaded weights, and the tokenizer.
+    """The configured engine with the given weights, and the tokenizer.
 
-    Raises ConfigError for an adapter whose base is not `model.name` of this machine.
+    Raises ConfigError for an adapter whose base model is not this machine's `model.name`.
     """
     device = models.choose_device(config.model.device)
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
-    version, adapts = weights.version, weights.version.field("adapts") is not None
-    folder = base_folder(config, version) if adapts else weights.folder
+    version, is_adapter = weights.version, weights.version.field("adapts") is not None
+    folder = base_folder(config, version) if is_adapter else weights.folder
     engine = registry.resolve("engine", config.engine.name).open(
         folder, device=device, dtype=dtype, step=version.step,
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
-    if adapts:
+    if is_adapter:
         engine = LoraEngine(engine, folder, device=device, dtype=dtype)
         engine.apply(weights.tensors, step=version.step, folder=weights.folder)
     return engine, models.load_tokenizer(folder)
 
 
 def base_folder(config: Config, version: Version) -> Path:
-    """The folder of a published adapter's base model; ConfigError if `model.name` is another."""
+    """The folder of the base model of a published adapter.
+
+    Raises ConfigError if `model.name` is a different model.
+    """
     folder = models.model_folder(config.model.name)
     if lora.weights_digest(folder) != version.field("adapts"):
         raise ConfigError(
             f"version {version.number} is an adapter for {version.field('adapts_name')} "
             f"({version.field('adapts')}), but model.name {config.model.name} is another model; "
-            "set it to the trainer's model, with the same files"
+            "set it to the trainer's model, with identical files"
         )
     return folder
 
 
 def make_sampling(config: Config, *, seed: int) -> Sampling:
-    """The sampling options of training."""
+    """The sampling options of training rollouts."""
     section = config.sampling
     return Sampling(
-        **section.model_dump(exclude={"num_generations", "stop", *TEMPERATURES}),
+        **section.model_dump(exclude={"num_generations", "stop", *TEMPERATURE_OPTIONS}),
         temperature=section.temperature or 1.0,
         schedule=temperature_schedule(config),
         stop=() if section.stop is None else (section.stop,),
@@ -354,7 +349,7 @@ def make_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
-    """Greedy decoding for one rollout per held-out example, else the options of training."""
+    """Greedy decoding for one rollout per held-out example; for several, the training options."""
     if config.eval.rollouts_per_example > 1:
         return make_sampling(config, seed=seed)
     length = config.sampling.max_completion_length
@@ -378,10 +373,10 @@ def temperature_schedule(config: Config) -> TemperatureSchedule | None:
 def open_environments(
     config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
 ) -> Environments:
-    """All environments of a split, with at most `limit` problems of each.
+    """All environments of a split, with at most `limit` problems of each; -1 for no limit.
 
-    An environment with an address uses its verifier unless `local`. A load that takes long shows a
-    progress bar. Raises ConfigError or TaskError.
+    An environment with an address uses the verifier at that address unless `local`. Shows a
+    progress bar while loading takes long. Raises ConfigError or TaskError.
     """
     sections = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
@@ -390,23 +385,22 @@ def open_environments(
     for env in sections:
         task = _open_task(config, env, local=local)
         is_remote = isinstance(task, RemoteEnvironment)
-        loaded = load_problems(
-            task,
-            split,
-            seed=config.run.seed,
-            options={} if is_remote else env.data_options,
-            wrap=functools.partial(_with_progress, text=f"loading {env.label}"),
-        )
+        options = {} if is_remote else env.data_options  # the verifier has its own
+        wrap = functools.partial(_with_progress, text=f"loading {env.label}")
+        loaded = load_problems(task, split, seed=config.run.seed, options=options, wrap=wrap)
         loaded = loaded[: None if limit < 0 else limit]
         keys = config.curriculum.hash_keys
-        problems += [_in_environment(problem, env.label, keys) for problem in loaded]
+        problems += [_labeled_problem(problem, env.label, keys) for problem in loaded]
         sizes[env.label] = len(loaded)
         reward_sources[env.label] = task if is_remote else make_reward_runner(config, task)
     return Environments(sizes, tuple(problems), reward_sources)
 
 
 def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
-    """The task's reward function, or `task.reward`; ConfigError for options that do not fit."""
+    """Runs the reward function `task.reward`, by default the task's own.
+
+    Raises ConfigError for options that do not fit the function's signature.
+    """
     section = config.task
     function: Callable[..., Any] = task.reward
     if section.reward is not None:
@@ -444,8 +438,8 @@ def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Proble
             yield problem
 
 
-def _in_environment(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
-    """The problem with its environment's name and an id made of `curriculum.hash_keys`."""
+def _labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
+    """The problem with its environment's label as task, and an id hashed from these `keys`."""
     contents = [message.content for message in problem.messages if message.role != "system"]
     values = {
         "task": label,

@@ -1,8 +1,8 @@
-"""Plug-ins: protocols, names of the shipped ones, their options, and calls with a timeout.
+"""Plug-in registry: protocols, import by name, options, and calls with a timeout.
 
-A name without a dot is a key of TABLES. A dotted name is the user's own: `my_lab.sudoku` is a
-module (a task), `my_lab.losses.mine` or `my_lab.losses:mine` an attribute of a module (all other
-kinds). A plug-in is imported only when a run uses it.
+A name without a dot is a key of TABLES. A dotted name is a user's plug-in: a module for a task
+(`my_lab.sudoku`), an attribute of a module for all other kinds (`my_lab.losses.mine` or
+`my_lab.losses:mine`). A plug-in is imported only when a run uses it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
+# Import paths of the shipped plug-ins.
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
         "calculator": "peralta_zmq.environments.calculator",
@@ -59,11 +60,14 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.filters:repetition",
         "overlong": "peralta_zmq.learning.filters:overlong",
     },
-    "reward": {},  # every task has its own
+    "reward": {},  # every task defines its own
 }
-NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # before the options
+NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # without the options
 CALL_TIMEOUT_SECONDS = 60.0  # for one call of a user's loss, advantage or filter
-INTERRUPT_SECONDS = 5.0  # after the timeout, for a call that can be interrupted
+EXIT_DELAY_SECONDS = 5.0  # from the timeout until the process exits if the call still runs
+REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
+    "task": ("problems", "reward"), "engine": ("open", "open_live"),
+}  # fmt: skip
 
 
 # Protocols.
@@ -73,7 +77,7 @@ class Task(Protocol):
     """A module with problems and a reward function."""
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
-        """The problems of 'train' or 'eval'; options are the settings in [data]."""
+        """The problems of split 'train' or 'eval'; `options` are the settings in [data]."""
         ...
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
@@ -82,7 +86,7 @@ class Task(Protocol):
 
 
 class Engine(Protocol):
-    """Samples completions from the weights of `step`."""
+    """Samples completions with the weights of optimizer step `step`."""
 
     step: int
 
@@ -95,7 +99,7 @@ class Engine(Protocol):
         """One completion per request, in any order; `index` is the index of its request.
 
         The engine takes the next request when a slot is free; None means that no request is ready
-        at the moment. It calls `between_steps` where newer weights may be applied. It samples with
+        yet. It calls `between_steps` whenever newer weights may be applied. It samples with
         `sampling.at(step)`, where `step` is the step of the weights in use.
         """
         ...
@@ -103,9 +107,9 @@ class Engine(Protocol):
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
         """Replace the weights in place by a newer version; not called while sampling.
 
-        `weights` maps names to all tensors of the version, checked to be finite and valid during
-        the call only. `folder` has the version's files; None if they exist in memory only. Raises
-        ValueError, with nothing changed, if they do not fit the model.
+        `weights` has all tensors of the version by name; they are finite, and may be used during
+        the call only. `folder` has the version's files; None if it exists in memory only. Raises
+        ValueError, with nothing changed, if the tensors do not fit the model.
         """
         ...
 
@@ -127,15 +131,15 @@ class EngineFactory(Protocol):
         slots: int = ...,
         max_model_len: int = ...,
     ) -> Engine:
-        """An engine on the weight version in `folder`, whose files `from_pretrained` can load."""
+        """An engine for the weight version in `folder`, which `from_pretrained` can load."""
         ...
 
     def open_live(
         self, model: Any, tokenizer: Any, *, slots: int = ..., max_model_len: int = ...
     ) -> Engine:
-        """An engine on a model in training, for its evaluation.
+        """An engine that shares the weights of `model`, to evaluate it during training.
 
-        It holds no copy of the weights: the trainer changes them between two `generate`.
+        The trainer changes the weights between two calls of `generate`.
         """
         ...
 
@@ -143,16 +147,17 @@ class EngineFactory(Protocol):
 class Loss(Protocol):
     """A function of `learning.losses.Tokens` that returns a scalar tensor and named metrics.
 
-    It divides both by the totals of the whole step; the trainer sums over micro-batches.
+    It divides both by the totals of the whole step, because the trainer sums them over
+    micro-batches.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
 
 
 class Advantage(Protocol):
-    """K advantages from the K rewards of a group and the number of generated tokens of each.
+    """One advantage per rollout of a group, from all rewards and numbers of generated tokens.
 
-    A function with the option `group_adv_norm` set to false gets all rollouts of a step at once.
+    With its option `group_adv_norm` set to false, it gets all rollouts of a step at once.
     """
 
     def __call__(
@@ -161,7 +166,7 @@ class Advantage(Protocol):
 
 
 class Filter(Protocol):
-    """True for a rollout that should not be trained on."""
+    """Returns True for a rollout to exclude from training."""
 
     def __call__(self, rollout: Rollout, **options: Any) -> bool: ...
 
@@ -186,9 +191,9 @@ def resolve(kind: Kind, name: str) -> Any:
 
     Raises ConfigError if the name is unknown, cannot be imported, or does not fit the protocol.
     """
-    target = TABLES[kind].get(name) or _target(kind, name)
+    target = TABLES[kind].get(name) or _import_path(kind, name)
     if kind == "task" and ":" not in target:
-        target += ":"  # a module; without the colon resolve_name hides an import error inside it
+        target += ":"  # a module; only with a colon resolve_name reports an import error inside it
     try:
         plugin: Any = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
@@ -197,22 +202,18 @@ def resolve(kind: Kind, name: str) -> Any:
             f"{kind} '{name}' cannot be imported: {reason}; "
             "check the name, and that its folder is on PYTHONPATH"
         ) from None
-    if kind == "task":
-        for function in ("problems", "reward"):
-            if not callable(getattr(plugin, function, None)):
-                raise ConfigError(
-                    f"task '{name}' has no {function}(); "
-                    "a task is a module with problems() and reward()"
-                )
-    elif kind == "engine" and not (hasattr(plugin, "open") and hasattr(plugin, "open_live")):
-        raise ConfigError(f"engine '{name}' has no open() and open_live(); name an engine class")
-    elif not callable(plugin):
+    for function in REQUIRED_FUNCTIONS.get(kind, ()):
+        if not callable(getattr(plugin, function, None)):
+            raise ConfigError(
+                f"{kind} '{name}' has no {function}(); add it, or name another {kind}"
+            )
+    if kind != "task" and not callable(plugin):
         raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
     return plugin
 
 
 def load_function(kind: Kind, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    """A shipped function as it is; a user's with a timeout and with a converted result.
+    """The function with this name; a user's function gets a timeout and a converted result.
 
     `convert` gets the name, the result and the arguments; it may raise UserCodeError.
     """
@@ -228,11 +229,11 @@ def load_function(kind: Kind, name: str, convert: Callable[..., Any]) -> Callabl
 
 
 def is_shipped(kind: Kind, name: str) -> bool:
-    """Whether the name is one of TABLES."""
+    """Whether the name is a key of TABLES."""
     return name in TABLES[kind]
 
 
-def _target(kind: Kind, name: str) -> str:
+def _import_path(kind: Kind, name: str) -> str:
     """The argument of `pkgutil.resolve_name` for a dotted name."""
     if ":" in name or (kind == "task" and "." in name):
         return name
@@ -242,8 +243,8 @@ def _target(kind: Kind, name: str) -> str:
     if not TABLES[kind]:
         raise ConfigError(f"unknown {kind} '{name}'; give the dotted name of your own {kind}")
     choices = ", ".join(sorted(TABLES[kind]))
-    near = get_close_matches(name, TABLES[kind], n=1)
-    hint = f"did you mean {near[0]}? Choose" if near else "choose"
+    similar = get_close_matches(name, TABLES[kind], n=1)
+    hint = f"did you mean {similar[0]}? Choose" if similar else "choose"
     raise ConfigError(
         f"unknown {kind} '{name}'; {hint} one of {choices}, or the dotted name of your own {kind}"
     )
@@ -261,7 +262,7 @@ def bind_options(
 ) -> dict[str, Any]:
     """The keyword options of a function, checked against its signature.
 
-    `settings` are the options of the kind's section that differ from their defaults, `kwargs` those
+    `settings` are the non-default options in the config section of the kind, `kwargs` the options
     of a user's function. Raises ConfigError for an option that the function does not have.
     """
     for option in settings:
@@ -292,7 +293,7 @@ def bind_options(
 
 
 def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
-    """The names of a function's options, by its signature."""
+    """The names of a function's options, from its signature."""
     parameters = list(inspect.signature(function).parameters.values())[NUM_ARGUMENTS[kind] :]
     return [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
 
@@ -300,11 +301,7 @@ def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """The default values of a function's options."""
     parameters = inspect.signature(function).parameters.values()
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty
-    }
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def check_options(
@@ -330,7 +327,7 @@ def _accepts_any_option(function: Callable[..., Any]) -> bool:
 
 
 class _TimeoutInterrupt(BaseException):
-    """Not an Exception, so that `except Exception` in the user's function does not catch it."""
+    """A BaseException, so that `except Exception` in a user's function does not catch it."""
 
 
 def call_with_timeout(
@@ -338,8 +335,8 @@ def call_with_timeout(
 ) -> Callable[..., Any]:
     """The function, with a timeout; its exceptions become a UserCodeError that begins with `name`.
 
-    In the main thread the timeout interrupts Python code. In another thread, and in native code,
-    nothing can: INTERRUPT_SECONDS later the process exits with a line on stderr and code 2.
+    Only Python code in the main thread can be interrupted. For native code and other threads, the
+    process exits EXIT_DELAY_SECONDS after the timeout, with a line on stderr and exit code 2.
     """
 
     @functools.wraps(function)
@@ -361,17 +358,18 @@ def call_with_timeout(
 
 @contextmanager
 def _exit_after(name: str, seconds: float) -> Generator[None]:
-    """End the process if the block cannot be interrupted; a restart resumes from the journal."""
+    """Exit if the block still runs EXIT_DELAY_SECONDS after the timeout.
 
-    def end() -> None:
-        sys.stderr.write(
-            f"{name} did not return within {seconds:g} s and cannot be interrupted; "
-            "make it faster\n"
-        )
+    A restart resumes from the journal.
+    """
+
+    def exit_process() -> None:
+        reason = f"did not return within {seconds:g} s and cannot be interrupted; make it faster"
+        sys.stderr.write(f"{name} {reason}\n")
         sys.stderr.flush()
         os._exit(2)
 
-    timer = threading.Timer(seconds + INTERRUPT_SECONDS, end)
+    timer = threading.Timer(seconds + EXIT_DELAY_SECONDS, exit_process)
     timer.daemon = True
     timer.start()
     try:
@@ -382,7 +380,10 @@ def _exit_after(name: str, seconds: float) -> Generator[None]:
 
 @contextmanager
 def _interrupt_after(seconds: float) -> Generator[None]:
-    """Raise _TimeoutInterrupt in the main thread; restores an alarm that was set before."""
+    """Raise _TimeoutInterrupt in the block after `seconds`; no effect outside the main thread.
+
+    Restores an alarm that was set before.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

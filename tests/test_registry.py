@@ -191,7 +191,7 @@ def test_call_restores_an_earlier_alarm() -> None:
 STUCK = """
 import hashlib, sys, threading
 from peralta_zmq import registry
-registry.INTERRUPT_SECONDS = 0.2
+registry.EXIT_DELAY_SECONDS = 0.2
 call = registry.call_with_timeout(
     "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
 )

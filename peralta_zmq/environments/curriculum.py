@@ -1,7 +1,7 @@
 """Curriculum: the order of problems, the split between generators, and the difficulty pools.
 
-All samples of a run are numbered, and the number alone determines the problem. Generator `index` of
-`count` takes every `count`-th number, so generators need no coordination.
+The index of a sample in the run determines its problem. Generator i of n takes the sample indices
+i, i + n, i + 2n and so on, so that generators need no coordination.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 
 from peralta_zmq.errors import TaskError
 
-BLOCK = 1000  # samples after which the ratios of the environments are exact
-MAX_POSITIONS = 1 << 19  # of a bitmap: 64 KiB in every announcement
+BLOCK_SIZE = 1000  # samples; within each block the ratios of the environments are exact
+MAX_POSITIONS = 1 << 19  # in a bitmap, which takes 64 KiB of every announcement
 
 Pool: TypeAlias = Literal["normal", "easy", "hard"]
 EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
@@ -28,7 +28,7 @@ EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @functools.lru_cache(maxsize=8)
 def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -> tuple[int, ...]:
-    """The shuffled problems of one epoch."""
+    """The shuffled problem indices of one epoch; another `name` gives another order."""
     order = list(range(num_problems))
     random.Random(f"problem order {seed} {epoch}{name}").shuffle(order)
     return tuple(order)
@@ -37,35 +37,36 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
 class ProblemSampler:
     """Maps the index of a sample to a position in the train set.
 
-    The train set is the problems of all environments in order. With `ratios` (one per environment,
-    not all 0) every block of 1000 samples is split in these proportions; without, the whole train
-    set is shuffled together. Each epoch is a new shuffle. Raises TaskError for an empty train set.
+    The train set is the concatenation of all environments, which have `sizes` problems. With
+    `ratios` (one per environment, not all 0), every block of BLOCK_SIZE samples is split in these
+    proportions; without, the whole train set is shuffled together. Every epoch has a new order.
+    Raises TaskError for an empty train set.
     """
 
     def __init__(
         self, sizes: Sequence[int], *, seed: int, ratios: Sequence[float] | None = None
     ) -> None:
         if not sum(sizes):
-            raise TaskError("no problems to sample; name a data set that is not empty")
+            raise TaskError("no problems to sample; choose a data set that is not empty")
         self._seed, self._sizes = seed, tuple(sizes)
         self._starts = (0, *accumulate(sizes))
-        self._counts = apportion(ratios, BLOCK) if ratios else None
+        self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None
 
     def position(self, sample_index: int) -> int:
-        """The position of a sample's problem in the train set."""
-        if self._counts is None:
-            return self._shuffled(sample_index, self._starts[-1])
-        block, within = divmod(sample_index, BLOCK)
-        order = _environment_order(self._counts, self._seed, block)
+        """The position in the train set of the problem of a sample."""
+        if self._block_counts is None:
+            return self._position_in_epoch(sample_index, self._starts[-1])
+        block, within = divmod(sample_index, BLOCK_SIZE)
+        order = _environment_order(self._block_counts, self._seed, block)
         env = order[within]
-        num_earlier = block * self._counts[env] + order[:within].count(env)
-        return self._starts[env] + self._shuffled(num_earlier, self._sizes[env], f" {env}")
+        num_earlier = block * self._block_counts[env] + order[:within].count(env)
+        return self._starts[env] + self._position_in_epoch(num_earlier, self._sizes[env], f" {env}")
 
     def environment(self, position: int) -> int:
-        """The index of the environment of a position."""
+        """The index of the environment to which a position belongs."""
         return bisect_right(self._starts, position) - 1
 
-    def _shuffled(self, index: int, size: int, name: str = "") -> int:
+    def _position_in_epoch(self, index: int, size: int, name: str = "") -> int:
         epoch, within = divmod(index, size)
         return problem_order(size, seed=self._seed, epoch=epoch, name=name)[within]
 
@@ -79,9 +80,9 @@ def assigned_samples(
     excluded: Callable[[int], bool] = lambda position: False,
     max_skipped: int = 1_000_000,
 ) -> Iterator[tuple[int, int]]:
-    """Endless (sample index, position) of generator `index` of `count`, from index `start` on.
+    """Yield (sample index, position) for generator `index` of `count`, from `start` on, endlessly.
 
-    Skips excluded positions, at most `max_skipped` in a row.
+    Skips samples at excluded positions, but fewer than `max_skipped` in a row.
     """
     assert 0 <= index < count
     num_skipped = 0
@@ -94,7 +95,7 @@ def assigned_samples(
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """Split `total` in these proportions by largest remainders; a ratio above 0 gets at least 1."""
+    """Split `total` by the largest remainder method; a ratio above 0 gets at least 1."""
     exact = [total * ratio / sum(ratios) for ratio in ratios]
     counts = [max(int(part), int(ratio > 0)) for part, ratio in zip(exact, ratios, strict=True)]
     by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - exact[env])
@@ -107,7 +108,7 @@ def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[int, ...]:
-    """The environment of each sample of a block."""
+    """The environment index of each sample in a block."""
     order = [env for env, count in enumerate(counts) for _ in range(count)]
     random.Random(f"environments {seed} {block}").shuffle(order)
     return tuple(order)
@@ -120,7 +121,8 @@ class DifficultyPools:
     """Assigns every problem to a pool by the mean reward of its newest group.
 
     Only the normal pool is sampled; easy and hard problems are excluded. `ids` are the problem ids
-    by position; equal ids are one problem. A threshold of None is off.
+    by position; positions with equal ids hold the same problem. A threshold of None disables its
+    pool.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class DifficultyPools:
 
     @property
     def excluded(self) -> bytes:
-        """One bit per position, 1 if excluded; empty if no problem is."""
+        """A bitmap with one bit per position, 1 if excluded; empty if no problem is excluded."""
         return bytes(self._bits) if self._excluded else b""
 
     def pool_of(self, problem_id: str) -> Pool:
@@ -153,36 +155,35 @@ class DifficultyPools:
 
     def sizes(self) -> dict[Pool, int]:
         """Number of problems in each pool."""
-        easy = sum(pool == "easy" for pool in self._excluded.values())
-        hard = len(self._excluded) - easy
+        pools = list(self._excluded.values())
+        easy, hard = pools.count("easy"), pools.count("hard")
         return {"normal": len(self._positions) - easy - hard, "easy": easy, "hard": hard}
 
     def update(self, problem_id: str, mean_reward: float) -> int:
-        """Move a problem to the pool of its newest group's mean reward.
+        """Move a problem to the pool for the mean reward of its newest group.
 
-        If that excludes the last normal problem, all problems become normal again. Returns the
-        number of problems that did, else 0.
+        If this leaves no normal problem, all problems become normal again. Returns the number of
+        problems that became normal in this way, usually 0.
         """
         if not self.active or problem_id not in self._positions:
             return 0
-        self._move(problem_id, self._pool_for(mean_reward))
+        self._move(problem_id, self._pool_for_reward(mean_reward))
         if len(self._excluded) < len(self._positions):
             return 0
-        return self._include(list(self._excluded))
+        return self._move_to_normal(list(self._excluded))
 
-    def return_some(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
-        """Move a random fraction of the easy and hard problems to normal; returns their number."""
+    def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
+        """Move random fractions of the easy and hard problems to normal; returns how many moved."""
         returned: list[str] = []
         for pool, fraction in (("easy", easy_fraction), ("hard", hard_fraction)):
-            ids = self._in_pool(pool)
-            returned += random.Random(f"return {pool} {seed}").sample(
-                ids, round(fraction * len(ids))
-            )
-        return self._include(returned)
+            ids = self._ids_in(pool)
+            rng, num_returned = random.Random(f"return {pool} {seed}"), round(fraction * len(ids))
+            returned += rng.sample(ids, num_returned)
+        return self._move_to_normal(returned)
 
     def saved(self) -> dict[str, list[str]]:
-        """The excluded problems by pool, for a checkpoint."""
-        return {pool: self._in_pool(pool) for pool in EXCLUDED_POOLS}
+        """The ids of the excluded problems by pool, for a checkpoint."""
+        return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
 
     def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
         """Restore the pools from `saved()`; ignores problems that are no longer in the data."""
@@ -191,10 +192,10 @@ class DifficultyPools:
                 if problem_id in self._positions:
                     self._move(problem_id, pool)
 
-    def _in_pool(self, pool: str) -> list[str]:
-        return sorted(problem_id for problem_id, of in self._excluded.items() if of == pool)
+    def _ids_in(self, pool: str) -> list[str]:
+        return sorted(each for each, its_pool in self._excluded.items() if its_pool == pool)
 
-    def _pool_for(self, mean_reward: float) -> Pool:
+    def _pool_for_reward(self, mean_reward: float) -> Pool:
         if self._easy_threshold is not None and mean_reward >= self._easy_threshold:
             return "easy"
         if self._hard_threshold is not None and mean_reward <= self._hard_threshold:
@@ -213,7 +214,7 @@ class DifficultyPools:
             else:
                 self._bits[position // 8] |= bit
 
-    def _include(self, problem_ids: Sequence[str]) -> int:
+    def _move_to_normal(self, problem_ids: Sequence[str]) -> int:
         for problem_id in problem_ids:
             self._move(problem_id, "normal")
         return len(problem_ids)

@@ -1,4 +1,4 @@
-"""Problems: rows of CSV and JSONL files, problems made of them, and all environments of a run."""
+"""The problems of a run: its environments, and the data sets in CSV and JSONL files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Message, Problem
 
 SHIPPED = (
-    *("math_1k", "math_250", "math_10k"),
-    *("countdown_1k", "countdown_100", "reverse_text_1k", "reverse_text_100"),
-    *("math_answers_500", "math_answers_100"),
-)
-TOKENS = "input_token_ids"  # optional column that replaces the prompt
+    "math_1k", "math_250", "math_10k", "countdown_1k", "countdown_100", "reverse_text_1k",
+    "reverse_text_100", "math_answers_500", "math_answers_100",
+)  # fmt: skip
+TOKENS_COLUMN = "input_token_ids"  # optional; replaces the prompt
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -39,7 +38,7 @@ class ProblemSource(Protocol):
     """A task, or a remote environment."""
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
-        """The problems of 'train' or 'eval'."""
+        """The problems of split 'train' or 'eval'."""
         ...
 
 
@@ -51,24 +50,24 @@ class RewardSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the resources."""
+        """Stop the process or connection that computes rewards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The problems and reward functions of all environments. Use with `closing`."""
+    """The problems and reward functions of all environments of a split. Use with `closing`."""
 
     sizes: Mapping[str, int]  # number of problems by environment
-    problems: tuple[Problem, ...]  # in the order of `sizes`
+    problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     reward_sources: Mapping[str, RewardSource]
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward from the problem's environment. Raises RewardError."""
+        """The reward in the problem's environment. Raises RewardError."""
         return self.reward_sources[problem.task].reward(problem, completion_text)
 
     def close(self) -> None:
-        """Stop the reward processes."""
+        """Close all reward sources."""
         for source in self.reward_sources.values():
             source.close()
 
@@ -89,7 +88,8 @@ def load_problems(
 ) -> list[Problem]:
     """All problems of a split; `wrap` may add a progress bar around the iterator.
 
-    Raises ConfigError for a [data] option that the task does not have, TaskError for no problems.
+    Raises ConfigError for a [data] option that the task does not have, TaskError if the split is
+    empty.
     """
     try:
         inspect.signature(task.problems).bind(split, seed, **options)
@@ -97,7 +97,7 @@ def load_problems(
         raise ConfigError(f"[data] does not fit this task: {error}; remove the option") from None
     problems = list(wrap(task.problems(split, seed, **options)))
     if not problems:
-        raise TaskError(f"the task has no problems for '{split}'; name a data set in [data]")
+        raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
     return problems
 
 
@@ -108,12 +108,12 @@ def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
             raise TaskError(
                 f"problem {problem.id} of '{problem.task}' has the token "
                 f"{max(problem.input_token_ids)} in input_token_ids, but the model has "
-                f"{vocab_size}; tokenize it with this model's tokenizer"
+                f"{vocab_size} tokens; tokenize it with this model's tokenizer"
             )
 
 
 def problem_id(values: Sequence[str]) -> str:
-    """The id of a problem from the texts that identify it: 16 hexadecimal digits of a sha256."""
+    """16 hexadecimal digits of the SHA-256 of the texts that identify a problem."""
     return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
 
 
@@ -138,7 +138,7 @@ def problems_from_files(
 
     def problems(
         split: Split,
-        seed: int,  # part of the protocol, not used: the curriculum shuffles
+        seed: int,  # required by ProblemSource but unused: the curriculum shuffles
         *,
         train: str = train,
         eval: str = eval,
@@ -146,7 +146,7 @@ def problems_from_files(
         answer_column: str = answer_column,
         system_prompt: str = "",
     ) -> Iterator[Problem]:
-        """The problems of a split; `operator.length_hint` is the number of rows that are left.
+        """Iterator over the problems of a split; its length hint is the number of unread rows.
 
         Raises TaskError if the file cannot be read or, at the end, if no row was usable.
         """
@@ -186,13 +186,11 @@ class _RowProblems:
             try:
                 problem = self._problem_of(row)
             except ValueError as reason:
-                answer = row.columns[self._answer_column]
-                self._refused.append(
-                    f"row={row.number} {self._answer_column}={answer!r:.80} reason='{reason}'"
-                )
-                continue
-            self._num_kept += 1
-            return problem
+                column, answer = self._answer_column, row.columns[self._answer_column]
+                self._refused.append(f"row={row.number} {column}={answer!r:.80} reason='{reason}'")
+            else:
+                self._num_kept += 1
+                return problem
         self._finish()
         raise StopIteration
 
@@ -210,26 +208,24 @@ class _RowProblems:
         for line in self._refused:
             logger.warning("event=row_refused source='%s' %s", self._source, line)
         if self._refused:
-            logger.warning(
-                "event=rows_refused source='%s' refused=%d kept=%d",
-                *(self._source, num_refused, self._num_kept),
-            )
+            totals = f"refused={num_refused} kept={self._num_kept}"
+            logger.warning("event=rows_refused source='%s' %s", self._source, totals)
 
 
 def _problem(
     row: DataRow, task: str, prompt_column: str, answer: str, system_prompt: str
 ) -> Problem:
-    """The problem of a row. Raises ValueError for a row without a prompt."""
-    words = row.columns.get(TOKENS, "").split()
+    """The problem of a row. Raises ValueError if the prompt is missing or token ids are invalid."""
+    words = row.columns.get(TOKENS_COLUMN, "").split()
     if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
-        raise ValueError(f"{TOKENS} must be whole numbers from 0 on")
+        raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")
     prompt = row.columns.get(prompt_column, "")
     if not words and not prompt.strip():
         raise ValueError(f"{prompt_column} is empty")
     system = (Message("system", system_prompt),) if system_prompt and not words else ()
     user = (Message("user", prompt),) if prompt else ()
     return Problem(
-        id=problem_id((task, prompt or row.columns[TOKENS])),
+        id=problem_id((task, prompt or row.columns[TOKENS_COLUMN])),
         task=task,
         messages=(*system, *user),
         answer=answer,
@@ -241,7 +237,7 @@ def _problem(
 
 
 class DataRow(NamedTuple):
-    """One row: its line number in the file, and its text by column name."""
+    """One row: the number of its first line in the file, and its text by column name."""
 
     number: int
     columns: dict[str, str]
@@ -260,10 +256,10 @@ def read_rows(
 ) -> list[DataRow]:
     """The named columns of every row, in file order; other columns are ignored.
 
-    `source` is the name of a shipped data set or a path. `prompt_column` is an additional column; a
-    row may have `input_token_ids` in its place: a list in JSONL, numbers separated by spaces in
-    CSV. The list is returned in the form of CSV. Raises TaskError for a file that is missing, empty
-    or not UTF-8, a missing column, and a row that cannot be read.
+    `source` is the name of a shipped data set or a path. If `prompt_column` is given, every row
+    needs that column or `input_token_ids`: a list in JSONL, numbers separated by spaces in CSV and
+    in the result. Raises TaskError for a file that is missing, empty or not UTF-8, a missing
+    column, and a row that cannot be read.
     """
     path = _path(source)
     parse = _jsonl_rows if path.suffix.lower() in JSONL_SUFFIXES else _csv_rows
@@ -292,16 +288,16 @@ def _path(source: str) -> Path:
 
 
 def _suggestion(path: Path) -> str:
-    """', did you mean X?' if a data set or a file of the same folder has a similar name."""
+    """', did you mean X?' if a data set or a file in the same folder has a similar name."""
     names = {name: name for name in SHIPPED}
     if os.path.isdir(path.parent):
         names |= {file.name: str(file) for file in path.parent.glob("*.*")}
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f", did you mean '{names[near[0]]}'?" if near else ""
+    similar = difflib.get_close_matches(path.name, names, n=1)
+    return f", did you mean '{names[similar[0]]}'?" if similar else ""
 
 
 def _read_text(path: Path) -> str:
-    """The file as text without a byte order mark; line ends are not converted."""
+    """The file as text without a byte order mark; newlines are not converted."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -329,7 +325,7 @@ def _csv_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> I
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not blank with their first line number: quoted text may span lines."""
+    """The non-blank records, each with the number of its first line; quoted text may span lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     number = 1
     try:
@@ -353,7 +349,7 @@ def _jsonl_rows(text: str, columns: Sequence[str], prompt_column: str | None) ->
 
 
 def _json_object(line: str, *, number: int) -> dict[str, object]:
-    """One line as an object; numbers stay text, so that 0.1 is exactly one tenth."""
+    """One line as an object; numbers stay text, so that 0.1 is not rounded to a float."""
     try:
         row = json.loads(line, parse_int=str, parse_float=str)
     except json.JSONDecodeError as error:
@@ -367,30 +363,32 @@ def _json_object(line: str, *, number: int) -> dict[str, object]:
 
 
 def _json_text(value: object, name: str, *, number: int) -> str:
-    """Text, a number, or token ids; JSON can escape half of a surrogate pair, which is refused."""
-    if name == TOKENS and isinstance(value, list):
+    """The text of a JSON value: a string, a number (already text) or a list of token ids.
+
+    Raises _LineError for other types, and for a lone surrogate, which JSON can escape.
+    """
+    if name == TOKENS_COLUMN and isinstance(value, list):
         return " ".join(map(str, cast("list[object]", value)))
     if not isinstance(value, str):
         raise _LineError(number, f"column '{name}' is {value!r:.40}; it must be text or a number")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _LineError(number, f"column '{name}' holds half a character {value!a:.40}") from None
+        raise _LineError(number, f"column '{name}' has a lone surrogate {value!a:.40}") from None
     return value
 
 
 def _select_columns(
     present: list[str], columns: Sequence[str], prompt_column: str | None, *, number: int
 ) -> list[str]:
-    """The columns to read: of prompt and tokens those that are present, or else the prompt."""
+    """The columns to read; of prompt and token ids, one is enough. Raises _LineError."""
     prompts: list[str] = []
     if prompt_column is not None:
-        prompts = [name for name in (prompt_column, TOKENS) if name in present] or [prompt_column]
+        prompts = [name for name in (prompt_column, TOKENS_COLUMN) if name in present]
+        prompts = prompts or [prompt_column]
     names = [*prompts, *columns]
     for name in names:
         if name not in present:
-            if not present:
-                raise _LineError(number, f"no column '{name}', the file or line is empty; fill it")
-            choices = ", ".join(map(repr, present))
-            raise _LineError(number, f"no column '{name}'; the columns are {choices}")
+            found = f"the columns are {', '.join(map(repr, present))}" if present else "it is empty"
+            raise _LineError(number, f"no column '{name}'; {found}")
     return names

@@ -1,7 +1,7 @@
 """Reward functions with a timeout, in a separate process that is replaced when it hangs.
 
-A function that raises, hangs, exits or returns no number gives a RewardError, never a reward. A
-function that is known to be fast (`bounded`) runs in this process.
+A function that raises, hangs, exits or does not return a number causes a RewardError, never a
+reward. A function with bounded run time (`bounded`) is called in this process, without a timeout.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, TypeAlias, cast
 from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
 
-START_TIMEOUT_SECONDS = 120.0  # for the import of the task
-MAX_FAILURES = 20  # in a row
+START_TIMEOUT_SECONDS = 120.0  # for importing the reward function
+MAX_FAILURES = 20  # in a row, before TaskError
 Reward: TypeAlias = "float | dict[str, float]"
 
 
 class RewardRunner:
-    """Calls a reward function. Use with `with` or close it."""
+    """Calls a reward function. A context manager; else call `close` at the end."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RewardRunner:
         raise RewardError(message)
 
     def close(self) -> None:
-        """Kill the process of the reward function."""
+        """Kill the process of the reward function, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -92,7 +92,7 @@ class _RewardProcess:
         with child_pipe:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, name, str(child_pipe.fileno())],
-                stdin=subprocess.PIPE,  # its end of file tells the child that the parent has exited
+                stdin=subprocess.PIPE,  # closed when this process exits; the child then exits too
                 pass_fds=[child_pipe.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
@@ -101,7 +101,7 @@ class _RewardProcess:
         self._pipe.send(options)
         if (message := self._receive(START_TIMEOUT_SECONDS)) != "ready":
             self.kill()
-            raise TaskError(f"the process of reward function {name} does not start: it {message}")
+            raise TaskError(f"the process of reward function {name} did not start: it {message}")
 
     def call(self, problem: Problem, text: str, *, timeout_seconds: float) -> Reward | str:
         """The reward, or the reason why there is none."""
@@ -109,11 +109,11 @@ class _RewardProcess:
             self._pipe.send((problem, text))
         except OSError:
             self.kill()
-            return "lost its process"
+            return "lost the connection to its process"
         return cast("Reward | str", self._receive(timeout_seconds))
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and its child processes."""
         self.alive = False
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -123,12 +123,13 @@ class _RewardProcess:
         self._process.stdin.close()
 
     def _receive(self, timeout_seconds: float) -> object:
+        """The next message, or the reason why there is none."""
         try:
             if self._pipe.poll(timeout_seconds):
                 return self._pipe.recv()
         except (EOFError, OSError):
             self.kill()
-            return f"ended its process with code {self._process.returncode}"
+            return f"exited with code {self._process.returncode}"
         self.kill()
         return f"took longer than {timeout_seconds:g} s"
 
@@ -136,7 +137,7 @@ class _RewardProcess:
 def _call_checked(
     function: Callable[..., Any], problem: Problem, text: str, options: Mapping[str, Any]
 ) -> Reward | str:
-    """A finite reward, or the reason why there is none."""
+    """A valid reward, or the reason why there is none."""
     try:
         result: Any = function(problem, text, **options)
     except Exception as error:  # noqa: BLE001  a user's function may raise anything
@@ -164,20 +165,21 @@ def _to_float(value: object) -> float:
 
 
 def _short_repr(value: object) -> str:
-    """80 characters of the repr on one line, or the type if repr raises."""
+    """The first 80 characters of the repr on one line; the type if repr raises."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
-    except Exception:  # noqa: BLE001  a user's object, or an int of 4300 digits
+    except Exception:  # noqa: BLE001  e.g. an int of more than 4300 digits
         return f"a value of type {type(value).__name__}"
 
 
 def _exit_with_parent() -> None:
+    """Wait for the end of stdin, which the parent closes when it exits."""
     sys.stdin.buffer.read()
     os._exit(0)
 
 
 def _serve(name: str, pipe: Connection) -> None:
-    """Main loop of the process."""
+    """Main loop of the reward process."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     function: Callable[..., Any] = pkgutil.resolve_name(name)
     options = pipe.recv()

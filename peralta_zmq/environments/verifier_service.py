@@ -4,7 +4,7 @@
     GET  /problems?env=NAME&split=train|eval  {"problems": [{"id", "messages", "input_token_ids"}]}
     POST /verify_answer                       {"env", "problem", "completion"} -> {"reward"}
 
-Every request has a thread; reward functions run one at a time.
+Every connection has a thread; reward functions are called one at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from peralta_zmq.environments.verifier_client import problem_to_json
 from peralta_zmq.errors import ConfigError, PeraltaError
 
 MAX_REQUEST_BYTES = 1 << 20
-BUSY_SECONDS = 25.0  # wait for the reward function, then 503; below the client's request timeout
-IDLE_SECONDS = 60.0  # until a silent connection is closed
+# Maximum wait for other rewards, then status 503; shorter than the client's request timeout.
+LOCK_TIMEOUT_SECONDS = 25.0
+IDLE_TIMEOUT_SECONDS = 60.0  # until an idle connection is closed
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +49,7 @@ def run(config: Config) -> None:
 
 
 class _RequestError(Exception):
-    """A request that is refused with an HTTP status."""
+    """Sent to the client as an HTTP error status with a reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -56,7 +57,7 @@ class _RequestError(Exception):
 
 
 class Verifier:
-    """Serves from background threads until `close`. Use with `closing`.
+    """An HTTP server in background threads. Use with `closing`.
 
     Raises ConfigError if the port is in use, or reachable from other machines without a token.
     """
@@ -76,13 +77,9 @@ class Verifier:
             for problem in environments.problems
         }
         self._reward_lock, self._closed = threading.Lock(), False
-        service = self
-
-        class Handler(_Handler):
-            verifier, password = service, token
-
+        handler = type("Handler", (_Handler,), {"verifier": self, "token": token})
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = ThreadingHTTPServer((host, port), handler)
         except OSError as error:
             raise ConfigError(
                 f"verifier.port {port} cannot be used ({error.strerror}); choose another"
@@ -96,7 +93,7 @@ class Verifier:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; waits for the reward function that runs."""
+        """Stop the server; waits for a running reward function."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -106,7 +103,7 @@ class Verifier:
                 environments.close()
 
     def health(self) -> dict[str, Any]:
-        """The environments with their number of problems."""
+        """The environments with their numbers of train problems."""
         return {"environments": dict(self._splits["train"].sizes)}
 
     def problems(self, env: str, split: str) -> dict[str, Any]:
@@ -119,11 +116,8 @@ class Verifier:
             raise _RequestError(
                 HTTPStatus.NOT_FOUND, f"no environment {env!r:.40}; there are {names}"
             )
-        return {
-            "problems": [
-                problem_to_json(problem) for problem in environments.problems if problem.task == env
-            ]
-        }
+        problems = [problem for problem in environments.problems if problem.task == env]
+        return {"problems": list(map(problem_to_json, problems))}
 
     def reward(self, env: str, problem_id: str, completion: str) -> dict[str, Any]:
         """The reward of a completion. Raises _RequestError if there is none."""
@@ -132,16 +126,16 @@ class Verifier:
                 HTTPStatus.NOT_FOUND, f"no problem {problem_id!r:.40} in {env!r:.40}"
             )
         problem, environments = self._problems[env, problem_id]
-        with self._reward_turn():
+        with self._locked_rewards():
             try:
                 return {"reward": environments.reward(problem, completion)}
             except PeraltaError as error:
                 raise _RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
 
     @contextmanager
-    def _reward_turn(self) -> Generator[None]:
-        """Wait for the reward function; status 503 makes the client retry."""
-        if not self._reward_lock.acquire(timeout=BUSY_SECONDS):
+    def _locked_rewards(self) -> Generator[None]:
+        """Exclusive use of the reward functions. Raises 503, after which the client retries."""
+        if not self._reward_lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
             raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")
         try:
             if self._closed:
@@ -152,30 +146,23 @@ class Verifier:
 
 
 def _log_error(request: object, client_address: object) -> None:
-    """Clients may disconnect at any time."""
+    """Log for debugging only: clients may disconnect at any time."""
     logger.debug("request of %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
+    timeout = IDLE_TIMEOUT_SECONDS
     verifier: Verifier
-    password: str | None
-
-    def do_GET(self) -> None:
-        """Health and problems."""
-        self._respond()
-
-    def do_POST(self) -> None:
-        """Rewards."""
-        self._respond()
+    token: str | None
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No log line per request."""
+        """Suppress the log line of every request."""
 
-    def _respond(self) -> None:
+    def do_GET(self) -> None:
+        """Respond to a GET or POST request."""
         try:
-            self._check_password()
+            self._check_token()
             status, message = HTTPStatus.OK, self._result()
         except _RequestError as error:
             status, message = error.status, {"error": str(error)}
@@ -187,6 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+    do_POST = do_GET
 
     def _result(self) -> dict[str, Any]:
         url = urlsplit(self.path)
@@ -208,17 +197,17 @@ class _Handler(BaseHTTPRequestHandler):
                     "no such path; use GET /health, GET /problems or POST /verify_answer",
                 )
 
-    def _check_password(self) -> None:
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.password is not None and not hmac.compare_digest(
-            token.encode("utf-8", "replace"), self.password.encode()
+    def _check_token(self) -> None:
+        sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.token is not None and not hmac.compare_digest(
+            sent.encode("utf-8", "replace"), self.token.encode()
         ):
             raise _RequestError(HTTPStatus.UNAUTHORIZED, "set the password in verifier.token_file")
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
+            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or invalid")
         if int(length) > MAX_REQUEST_BYTES:
             raise _RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {MAX_REQUEST_BYTES} bytes"
@@ -234,5 +223,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value := body.get(name), str):
-        raise _RequestError(HTTPStatus.BAD_REQUEST, f"{name} is missing or not text")
+        raise _RequestError(HTTPStatus.BAD_REQUEST, f"{name} is missing or not a string")
     return value

@@ -169,7 +169,7 @@ class Recovery:
             run_log.note(f"run complete: {step} steps; delete {self._session.folder} to start over")
         elif run_log.resuming:
             run_log.note(f"resumed: step={step} checkpoint={restored} replayed={replayed}")
-        returned = self._collector.curriculum.pools.return_some(
+        returned = self._collector.curriculum.pools.return_to_normal(
             easy_fraction=curriculum.easy_fraction, hard_fraction=curriculum.hard_fraction,
             seed=config.run.seed + step,
         )  # fmt: skip

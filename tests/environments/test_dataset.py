@@ -113,8 +113,8 @@ REFUSED = {
         "x.csv", "q, b\none,1\n", "line 1: no column 'a'; the columns are 'q', ' b'"),
     "a key that is missing": (
         "x.jsonl", '{"q": 1, "a": 1}\n{"q": 2}', "line 2: no column 'a'; the columns are 'q'"),
-    "an empty csv file": ("x.csv", "", "line 1: no column 'q', the file or line is empty"),
-    "an empty object": ("x.jsonl", "{}", "line 1: no column 'q', the file or line is empty"),
+    "an empty csv file": ("x.csv", "", "line 1: no column 'q'; it is empty"),
+    "an empty object": ("x.jsonl", "{}", "line 1: no column 'q'; it is empty"),
     "an empty jsonl file": ("x.jsonl", "\n", "has no rows"),
     "a header alone": ("x.csv", "q,a\n\n", "has no rows"),
     "a comma without quotes": (
@@ -128,7 +128,7 @@ REFUSED = {
     "a json line of great depth": ("x.jsonl", "[" * 100_000, "line 1: n"),
     "a null": ("x.jsonl", '{"q": null, "a": 1}', "column 'q' is None; it must be text or a number"),
     "a truth value": ("x.jsonl", '{"q": "1", "a": true}', "column 'a' is True; it must be"),
-    "half a character": ("x.jsonl", '{"q": "\\ud800", "a": 1}', "column 'q' holds half a char"),
+    "a lone surrogate": ("x.jsonl", '{"q": "\\ud800", "a": 1}', "column 'q' has a lone surr"),
     "another encoding": ("x.csv", b"q,a\n1,1\ncaf\xe9,1\n", "line 3: invalid continuation byte"),
     "another format": ("x.parquet", "PAR1", "is neither .csv nor .jsonl; convert or rename it"),
 }  # fmt: skip

@@ -68,8 +68,8 @@ def test_reward_is_computed_in_another_process(runner: RewardRunner) -> None:
 
 FAILURES = {
     "raise": r"failing_task:reward raised ValueError: no such move \(.*\.py, line 7\)",
-    "leave": "ended its process with code",
-    "die": "ended its process with code 9",
+    "leave": "exited with code",
+    "die": "exited with code 9",
     "nan": "returned nan, which is not a number from",
     "inf": "returned inf, which is not a number from",
     "large": "returned 2000000.0, which is not a number from",
@@ -155,7 +155,7 @@ def test_reward_that_cannot_be_imported_is_named(task: ModuleType) -> None:
     task.reward.__module__ = "no_such_task_at_all"
     with (
         RewardRunner(task.reward, timeout_seconds=1) as runner,
-        pytest.raises(TaskError, match="no_such_task_at_all:reward does not start: it ended"),
+        pytest.raises(TaskError, match="no_such_task_at_all:reward did not start: it exited"),
     ):
         runner.reward(PROBLEM, "anything")
 
