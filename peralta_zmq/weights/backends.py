@@ -1,4 +1,4 @@
-"""Where weight versions are stored: the backend protocol and the local (or mounted) folder."""
+"""Storage of weight versions: the backend protocol, local or mounted folders, and watching them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import ConfigError, StoreError
 
 LEASE, READ_MARK, PROBE_FILE = ".lease-", ".reading-", "doctor-"
-LEASE_SECONDS = 30.0  # renewed every 10 s; a trainer with an older lease has ended
-READ_MARK_SECONDS = 3600.0  # a reader that was killed leaves its mark
+LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
+READ_MARK_SECONDS = 3600.0  # until a mark is ignored: a killed reader does not remove its mark
 MOUNTS = Path("/proc/mounts")
 REMOTE_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
@@ -33,21 +33,21 @@ class StorageBackend(Protocol):
     address: str
 
     def names(self) -> list[str]:
-        """Names at the top level, including those of other programs."""
+        """Names at the top level, including files that other programs created."""
         ...
 
     def path(self, name: str) -> Path:
-        """Path of a folder; only its name if it is not on this machine."""
+        """Path of a folder; only its name if the store is not on this machine."""
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """The bytes of NAME or FOLDER/NAME from offset `start`, in chunks."""
+        """The bytes of FILE or FOLDER/FILE from offset `start`, in chunks."""
         ...
 
     def write_folder(
         self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
     ) -> Manifest:
-        """Write a folder with its manifest; it appears complete or not at all."""
+        """Write a folder with its manifest atomically."""
         ...
 
     def write_file(self, name: str, content: bytes) -> None:
@@ -57,20 +57,20 @@ class StorageBackend(Protocol):
         """Remove a folder; no error if it is missing or cannot be removed."""
 
     def prepare(self) -> None:
-        """Create the store if needed, check what publishing requires, remove leftovers."""
+        """Create the store if needed, check that it supports publishing, remove temporary files."""
 
     def acquire_lease(self, run_id: str) -> str | None:
-        """Acquire the publishing lease; returns its holder if another trainer has it."""
+        """Acquire the publishing lease; returns the holder if another trainer has the lease."""
         ...
 
     def release_lease(self) -> None:
-        """Let another trainer publish here at once."""
+        """Release the lease, so that another trainer can publish without waiting for its end."""
 
     def renew_lease(self) -> None:
-        """Renew the lease, and make remote clients refresh their listing."""
+        """Renew the lease, and make NAS clients refresh their listing of the store."""
 
     def free_bytes(self) -> int:
-        """Free space."""
+        """Free space for new versions."""
         ...
 
     def reading(self, name: str) -> AbstractContextManager[None]:
@@ -85,7 +85,7 @@ class StorageBackend(Protocol):
 def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     """Open a folder, http://HOST:PORT (weights.serve_port of a trainer) or s3://BUCKET/PREFIX.
 
-    Raises ConfigError for another scheme, or if the library for it is not installed.
+    Raises ConfigError for another scheme, or if the library for the scheme is not installed.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
@@ -121,25 +121,25 @@ class LocalBackend:
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """Not memory-mapped: a mapping ends in SIGBUS when the file is removed on the NAS."""
+        """Read without mmap, which raises SIGBUS when the file is removed on a NAS."""
         return atomic_files.read_chunks(self.folder / path, start=start)
 
     def write_folder(
         self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
     ) -> Manifest:
-        """Atomic by a rename."""
+        """Write to a temporary name, then rename."""
         return atomic_files.write_folder(self.folder / name, files, about)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Atomic by a rename."""
+        """Write to a temporary name, then rename."""
         atomic_files.replace_file(self.folder / name, content)
 
     def remove(self, name: str) -> None:
-        """Rename the folder first, so that no reader opens it half removed."""
+        """Rename the folder first, so that no reader opens a partly removed folder."""
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """Raises StoreError if the file system cannot rename folders."""
+        """As `StorageBackend.prepare`. Raises StoreError if folders cannot be renamed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         source = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
         os.makedirs(source, exist_ok=True)
@@ -154,7 +154,7 @@ class LocalBackend:
         atomic_files.sweep(self.folder)
 
     def acquire_lease(self, run_id: str) -> str | None:
-        """A file whose mtime is renewed; ages use the file system's clock."""
+        """The lease is a file; its age is its mtime by the clock of the file system."""
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
         atomic_files.replace_file(self._lease, json.dumps(owner).encode())
         self._leased = True
@@ -167,7 +167,7 @@ class LocalBackend:
         return None
 
     def lease_holder(self, now: float) -> str | None:
-        """The other process with a valid lease; `now` is a Unix time of the file system's clock."""
+        """Another process with a valid lease; `now` is the file system's Unix time in seconds."""
         return next(filter(None, (_holder_of(lease, now) for lease in self._other_leases())), None)
 
     def _other_leases(self) -> list[Path]:
@@ -180,30 +180,30 @@ class LocalBackend:
                 self._lease.unlink(missing_ok=True)
 
     def renew_lease(self) -> None:
-        """Touch the lease and the folder: NFS clients list a folder again when its mtime changes"""
+        """Touch the lease, and the folder: NFS clients list it again when its mtime changes."""
         if self._leased:
             os.utime(self._lease)
         os.utime(self.folder)
 
     def free_bytes(self) -> int:
-        """Free space for users without privileges."""
+        """Bytes that are free for unprivileged users."""
         space = os.statvfs(self.folder)
         return space.f_bavail * space.f_frsize
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Generator[None, None, None]:
-        """Create a mark in the store for the duration, if it is writable."""
-        mark = f"{READ_MARK}{name}-{os.getpid()}-{atomic_files.PROCESS_TAG}"
+        """Create a mark file for the duration of the block, if the store is writable."""
+        mark = self.folder / f"{READ_MARK}{name}-{os.getpid()}-{atomic_files.PROCESS_TAG}"
         with contextlib.suppress(OSError):
-            os.close(os.open(self.folder / mark, os.O_WRONLY | os.O_CREAT, 0o644))
+            mark.touch(0o644)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(self.folder / mark)
+                mark.unlink()
 
     def being_read(self) -> set[str]:
-        """Folders with a recent mark; removes old marks."""
+        """Folders with a mark younger than READ_MARK_SECONDS; removes older marks."""
         marked: set[str] = set()
         for mark in [name for name in self.names() if name.startswith(READ_MARK)]:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class LocalBackend:
 
 
 def _holder_of(lease: Path, now: float) -> str | None:
-    """'pid N on HOST' of a valid lease."""
+    """'pid N on HOST' if the lease is valid, else None."""
     with contextlib.suppress(FileNotFoundError, *atomic_files.MALFORMED):
         owner = cast("dict[str, Any]", json.loads(lease.read_bytes()))
         if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
@@ -225,7 +225,7 @@ def _holder_of(lease: Path, now: float) -> str | None:
 
 
 def _may_be_alive(owner: Mapping[str, Any]) -> bool:
-    """False for an ended process of this machine, and for this process."""
+    """False for this process and for processes of this machine that no longer exist."""
     if owner["host"] != socket.gethostname():
         return True
     pid = int(owner["pid"])
@@ -241,9 +241,9 @@ def _may_be_alive(owner: Mapping[str, Any]) -> bool:
 
 
 class ProbeFile:
-    """A new file in a weights folder, to check that another machine has the same folder mounted.
+    """A file in a weights folder, to check whether another machine has the same folder mounted.
 
-    Use with `closing`. The name does not start with a dot, because watchers ignore those.
+    Use with `closing`. Its name does not start with a dot, because watchers ignore such names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,7 +266,7 @@ class ProbeFile:
 class FolderWatcher:
     """Calls `on_change`, in its own thread, when a name appears in a folder.
 
-    A hint only: no event may arrive for a change on a NAS. Use with `closing`. Raises OSError if
+    Changes on a NAS may be missed, so callers must also poll. Use with `closing`. Raises OSError if
     the folder does not exist.
     """
 
@@ -278,13 +278,13 @@ class FolderWatcher:
         self._observer.start()
 
     def is_current(self) -> bool:
-        """False if another folder has replaced the watched one, e.g. after a new mount."""
+        """False if the path now is another folder than the watched one, e.g. after a mount."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self._stat, os.stat(self._folder))
         return True
 
     def close(self) -> None:
-        """Stop the thread; a thread that hangs in a dead mount is abandoned."""
+        """Stop the thread; does not wait longer than 1 s, as an unresponsive mount may block it."""
         self._observer.stop()
         self._observer.join(timeout=1.0)
 
@@ -294,7 +294,7 @@ class _NewNames(FileSystemEventHandler):
         self._on_change = on_change
 
     def on_moved(self, event: FileSystemEvent) -> None:
-        self._on_change()  # a version appears by a rename; reading raises other events
+        self._on_change()  # versions appear by a rename; other events, e.g. of reads, are ignored
 
     def on_created(self, event: FileSystemEvent) -> None:
         if not Path(str(event.src_path)).name.startswith("."):  # leases, marks, temporary folders

@@ -1,6 +1,7 @@
-"""Weight publishing in the background: copy, then encode, write and prune in a thread.
+"""Publishes weights in the background: the trainer copies them, a thread encodes and writes them.
 
-The trainer waits only for the copy. If the store is slow, older snapshots are skipped.
+The trainer waits only for the copy. If the store is slow, snapshots that were not written yet are
+replaced by newer ones. After each publication the thread prunes old versions.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version, folder_name
 
 LEASE_RENEWAL_SECONDS = 10.0
-FIRST_DELAY, LONGEST_DELAY = 1.0, 10.0  # seconds before a failed publication is tried again
-MAX_SPARE_VERSIONS = 64  # kept only because slow readers may need them
-LOADS_TO_WAIT = 3.0  # a spare version is kept for this many times the slowest load
+FIRST_DELAY, LONGEST_DELAY = 1.0, 10.0  # seconds before a failed publication is retried
+MAX_OBSOLETE_VERSIONS = 64  # that are kept because slow readers may need them
+KEPT_LOADS = 3.0  # an obsolete version is kept for this many times the duration of the slowest load
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Outcome of a publication; `version` is None and `reason` is set if it failed."""
+    """Outcome of a publication; if it failed, `version` is None and `reason` says why."""
 
     step: int
     version: Version | None
     reason: str
-    stall_seconds: float  # that the trainer waited for the copy
+    stall_seconds: float  # for which the trainer waited for the copy
     encode_seconds: float
     write_seconds: float  # everything else: hashing, disk or network, pruning
 
@@ -45,21 +46,21 @@ class PublishReport:
 class Retention:
     """Which versions pruning keeps."""
 
-    last: int = 3
-    interval: int | None = None  # and every version whose number is a multiple of it
-    seconds: float = 0.0  # and every version that is not needed for less than this
+    last: int = 3  # the newest versions
+    interval: int | None = None  # also every version whose number is a multiple of this
+    seconds: float = 0.0  # also, for this long, every version that became obsolete
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
     step: int
     tensors: Tensors
-    wait_for_copies: Callable[[], None]  # returns when GPU copies have arrived in `tensors`
+    wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
     stall_seconds: float
 
 
 class WeightPublisher:
-    """Owns the thread and the buffers. Use with `closing`."""
+    """Owns the publishing thread and the buffers of the copies. Use with `closing`."""
 
     def __init__(
         self,
@@ -73,20 +74,20 @@ class WeightPublisher:
         max_mbit_per_s: float | None = None,
         on_published: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        """`about` are fields of each manifest; the thread calls `on_published`."""
+        """`about` has additional fields of each manifest; the thread calls `on_published`."""
         self._store, self._companions, self._about = store, companions, about
         self._dtype, self._keyframe_interval = dtype, keyframe_interval
         self._on_published = on_published
         self._pruner = Pruner(store, retention)
         self._rate_limit = _RateLimit(max_mbit_per_s)
         self._base: tuple[Version, Tensors] | None = None  # of the next delta
-        self._spare: Tensors = {}
+        self._spare: Tensors = {}  # buffers for the next copy
         self._waiting: _Snapshot | None = None
         self._keyframe_requested = False
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
-        self._logged = ""  # reason for keyframes
+        self._logged_reason = ""  # for publishing keyframes only
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
@@ -94,10 +95,10 @@ class WeightPublisher:
     def publish(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, keyframe: bool = False
     ) -> float:
-        """Copy the weights of `step` to be published next; returns the seconds it took.
+        """Copy the weights of `step`, to be published next; returns the seconds it took.
 
-        Replaces a snapshot that still waits. `keyframe` asks for a keyframe, of this step or of
-        the one that replaces it.
+        Replaces a waiting snapshot. `keyframe` requests a keyframe: of this snapshot, or of the
+        one that replaces it.
         """
         started = time.monotonic()
         with self._changed:
@@ -115,7 +116,7 @@ class WeightPublisher:
         return stall
 
     def take_reports(self) -> list[PublishReport]:
-        """The publications since the last call; raises the exception that ended the thread."""
+        """Reports since the last call. Raises the exception that ended the thread."""
         if self._failure:
             raise self._failure
         with self._changed:
@@ -123,17 +124,20 @@ class WeightPublisher:
         return reports
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the last snapshot is published or has failed once; False after `timeout`."""
+        """Wait until the last snapshot is published or has failed once.
 
-        def is_idle() -> bool:
+        Returns False after `timeout` seconds.
+        """
+
+        def is_settled() -> bool:
             pending = self._publishing or self._waiting is not None
             return self._backing_off or self._failure is not None or not pending
 
         with self._changed:
-            return self._changed.wait_for(is_idle, timeout)
+            return self._changed.wait_for(is_settled, timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Wait up to `timeout` seconds for the last snapshot, without the rate limit, and stop."""
+        """Stop after the last snapshot, which has up to `timeout` seconds and no rate limit."""
         self._rate_limit.disable()
         self.wait(timeout)
         with self._changed:
@@ -161,7 +165,7 @@ class WeightPublisher:
     def _next(self) -> tuple[_Snapshot, bool] | None:
         """The next snapshot and whether it must be a keyframe; None when closing.
 
-        Renews the lease while waiting.
+        Renews the publishing lease while it waits.
         """
         while True:
             with self._changed:
@@ -176,12 +180,12 @@ class WeightPublisher:
                     keyframe, self._keyframe_requested = self._keyframe_requested, False
                     self._waiting, self._publishing = None, True
                     return snapshot, keyframe
-            with contextlib.suppress(OSError):  # the store may be unreachable for a while
+            with contextlib.suppress(OSError):  # the store may be unreachable for now
                 self._store.backend.renew_lease()
 
     def _publish(self, snapshot: _Snapshot, *, keyframe: bool) -> bool:
         snapshot.wait_for_copies()
-        started, encoding = time.monotonic(), _Stopwatch()
+        started, encode_timer = time.monotonic(), _IteratorTimer()
         version, reason = None, ""
         try:
             version = self._store.publish(
@@ -190,7 +194,7 @@ class WeightPublisher:
                 companions=self._companions,
                 about=self._about,
                 base=None if keyframe else self._base_for(snapshot),
-                stream=lambda pieces: self._rate_limit.apply(encoding.measure(pieces)),
+                stream=lambda pieces: self._rate_limit.apply(encode_timer.measure(pieces)),
             )
             self._on_published(version)
             self._pruner.prune(version)
@@ -198,8 +202,8 @@ class WeightPublisher:
             reason = str(error)
         seconds = time.monotonic() - started
         report = PublishReport(
-            snapshot.step, version, reason, snapshot.stall_seconds, encoding.seconds,
-            seconds - encoding.seconds,
+            snapshot.step, version, reason, snapshot.stall_seconds, encode_timer.seconds,
+            seconds - encode_timer.seconds,
         )  # fmt: skip
         with self._changed:
             self._reports.append(report)
@@ -209,20 +213,19 @@ class WeightPublisher:
         return version is not None
 
     def _base_for(self, snapshot: _Snapshot) -> tuple[Version, Tensors] | None:
-        """The base of a delta; None for a keyframe."""
-        if self._base is None:
+        """The base for a delta; None if the snapshot must be a keyframe."""
+        if self._base is None or self._base[0].depth + 1 >= self._keyframe_interval:
             return None
-        if reason := delta.unsuitable(snapshot.tensors):
-            if reason != self._logged:
-                self._logged = reason
-                logger.info("publishing keyframes only reason=%s", reason)
-            return None
-        return self._base if self._base[0].depth + 1 < self._keyframe_interval else None
+        reason = delta.unsuitable(snapshot.tensors)
+        if reason and reason != self._logged_reason:
+            self._logged_reason = reason
+            logger.info("publishing keyframes only reason=%s", reason)
+        return None if reason else self._base
 
     def _prepare_spare(self) -> None:
-        """Allocate and touch a second buffer here, so that the trainer's next copy is faster."""
+        """Allocate the second set of buffers in this thread, so that the next copy is faster."""
         if self._base and not self._spare:
-            spare = {
+            spare = {  # zeros, because writing allocates the memory pages
                 name: torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
                 for name, tensor in self._base[1].items()
             }
@@ -230,7 +233,7 @@ class WeightPublisher:
                 self._spare = self._spare or spare
 
     def _back_off(self, snapshot: _Snapshot, delay: float, *, keyframe: bool) -> None:
-        """Wait; then the same snapshot is next, unless there is a newer one."""
+        """Wait `delay` seconds, less if a newer snapshot arrives; then retry, with the newest."""
         with self._changed:
             self._backing_off = True
             self._keyframe_requested |= keyframe
@@ -243,8 +246,8 @@ class WeightPublisher:
                 self._spare = self._spare or snapshot.tensors
 
 
-class _Stopwatch:
-    """Measures the time spent in producing the pieces of an iterator."""
+class _IteratorTimer:
+    """Measures the time that an iterator takes to produce its pieces."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -260,11 +263,11 @@ class _Stopwatch:
 
 
 class _RateLimit:
-    """Limits the average rate since the last idle moment."""
+    """Delays the pieces of an iterator so that their average rate does not exceed a limit."""
 
     def __init__(self, max_mbit_per_s: float | None) -> None:
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
-        self._free_at = 0.0  # monotonic seconds
+        self._free_at = 0.0  # when the next piece may be sent, in monotonic seconds
         self._disabled = threading.Event()
 
     def apply(self, pieces: Iterator[Any]) -> Iterator[Any]:
@@ -282,16 +285,17 @@ class _RateLimit:
 def _copy(
     tensors: Mapping[str, torch.Tensor], buffers: Tensors, dtype: torch.dtype
 ) -> tuple[Tensors, Callable[[], None]]:
-    """Copies in `dtype`, in the buffers where they fit, and a function that waits for the GPU.
+    """Copies in `dtype`, and a function that waits until copies from a GPU are complete.
 
-    Copies from a GPU are ordered in its stream before the next optimizer step.
+    Reuses `buffers` where the shapes match. The next optimizer step runs after the copies, because
+    it is queued in the same CUDA stream.
     """
     copies = {
         name: _copy_tensor(tensor, buffers.get(name), dtype) for name, tensor in tensors.items()
     }
     events: list[torch.cuda.Event] = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        events.append(torch.cuda.Event(blocking=True))  # waiting must not occupy a core
+        events.append(torch.cuda.Event(blocking=True))  # do not busy-wait
         events[-1].record(torch.cuda.current_stream(device))
 
     def wait_for_copies() -> None:
@@ -304,7 +308,7 @@ def _copy(
 def _copy_tensor(
     tensor: torch.Tensor, buffer: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Converted on the GPU and copied to pinned memory; without pinning the copy would block."""
+    """A copy in CPU memory; pinned if the tensor is on a GPU, else the copy would block."""
     tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
         buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
@@ -314,20 +318,20 @@ def _copy_tensor(
 
 
 class Pruner:
-    """Removes versions that are not needed, and not before slow readers have finished.
+    """Removes obsolete versions after slow readers had time to load them.
 
-    Keeps what `retention` names and the chains of these, and what is being read.
+    Keeps the versions that `retention` selects, their chains, and versions that are being read.
     """
 
     def __init__(self, store: WeightStore, retention: Retention) -> None:
         self._store, self._retention = store, retention
         self._parents: dict[int, int | None] = {}
-        self._spare_since: dict[int, float] = {}  # monotonic seconds, by number
-        self._reading_since: dict[str, float] = {}
+        self._obsolete_since: dict[int, float] = {}  # monotonic seconds by version number
+        self._reading_since: dict[str, float] = {}  # monotonic seconds by folder name
         self._slowest_load = 0.0  # seconds
 
     def prune(self, published: Version) -> None:
-        """After a publication. Errors of the backend are ignored: the next one prunes again."""
+        """Prune after a publication. Ignores OSError, because the next publication prunes again."""
         self._remember_parent(published)
         with contextlib.suppress(OSError):
             self._prune(self._store.numbers(), time.monotonic())
@@ -336,20 +340,20 @@ class Pruner:
     def _prune(self, numbers: list[int], now: float) -> None:
         being_read = self._observe_readers(now)
         needed = self._needed(numbers)
-        spare = [number for number in numbers if number not in needed]
-        self._spare_since = {number: self._spare_since.get(number, now) for number in spare}
-        keep_seconds = max(self._retention.seconds, LOADS_TO_WAIT * self._slowest_load)
-        for rank, number in enumerate(reversed(spare)):
-            expired = now - self._spare_since[number] >= keep_seconds
-            if (expired or rank >= MAX_SPARE_VERSIONS) and folder_name(number) not in being_read:
+        obsolete = [number for number in numbers if number not in needed]
+        self._obsolete_since = {each: self._obsolete_since.get(each, now) for each in obsolete}
+        keep_seconds = max(self._retention.seconds, KEPT_LOADS * self._slowest_load)
+        for rank, number in enumerate(reversed(obsolete)):
+            expired = now - self._obsolete_since[number] >= keep_seconds
+            if (expired or rank >= MAX_OBSOLETE_VERSIONS) and folder_name(number) not in being_read:
                 failpoint("prune.remove")
                 self._store.backend.remove(folder_name(number))
 
     def _needed(self, numbers: list[int]) -> set[int]:
-        """The versions to keep, and the chains that their deltas need."""
+        """The versions that the retention selects, and the chains that their deltas need."""
         interval, needed = self._retention.interval, set[int]()
-        kept = [number for number in numbers if interval and number % interval == 0]
-        for start in [*kept, *numbers[-self._retention.last :]]:
+        at_interval = [number for number in numbers if interval and number % interval == 0]
+        for start in [*at_interval, *numbers[-self._retention.last :]]:
             number: int | None = start
             while number is not None and number not in needed:
                 needed.add(number)
@@ -357,7 +361,7 @@ class Pruner:
         return needed
 
     def _parent_of(self, number: int) -> int | None:
-        """None for a keyframe, and for a version that cannot be read."""
+        """The number of a delta's parent; None for a keyframe or an unreadable version."""
         if number not in self._parents and (version := self._store.find(number)):
             self._remember_parent(version)
         return self._parents.get(number)
@@ -366,7 +370,7 @@ class Pruner:
         self._parents[version.number] = version.parent if version.kind == "delta" else None
 
     def _observe_readers(self, now: float) -> set[str]:
-        """Names of the folders being read; measures how long loads take."""
+        """Names of the folders that are being read; updates the duration of the slowest load."""
         names = self._store.backend.being_read()
         for finished in self._reading_since.keys() - names:
             load_seconds = now - self._reading_since[finished]

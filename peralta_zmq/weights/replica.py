@@ -1,7 +1,7 @@
-"""A complete local copy of one version, updated in place by deltas.
+"""A complete local copy of one weight version, updated in place by deltas.
 
-The folder holds what `from_pretrained` needs, and while the copy is valid the manifest of
-its version as `replica.json`.
+The folder has the files that `from_pretrained` needs. While the copy is valid, it also has the
+manifest of the version, as `replica.json`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ STATE, INCOMING = "replica.json", "incoming"
 
 
 class LocalReplica:
-    """`version` is None while there is no valid copy."""
+    """A local copy in `folder`; `version` is None while the copy is not valid."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
-        self.mapped = False  # a model may have mapped the weights file: replace it, do not patch it
+        self.mapped = False  # by a model; then the weights file must be replaced, not patched
 
     def tensors(self) -> sets.MappedTensors:
-        """Views of the weights; their values change when a delta is applied."""
+        """Views of the weights file; their values change when a delta is applied."""
         return sets.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
-        """The version that an earlier process left, if its weights verify."""
+        """The version that an earlier process left here; None if its weights do not verify."""
         with contextlib.suppress(OSError, *atomic_files.MALFORMED):
             text = (self.folder / STATE).read_bytes()
             stable = hashlib.sha256(text).hexdigest().encode()
@@ -57,11 +57,11 @@ class LocalReplica:
         model: str | None = None,
         before_change: Callable[[], None] = lambda: None,
     ) -> int:
-        """Fetch what is missing for `version`, then change the copy; returns the bytes read.
+        """Fetch the files needed for `version`, then update the copy; returns the bytes read.
 
-        `model` is the required model fingerprint. `before_change` is called after all files were
-        fetched. Raises StoreError: before the change with the copy untouched, after it with no
-        valid copy left.
+        `model` is the required model fingerprint. `before_change` is called between the fetch and
+        the update. Raises StoreError; the copy is unchanged if the fetch failed, and no longer
+        valid if the update failed.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
@@ -74,18 +74,18 @@ class LocalReplica:
         incoming = self.folder / INCOMING
         shutil.rmtree(incoming, ignore_errors=True)
         try:
-            with ExitStack() as marks:
+            with ExitStack() as read_marks:
                 for link in chain:
-                    marks.enter_context(store.backend.reading(folder_name(link.number)))
+                    read_marks.enter_context(store.backend.reading(folder_name(link.number)))
                 for link in chain:
                     _fetch(store, link, incoming / str(link.number))
             failpoint("load.fetched")
             before_change()
             self._change(store, chain, incoming)
-        except OSError as error:  # of the local disk
+        except OSError as error:  # on the local disk
             raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
-            with contextlib.suppress(OSError):  # rmtree raises a failed close even so
+            with contextlib.suppress(OSError):  # rmtree raises if a close fails, nevertheless
                 shutil.rmtree(incoming, ignore_errors=True)
         return sum(link.size for link in chain)
 
@@ -106,7 +106,10 @@ class LocalReplica:
                     store.count_mismatch(chain[-1])
                 raise StoreError(f"version {link.number} does not verify: {error}") from None
             failpoint("load.changed")
-        self._write_state(chain[-1])
+        manifest = chain[-1].manifest
+        _, text = atomic_files.describe(manifest.files, manifest.about)
+        atomic_files.replace_file(self.folder / STATE, text)
+        self.version = chain[-1]
         failpoint("load.marked")
 
     def _apply(self, link: Version, fetched: Path) -> Mapping[str, int]:
@@ -122,18 +125,13 @@ class LocalReplica:
     def _check(self, link: Version, checksums: Mapping[str, int]) -> None:
         specs = self.tensors().specs
         if link.field("model") not in (None, sets.fingerprint(specs)):
-            raise ValueError("the weights are of another model than the manifest's")
+            raise ValueError("the weights are of another model than the manifest names")
         if link.field("result") not in (None, sets.set_digest(checksums, specs)):
             raise ValueError("the weights do not have the digest in the manifest")
 
-    def _write_state(self, version: Version) -> None:
-        _, text = atomic_files.describe(version.manifest.files, version.manifest.about)
-        atomic_files.replace_file(self.folder / STATE, text)
-        self.version = version
-
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """Copy all files of a version, verified while they are read."""
+    """Copy all files of a version to `target`, verifying their hashes."""
     target.mkdir(parents=True)
     for name in version.manifest.files:
         with (target / name).open("wb") as copy:
@@ -146,7 +144,7 @@ def _fetch(store: WeightStore, version: Version, target: Path) -> None:
 def load_version(store: WeightStore, version: Version) -> Generator[Path, None, None]:
     """A temporary folder with the complete, verified weights of a version.
 
-    Raises StoreError, as `LocalReplica.advance`.
+    Raises StoreError if the version cannot be read or verified.
     """
     with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
         LocalReplica(Path(folder)).advance(store, version)

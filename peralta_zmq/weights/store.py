@@ -1,7 +1,7 @@
-"""The weight store: step-numbered versions in a storage backend, complete or as deltas.
+"""The weight store: numbered weight versions in a storage backend, as keyframes and deltas.
 
-A version appears complete or not at all. A delta needs its chain: the versions from the last
-keyframe on.
+Writes are atomic: a version is visible completely or not at all. A keyframe has all weights. To
+load a delta, its chain is needed: the versions from the last keyframe on.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from peralta_zmq.weights.version import (
     folder_name,
 )
 
-MIN_FREE_VERSIONS = 2  # free space needed to publish
-MAX_MISMATCHES = 3  # reads of a corrupt version: a NAS may return stale pages once or twice
+MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
+# Failed verifications until quarantine; a NAS may return stale pages once or twice.
+MAX_MISMATCHES = 3
 MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
-MAX_CHAIN = 1000
-MAX_SMALL_FILE = 64 << 20  # bytes of a manifest
-MAX_RECHECKS = 100  # of invalid versions per listing; a NAS may not have shown their files yet
+MAX_CHAIN = 1000  # versions
+MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
+MAX_RECHECKS = 100  # of invalid versions per listing; a NAS may show their files late
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]
-Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # of the pieces of a file
+Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
 
 
 class WeightStore:
-    """One run's weights in one backend."""
+    """The weight versions of one run in one backend."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self._mismatches: Counter[str] = Counter()  # by digest of the manifest
-        self._invalid: set[int] = set()  # listed numbers that were no valid version of this run
+        self._mismatches: Counter[str] = Counter()  # failed verifications by digest of the manifest
+        self._invalid: set[int] = set()  # listed numbers without a valid version of this run
 
     @classmethod
     def open(cls, address: Path | str, *, token: str | None = None) -> WeightStore:
@@ -68,7 +69,7 @@ class WeightStore:
 
     @property
     def run_id(self) -> str | None:
-        """The run that owns the store; None if a trainer has not claimed it or it is missing."""
+        """The run that owns the store; None if no trainer has claimed it or it cannot be read."""
         with contextlib.suppress(OSError, CorruptError, *atomic_files.MALFORMED):
             return str(json.loads(self._read_small(RUN_FILE))["run_id"])
         return None
@@ -76,15 +77,15 @@ class WeightStore:
     # Writing.
 
     def claim(self, run_id: str, *, known: bool = False) -> None:
-        """Make the store this run's and acquire the lease to publish.
+        """Claim the store for a run and acquire the publishing lease.
 
-        A store that is `known` to be this run's is never created. Raises StoreError if it cannot
-        be written, belongs to another run or another trainer publishes to it; GoneError if a known
-        one is missing.
+        `known`: the run claimed the store earlier, so it is not created again. Raises StoreError
+        if the store cannot be written, belongs to another run or another trainer publishes to it;
+        GoneError if a known store is missing.
         """
         try:
             owner = self.run_id
-            if owner is None and known:  # no folder, or the empty mount point
+            if owner is None and known:  # no folder, or an empty mount point
                 raise self._gone_error()
             if owner not in (None, run_id):
                 raise StoreError(
@@ -125,11 +126,11 @@ class WeightStore:
         base: Base | None = None,
         stream: Stream = iter,
     ) -> Version:
-        """Write the next version: as a delta to `base` if that is small enough, else complete.
+        """Write the next version: a delta to `base` if that is small enough, else a keyframe.
 
-        A complete version includes its companion files (config, tokenizer). `about` has further
-        fields of the manifest; `stream` wraps the pieces of the weights, e.g. to limit their rate.
-        Raises StoreError if the backend is missing, full or read-only; nothing partial remains.
+        A keyframe includes its companion files (config, tokenizer). `about` has additional manifest
+        fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
+        StoreError if the backend is missing, full or read-only; nothing partial remains.
         """
         try:
             number, fields = self._next_version(step, tensors, companions)
@@ -145,8 +146,8 @@ class WeightStore:
     def _next_version(
         self, step: int, tensors: Mapping[str, torch.Tensor], companions: Mapping[str, bytes]
     ) -> tuple[int, dict[str, Any]]:
-        """The next number and the fields that every manifest has."""
-        if (run_id := self.run_id) is None:  # the empty mount point
+        """The number of the next version, and the manifest fields of all versions."""
+        if (run_id := self.run_id) is None:  # e.g. an empty mount point
             raise OSError(f"{RUN_FILE} is gone; is it mounted?")
         specs = sets.specs_of(tensors)
         free, needed = self.backend.free_bytes(), MIN_FREE_VERSIONS * sets.file_size(specs)
@@ -195,7 +196,7 @@ class WeightStore:
     # Reading.
 
     def newest(self) -> Version | None:
-        """The newest valid version of this run; None also while the backend cannot be listed."""
+        """The newest valid version of this run; None if there is none or listing fails."""
         with contextlib.suppress(OSError):
             run_id, numbers, rechecks = self.run_id, self.numbers(), 0
             self._invalid &= set(numbers)
@@ -210,14 +211,15 @@ class WeightStore:
         return None
 
     def numbers(self) -> list[int]:
-        """Numbers of all folders named as versions, ascending. Raises OSError."""
+        """Numbers of all folders with the name of a version, ascending. Raises OSError."""
         names = self.backend.names()
         return sorted(int(name[5:]) for name in names if VERSION_NAME.fullmatch(name))
 
     def find(self, number: int) -> Version | None:
-        """The version with this number; None if it is missing, torn or quarantined.
+        """The version with this number; None if it is missing, incomplete or quarantined.
 
-        Only for a number that was listed or announced: a NAS client may cache a failed lookup.
+        Call it only for a listed or announced number, because a NAS client may cache a failed
+        lookup.
         """
         folder = self.backend.path(folder_name(number))
         try:
@@ -230,7 +232,7 @@ class WeightStore:
         return None if self._mismatches[manifest.digest] >= MAX_MISMATCHES else version
 
     def versions(self) -> list[Version]:
-        """All valid versions of this run, oldest first. Raises StoreError if it cannot list."""
+        """All valid versions of this run, oldest first. Raises StoreError if listing fails."""
         try:
             versions = [self.find(number) for number in self.numbers()]
         except OSError as error:
@@ -238,7 +240,7 @@ class WeightStore:
         return [version for version in versions if version and version.run_id == self.run_id]
 
     def version_of_step(self, step: int) -> Version:
-        """The newest version of a step. Raises StoreError that lists the available steps."""
+        """The newest version of a step. Raises a StoreError that lists the available steps."""
         versions = self.versions()
         for version in reversed(versions):
             if version.step == step:
@@ -248,15 +250,16 @@ class WeightStore:
             f"no version of step {step} in {self.address}; available steps: {steps:.300}"
         )
 
-    def chain(self, version: Version, have: Version | None = None) -> list[Version]:
-        """The versions to read, oldest first: from a keyframe on, or those after `have`.
+    def chain(self, version: Version, local: Version | None = None) -> list[Version]:
+        """The versions to read for `version`, oldest first.
 
-        Raises ChainError if a version of the chain is missing, quarantined, or not the base of the
-        next one.
+        They start at a keyframe, or after `local`, a version of which there is a local copy. Raises
+        ChainError if a version is missing, quarantined, or not the base of the next one.
         """
         chain = [version]
         while (first := chain[-1]).kind == "delta":
-            if have and have.number == first.parent and have.field("result") == first.field("base"):
+            base = first.field("base")
+            if local and local.number == first.parent and local.field("result") == base:
                 break
             parent = self.find(first.parent) if len(chain) < MAX_CHAIN else None
             if parent is None or parent.run_id != version.run_id:
@@ -264,7 +267,7 @@ class WeightStore:
                     f"version {version.number} needs version {first.parent}, which is missing or "
                     "quarantined; a keyframe is needed"
                 )
-            if parent.field("result") != first.field("base"):
+            if parent.field("result") != base:
                 self.quarantine(version)
                 raise ChainError(
                     f"version {first.number} has another base than version {first.parent}"
@@ -273,9 +276,9 @@ class WeightStore:
         return chain[::-1]
 
     def read(self, version: Version, name: str) -> Iterator[bytes]:
-        """A file of a version in chunks, verified by its hash.
+        """A file of a version in chunks; its hash is verified at the end.
 
-        Raises StoreError: if the version was removed (look for a newer one), cannot be read (try
+        Raises StoreError if the version was removed (look for a newer one), cannot be read (try
         again) or is corrupt.
         """
         if version.run_id != self.run_id:
@@ -286,7 +289,7 @@ class WeightStore:
                 _read_resuming(self.backend, path), path, version.manifest.files[name]
             )
         except FileNotFoundError:
-            if self.find(version.number) is None:  # pruned meanwhile; there is a newer one
+            if self.find(version.number) is None:  # pruned during the read; there is a newer one
                 raise StoreError(f"version {version.number} was removed meanwhile") from None
             raise ChainError(f"version {version.number} has no file {name}") from None
         except OSError as error:
@@ -296,11 +299,11 @@ class WeightStore:
             raise StoreError(f"version {version.number} does not verify: {error}") from None
 
     def count_mismatch(self, version: Version) -> None:
-        """Count a read of a version that did not verify; the third one quarantines it."""
+        """Count a failed verification; the version is quarantined after MAX_MISMATCHES."""
         self._mismatches[version.manifest.digest] += 1
 
     def quarantine(self, version: Version) -> None:
-        """Never offer this version again in this process."""
+        """Treat this version as missing for the rest of this process."""
         self._mismatches[version.manifest.digest] = MAX_MISMATCHES
 
     def _read_small(self, path: str) -> bytes:
@@ -317,7 +320,7 @@ class _DeltaTooLargeError(Exception):
 
 
 def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Raises _DeltaTooLargeError beyond `limit` bytes."""
+    """The pieces. Raises _DeltaTooLargeError if they exceed `limit` bytes."""
     for piece in pieces:
         limit -= len(piece)
         if limit < 0:
@@ -326,8 +329,8 @@ def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
-    """Resume after a connection error, as long as each attempt receives something."""
-    received, before = 0, -1
+    """Read a file; resume after connection errors as long as every attempt receives bytes."""
+    received, previously_received = 0, -1
     while True:
         try:
             for chunk in backend.read(path, start=received):
@@ -335,9 +338,9 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
                 yield chunk
             return
         except (ConnectionError, TimeoutError):
-            if received == before:
+            if received == previously_received:
                 raise
-            before = received
+            previously_received = received
 
 
 def _tokenizer_hash(companions: Mapping[str, bytes]) -> str:

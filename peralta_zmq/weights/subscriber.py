@@ -1,6 +1,6 @@
-"""Weight subscription of a generator: find, fetch, verify and offer new versions.
+"""Weight subscription of a generator: finds, fetches, verifies and offers new versions.
 
-One thread does all input and output, because a dead mount blocks the thread that uses it.
+One thread does all reads and writes, because an unresponsive mount blocks the thread that uses it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
-FIRST_POLL_SECONDS = 0.2  # until the first version is available
-MAX_WATCHER_POLL_SECONDS = 60.0  # of a watcher that lists a remote folder
-OFFLINE_SECONDS = 5.0  # without a store before the copy of an earlier process is offered
-JITTER = 0.2  # of the polling interval, so that generators do not all poll at once
-SLOW_VERSIONS = 2  # in a row before a warning; one keyframe among deltas may be slow
+FIRST_POLL_SECONDS = 0.2  # between polls until the first version is found
+MAX_WATCHER_POLL_SECONDS = 60.0  # between two listings of a remote folder by the watcher
+OFFLINE_SECONDS = 5.0  # without a store until the copy of an earlier process is offered
+JITTER = 0.2  # fraction of the polling interval, so that generators do not all poll at once
+SLOW_VERSIONS = 2  # in a row until a warning; a single keyframe among deltas may be slow
 logger = logging.getLogger(__name__)
 
 
@@ -40,17 +40,17 @@ class PendingWeights:
     """A complete, verified version in the local copy."""
 
     version: Version
-    tensors: Mapping[str, torch.Tensor]  # views of the copy: valid until accepted or rejected
+    tensors: Mapping[str, torch.Tensor]  # views of the copy, valid until `accept` or `reject`
     folder: Path  # with everything that `from_pretrained` needs
     bytes_read: int
-    visible_seconds: float  # from the first sign of the version until it was ready
+    visible_seconds: float  # from the discovery of the version until it was ready
 
 
 class WeightSubscriber:
-    """Owns the thread and the local copy. Use with `closing`.
+    """Owns the subscription thread and the local copy. Use with `closing`.
 
-    `folder` keeps the copy across restarts; if another process uses it, a temporary folder is
-    used. Changes of the folder `watch` trigger a poll before `poll_seconds` are over.
+    `folder` keeps the copy across restarts; if another process has locked it, a temporary folder is
+    used. The thread polls every `poll_seconds`, and when the folder `watch` changes.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class WeightSubscriber:
         self._polled: PendingWeights | None = None  # not yet accepted or rejected
         self._accepted: Version | None = None
         self._announced = -1, ""  # number and weights_id
-        self._noticed = -1, 0.0  # number of the version in work and when it appeared
-        self._fetched_at = 0.0  # monotonic seconds
-        self._link = LinkSpeedCheck()
-        self._logged = ""
+        self._discovered = -1, 0.0  # newest version found: number and time in monotonic seconds
+        self._fetched_at = 0.0  # monotonic seconds, end of the last download
+        self._speed_check = LinkSpeedCheck()
+        self._last_warning = ""
         self._failure: BaseException | None = None
         self._wake, self._closing = threading.Event(), False
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class WeightSubscriber:
         self._thread.start()
 
     def notify(self, number: int, weights_id: str = "") -> None:
-        """A version was announced: look for it now, even if it is not listed yet."""
+        """Look for an announced version now, even if the store does not list it yet."""
         if number >= 0 and (number, weights_id) != self._announced:
             self._announced = number, weights_id
             self._wake.set()
@@ -97,15 +97,15 @@ class WeightSubscriber:
             return self._polled
 
     def accept(self) -> None:
-        """The version polled last is applied."""
+        """Report that the version polled last is applied."""
         with self._changed:
             assert self._polled is not None
             self._accepted, self._polled = self._polled.version, None
             self._changed.notify_all()
-        self._wake.set()  # a newer version may wait for this
+        self._wake.set()  # a newer version may have waited for this
 
     def reject(self) -> None:
-        """Quarantine the version polled last; the newest other one is offered."""
+        """Quarantine the version polled last, so that the newest other version is offered."""
         with self._changed:
             assert self._polled is not None
             self._store.quarantine(self._polled.version)
@@ -114,7 +114,7 @@ class WeightSubscriber:
         self._wake.set()
 
     def reject_accepted(self) -> None:
-        """Quarantine the accepted version, which failed in use; the newest other one is offered."""
+        """Quarantine the accepted version, because it failed in use; see `reject`."""
         with self._changed:
             assert self._accepted is not None
             self._store.quarantine(self._accepted)
@@ -122,7 +122,7 @@ class WeightSubscriber:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop the thread; a thread that hangs in a dead mount is abandoned."""
+        """Stop the thread; does not wait longer than 2 s, as an unresponsive mount may block it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -146,7 +146,7 @@ class WeightSubscriber:
             )
             return Path(self._resources.enter_context(temporary))
 
-    # In the thread.
+    # Methods of the thread.
 
     def _run(self) -> None:
         try:
@@ -171,7 +171,7 @@ class WeightSubscriber:
         return min(threading.TIMEOUT_MAX, seconds * self._random.uniform(1 - JITTER, 1 + JITTER))
 
     def _watch_folder(self) -> None:
-        """Watch the folder once it exists; a mount may replace it at any moment."""
+        """Watch the folder once it exists, and again after a mount has replaced it."""
         if self._watched is None or (self._watcher and self._watcher.is_current()):
             return
         with contextlib.suppress(OSError):
@@ -185,23 +185,23 @@ class WeightSubscriber:
         while not self._closing:
             target = self._find_announced() or self._store.newest()
             if target is None:
-                self.wants_keyframe = False  # unreachable: the chain may be complete after all
+                self.wants_keyframe = False  # the chain cannot be checked without the store
                 return
             if not self._is_new(target):
                 return
-            if self._noticed[0] != target.number:
-                self._noticed = target.number, time.monotonic()
+            if self._discovered[0] != target.number:
+                self._discovered = target.number, time.monotonic()
             try:
                 self._fetch(target)
             except StoreError as error:
                 self.wants_keyframe = isinstance(error, ChainError)
                 self._log_once(f"unread version={target.number} reason={error}")
                 if self._store.find(target.number) is not None:
-                    return  # may be a transient fault: try again at the next poll
+                    return  # possibly a transient error: try again at the next poll
                 # quarantined or removed: try the version before it
 
     def _find_announced(self) -> Version | None:
-        """The announced version: a NAS may list it late but open it at once."""
+        """The announced version, which a NAS may open before it lists it."""
         number, _ = self._announced
         if number <= max((version.number for version in self._known_versions()), default=-1):
             return None
@@ -209,7 +209,7 @@ class WeightSubscriber:
         return version if version is not None and self._is_new(version) else None
 
     def _is_new(self, version: Version) -> bool:
-        """Newer than the known versions; a version of another run is new whatever its number."""
+        """Whether `version` is newer than all known versions of the same run."""
         number, weights_id = self._announced
         if version.number == number and weights_id not in ("", version.weights_id):
             self._log_once(
@@ -222,14 +222,14 @@ class WeightSubscriber:
         )
 
     def _known_versions(self) -> list[Version]:
-        """Those offered, polled and accepted."""
+        """The offered, the polled and the accepted version, if any."""
         with self._changed:
             pending = [weights.version for weights in (self._offered, self._polled) if weights]
             return [*pending, self._accepted] if self._accepted else pending
 
     def _fetch(self, target: Version) -> None:
-        """Update the copy to `target`, check it and offer it."""
-        accepted = self._accepted  # `reject` may change it meanwhile
+        """Update the local copy to `target`, check it and offer it."""
+        accepted = self._accepted  # another thread may change it
         model = accepted.field("model") if accepted else None
         started = time.monotonic()
         bytes_read = self._replica.advance(
@@ -240,14 +240,14 @@ class WeightSubscriber:
         self._offer(target, tensors, bytes_read)
         if bytes_read:
             bytes_per_second = bytes_read / max(1e-6, self._fetched_at - started)
-            noticed = self._noticed[1]
-            if warning := self._link.add(
-                target.number, target.size, noticed=noticed, bytes_per_second=bytes_per_second
+            seen_at = self._discovered[1]
+            if warning := self._speed_check.add(
+                target.number, target.size, seen_at=seen_at, bytes_per_second=bytes_per_second
             ):
                 logger.warning(warning)
 
     def _checked_tensors(self, version: Version) -> Mapping[str, torch.Tensor]:
-        """The tensors of the copy; quarantines the version if some are not finite."""
+        """The tensors of the copy; StoreError, and a quarantine, if some are not finite."""
         tensors = self._replica.tensors()
         try:
             sets.check_finite(tensors)
@@ -257,7 +257,7 @@ class WeightSubscriber:
         return tensors
 
     def _wait_until_unused(self) -> None:
-        """The copy must not change while polled; an offer that was not polled is withdrawn."""
+        """Wait until the polled version is accepted or rejected; withdraw an unpolled offer."""
         self._fetched_at = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._polled is None or self._closing)
@@ -268,9 +268,9 @@ class WeightSubscriber:
     def _offer(
         self, version: Version, tensors: Mapping[str, torch.Tensor], bytes_read: int
     ) -> None:
-        visible_seconds = time.monotonic() - self._noticed[1]
-        self._replica.mapped = self._accepted is None  # transformers maps the file it loads
-        self.wants_keyframe, self._logged = False, ""
+        visible_seconds = time.monotonic() - self._discovered[1]
+        self._replica.mapped = self._accepted is None  # transformers memory-maps the first version
+        self.wants_keyframe, self._last_warning = False, ""
         with self._changed:
             self._offered = PendingWeights(
                 version, tensors, self._replica.folder, bytes_read, visible_seconds
@@ -278,7 +278,7 @@ class WeightSubscriber:
             self._changed.notify_all()
 
     def _offer_offline(self) -> None:
-        """Offer the copy of an earlier process while there is no store."""
+        """Offer the copy of an earlier process while the store is unreachable."""
         version = self._replica.version
         if version is None or self._known_versions() or self._store.run_id is not None:
             return
@@ -291,33 +291,33 @@ class WeightSubscriber:
         self._log_once(
             f"no store at {self._store.address}: serving version={version.number} of the local copy"
         )
-        self._noticed = version.number, time.monotonic()
+        self._discovered = version.number, time.monotonic()
         self._offer(version, tensors, 0)
 
     def _log_once(self, text: str) -> None:
-        """Not at every poll."""
-        if text != self._logged:
+        """Log a warning unless it repeats the previous one, e.g. at every poll."""
+        if text != self._last_warning:
             logger.warning(text)
-        self._logged = text
+        self._last_warning = text
 
 
 class LinkSpeedCheck:
-    """Compares how long versions take to read with how often they appear; warns once."""
+    """Compares how long versions take to read with how often new ones appear; warns once."""
 
     def __init__(self) -> None:
-        self._previous: tuple[int, float] | None = None  # number, when it appeared
-        self._num_slow = 0  # versions in a row
+        self._previous: tuple[int, float] | None = None  # number, seen_at
+        self._num_slow = 0  # slow versions in a row
         self._warned = False
 
-    def add(self, number: int, size: int, *, noticed: float, bytes_per_second: float) -> str | None:
+    def add(self, number: int, size: int, *, seen_at: float, bytes_per_second: float) -> str | None:
         """Record that a version of `size` bytes was read; returns a warning if one is due.
 
-        `noticed`: when the version appeared, monotonic seconds.
+        `seen_at` is when the version was discovered, in monotonic seconds.
         """
-        previous, self._previous = self._previous, (number, noticed)
+        previous, self._previous = self._previous, (number, seen_at)
         if previous is None or number <= previous[0]:
             return None
-        step_seconds = (noticed - previous[1]) / (number - previous[0])
+        step_seconds = (seen_at - previous[1]) / (number - previous[0])
         warning = link_warning(size, bytes_per_second, step_seconds)
         self._num_slow = self._num_slow + 1 if warning else 0
         if self._warned or self._num_slow < SLOW_VERSIONS:
@@ -327,7 +327,7 @@ class LinkSpeedCheck:
 
 
 def link_warning(size: float, bytes_per_second: float, step_seconds: float) -> str | None:
-    """A warning if reading versions of `size` bytes takes longer than a step."""
+    """A warning if a version of `size` bytes takes longer to read than a training step."""
     read_seconds = size / bytes_per_second
     if read_seconds <= step_seconds:
         return None

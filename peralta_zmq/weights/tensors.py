@@ -1,6 +1,6 @@
-"""Sets of named tensors as safetensors files: streamed writing, memory-mapped reading and patching.
+"""Sets of named tensors in safetensors files: streamed writes, memory-mapped reads and updates.
 
-Two sets are equal bit for bit if their digests are equal.
+A digest identifies the names, dtypes, shapes and bytes of a set.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
-MAX_HEADER = 100 << 20  # bytes, the limit of the safetensors library
-MAX_SIZE = 1 << 48  # of one dimension
+MAX_HEADER = 100 << 20  # bytes; also the limit of the safetensors library
+MAX_DIMENSION = 1 << 48  # elements
 TENSOR_NAME = re.compile(r"[\x20-\x7e]{1,512}")
 
 
@@ -38,18 +38,18 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    """The spec of each tensor, in the order of the file: widest dtype first, then by name."""
+    """The spec of each tensor, in file order: largest dtype first, then by name."""
     in_file_order = sorted(tensors.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
     return {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in in_file_order}
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:
-    """Identifies a model by its tensors' names and shapes: 16 hexadecimal digits."""
+    """Identifies a model architecture by tensor names and shapes: 16 hexadecimal digits."""
     lines = (f"{name} {list(spec.shape)}\n" for name, spec in sorted(specs.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
@@ -64,7 +64,7 @@ def set_digest(checksums: Mapping[str, int], specs: Mapping[str, Spec]) -> str:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The digest of a set; reads every byte."""
+    """The digest of a set, computed from all its bytes."""
     return set_digest(checksums_of(tensors), specs_of(tensors))
 
 
@@ -74,14 +74,14 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def file_size(specs: Mapping[str, Spec]) -> int:
-    """Bytes of the set's file."""
+    """Size of the safetensors file of a set in bytes."""
     return len(_header(specs)) + sum(spec.bytes for spec in specs.values())
 
 
 def file_of(
     tensors: Mapping[str, torch.Tensor], checksums: dict[str, int]
 ) -> Iterator[bytes | memoryview]:
-    """The set's file in pieces; fills in the crc32 of each tensor."""
+    """The safetensors file of a set in pieces; adds the crc32 of each tensor to `checksums`."""
     specs = specs_of(tensors)
     yield _header(specs)
     for name in specs:
@@ -94,7 +94,7 @@ def file_of(
 
 
 def _header(specs: Mapping[str, Spec]) -> bytes:
-    """A multiple of 8 bytes, so that the tensors are aligned."""
+    """The file header, padded to a multiple of 8 bytes so that the tensors are aligned."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():
@@ -110,7 +110,7 @@ def _header(specs: Mapping[str, Spec]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """View of a contiguous CPU tensor."""
+    """The bytes of a contiguous CPU tensor, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
@@ -128,7 +128,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError with the name of the first tensor that has a NaN or an infinity."""
     for name, tensor in tensors.items():
         for piece in tensor.reshape(-1).split(CHUNK):
-            # A sum is ten times as fast as isfinite per element, but may overflow.
+            # The sum is ten times as fast as isfinite on all elements; it may overflow, hence `or`.
             if not (piece.sum(dtype=torch.float32).isfinite() or piece.isfinite().all()):
                 raise ValueError(f"{name} is not finite")
 
@@ -162,7 +162,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
 
 def _parse_header(content: mmap.mmap) -> dict[str, tuple[Spec, int]]:
-    """Spec and offset in the file of each tensor; the tensors must fill the file without gaps."""
+    """Spec and file offset of each tensor; the tensors must fill the file without gaps."""
     (length,) = struct.unpack("<Q", content[:8]) if len(content) >= 8 else (MAX_HEADER + 1,)
     if length > min(MAX_HEADER, len(content) - 8):
         raise ValueError("not a safetensors file")
@@ -185,9 +185,9 @@ def _parse_header(content: mmap.mmap) -> dict[str, tuple[Spec, int]]:
 
 
 def _parse_entry(entry: Mapping[str, Any]) -> tuple[Spec, int]:
-    """Spec and offset relative to the end of the header."""
+    """Spec and offset of a tensor; the offset counts from the end of the header."""
     shape = tuple(entry["shape"])
-    if not all(type(size) is int and 0 <= size < MAX_SIZE for size in shape):
+    if not all(type(size) is int and 0 <= size < MAX_DIMENSION for size in shape):
         raise ValueError("invalid shape")
     spec = Spec(DTYPES[entry["dtype"]], shape)
     start, end = entry["data_offsets"]

@@ -147,7 +147,7 @@ def test_link_warning_states_sizes_and_times() -> None:
 def test_link_check_warns_once_after_two_slow_versions() -> None:
     check = LinkSpeedCheck()
     warnings = [
-        check.add(number, int(size), noticed=float(number), bytes_per_second=1e6)
+        check.add(number, int(size), seen_at=float(number), bytes_per_second=1e6)
         for number, size in enumerate([9e6, 9e6, 2e5, 2e6, 3e6, 9e6])
     ]
     assert [bool(warning) for warning in warnings] == [False, False, False, False, True, False]
