@@ -33,7 +33,7 @@ from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.losses import TokenLoss, Tokens, check_loss_options, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
-from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, TeacherModel
+from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, compute_logprobs
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import progress_on
@@ -267,7 +267,7 @@ def reference_models_used(config: Config) -> set[str]:
     return used
 
 
-def _load_teacher(config: Config, model: models.Model) -> TeacherModel | None:
+def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
     if config.model.teacher is None:
         return None
     folder = models.model_folder(config.model.teacher)
@@ -280,7 +280,8 @@ def _load_teacher(config: Config, model: models.Model) -> TeacherModel | None:
             "choose a teacher with logits for all tokens"
         )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
-    return TeacherModel(Scorer(teacher.requires_grad_(False), dtype=dtype))
+    score = Scorer(teacher.requires_grad_(False), dtype=dtype)
+    return functools.partial(compute_logprobs, score)
 
 
 def _check_vocabulary(config: Config, teacher_folder: Path) -> None:

@@ -19,13 +19,7 @@ from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter, apply_filters
 from peralta_zmq.learning.losses import TokenLoss
-from peralta_zmq.learning.optimizer_step import (
-    Score,
-    ScoreWithEntropy,
-    StepResult,
-    compute_logprobs,
-    take_step,
-)
+from peralta_zmq.learning.optimizer_step import Score, ScoreWithEntropy, StepResult, take_step
 from peralta_zmq.learning.packing import (
     Batch,
     Oversize,
@@ -34,7 +28,7 @@ from peralta_zmq.learning.packing import (
     make_batches,
     pack_groups,
 )
-from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel
+from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, compute_logprobs
 from peralta_zmq.learning.step_metrics import Mismatch, describe
 from peralta_zmq.rollout import RolloutGroup
 
@@ -136,9 +130,8 @@ class Learner:
         num_updates = min(self._num_iterations, num_groups)
         mini_batches = [self._mini_batch(samples, index) for index in range(num_updates)]
         if self._num_iterations > 1:
-            mini_batches = [
-                self._with_logprobs("prox_logprobs", b, self._score) for b in mini_batches
-            ]
+            score = partial(compute_logprobs, self._score)
+            mini_batches = [_with_logprobs("prox_logprobs", b, score) for b in mini_batches]
         results = [self._take_step(batches) for batches in mini_batches]
         self._count_skipped(results)
         self.mismatch = results[0].mismatch  # the policy has moved in later mini-batches
@@ -151,16 +144,10 @@ class Learner:
             [s for s in samples if s.group % self._num_iterations == index]
         )
         if self._reference is not None:
-            with self._reference.scoring() as score:
-                batches = self._with_logprobs("ref_logprobs", batches, score)
+            batches = _with_logprobs("ref_logprobs", batches, self._reference)
         if self._teacher is not None:
-            with self._teacher.scoring() as score:
-                batches = self._with_logprobs("teacher_logprobs", batches, score)
+            batches = _with_logprobs("teacher_logprobs", batches, self._teacher)
         return batches
-
-    @staticmethod
-    def _with_logprobs(field: str, batches: Sequence[Batch], score: Score) -> list[Batch]:
-        return [replace(b, **{field: compute_logprobs(score, b)}) for b in batches]
 
     def _count_skipped(self, results: Sequence[StepResult]) -> None:
         self.skip_reason = next((r.skip_reason for r in results if r.skip_reason), "")
@@ -185,8 +172,8 @@ class Learner:
             for kind, tensor in kinds.items():
                 tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.gather(tensor)
         if self._reference is not None:
-            for path, tensor in self._reference.state().items():
-                tensors[path] = self._ranks.gather(tensor)
+            for name, tensor in self._reference.state().items():
+                tensors[f"reference/{name}"] = self._ranks.gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
@@ -204,11 +191,9 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(self._ranks.shard(tensors[f"model/{name}"], parameter))
-        if self._reference is not None:
-            own = self._reference.state()
-            self._reference.restore(
-                {path: self._ranks.shard(tensors[path], like) for path, like in own.items()}
-            )
+            if self._reference is not None:
+                for name, tensor in self._reference.state().items():
+                    tensor.copy_(self._ranks.shard(tensors[f"reference/{name}"], tensor))
         optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith(f"{self._optim}/"):
@@ -233,3 +218,8 @@ class Learner:
         optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
         if other := optims - {self._optim}:
             raise ValueError(f"its train.optim is {min(other)}, not {self._optim}")
+
+
+def _with_logprobs(field: str, batches: Sequence[Batch], model: ReferenceModel) -> list[Batch]:
+    logprobs = zip(batches, model(batches), strict=True)
+    return [replace(batch, **{field: values}) for batch, values in logprobs]

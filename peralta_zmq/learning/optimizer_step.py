@@ -118,12 +118,6 @@ def take_step(
     )
 
 
-@torch.no_grad()
-def compute_logprobs(score: Score, batch: Batch) -> Tensor:
-    """Logprobs of the generated tokens of a batch without gradient, [N]."""
-    return score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
-
-
 def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
     """Unmasked tokens and rollouts with one in the whole step, each at least 1; and batches."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)

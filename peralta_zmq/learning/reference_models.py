@@ -1,42 +1,31 @@
-"""Reference models that score the policy's tokens for a loss: a policy copy or a teacher."""
+"""Logprobs of the policy's tokens under models that are not trained: a policy copy or a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from peralta_zmq.learning.optimizer_step import Score
+from peralta_zmq.learning.packing import Batch
 
-PREFIX = "reference/"  # of tensor names in a checkpoint
-
-
-class ReferenceModel(Protocol):
-    """A model that computes logprobs of the policy's tokens and is not trained."""
-
-    @contextmanager
-    def scoring(self) -> Generator[Score]:
-        """Yield the function that scores. The policy must not be used inside the context."""
-        ...
+# Computes the logprobs [N] of the generated tokens of each batch.
+ReferenceModel: TypeAlias = Callable[[Sequence[Batch]], list[Tensor]]
 
 
-class TeacherModel:
-    """A model with weights of its own."""
-
-    def __init__(self, score: Score) -> None:
-        self._score = score
-
-    @contextmanager
-    def scoring(self) -> Generator[Score]:
-        """Yield the function that scores."""
-        yield self._score
+@torch.no_grad()
+def compute_logprobs(score: Score, batches: Sequence[Batch]) -> list[Tensor]:
+    """Logprobs [N] of the generated tokens of each batch, without gradient."""
+    return [
+        score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
+        for batch in batches
+    ]
 
 
 class PolicyCopy:
-    """A copy of the trained parameters, swapped into the policy while it scores.
+    """A ReferenceModel: a copy of the trained parameters, swapped into the policy to score.
 
     With LoRA it copies only the adapters; before the first step they are zero, so the copy scores
     as the base model. With `sync_steps` every sync_steps-th step sets the copy to
@@ -56,12 +45,11 @@ class PolicyCopy:
         self._sync_steps, self._mixup_alpha = sync_steps, mixup_alpha
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
-    @contextmanager
-    def scoring(self) -> Generator[Score]:
-        """Yield the function that scores; on exit the policy has its weights back, bit for bit."""
+    def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Logprobs [N] of each batch; afterwards the policy has its weights back, bit for bit."""
         self._swap()
         try:
-            yield self._score
+            return compute_logprobs(self._score, batches)
         finally:
             self._swap()
 
@@ -72,15 +60,9 @@ class PolicyCopy:
             for name, parameter in self._parameters.items():
                 self._copy[name].lerp_(parameter, self._mixup_alpha)
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint; none for a copy that is never synced."""
-        return {PREFIX + name: t for name, t in self._copy.items()} if self._sync_steps else {}
-
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from a `state`; `tensors` may have other names, too."""
-        for path in self.state():
-            self._copy[path.removeprefix(PREFIX)].copy_(tensors[path])
+    def state(self) -> Mapping[str, Tensor]:
+        """Live tensors for a checkpoint, by parameter; empty for a copy that is never synced."""
+        return self._copy if self._sync_steps else {}
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -12,7 +12,7 @@ from fakes import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
-from peralta_zmq.learning.reference_models import PolicyCopy, TeacherModel
+from peralta_zmq.learning.reference_models import PolicyCopy, compute_logprobs
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
@@ -183,8 +183,9 @@ def test_reference_models_score_the_same_tokens() -> None:
     parameters = dict(policy.named_parameters())
     (tokens,) = tokens_of_step(
         functools.partial(tiny_learner, policy),
-        reference=PolicyCopy(parameters, Scorer(policy)), teacher=TeacherModel(Scorer(other)),
-    )  # fmt: skip
+        reference=PolicyCopy(parameters, Scorer(policy)),
+        teacher=functools.partial(compute_logprobs, Scorer(other)),
+    )
     for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
         (own,) = tokens_of_step(functools.partial(tiny_learner, model))
         assert torch.equal(given, own.logprobs)
