@@ -192,12 +192,12 @@ class PackedSequence(NamedTuple):
     builds these and `models` scores them; neither imports the other, so the type is here.
     """
 
-    branches: tuple[PrefixSpan, ...]
+    spans: tuple[PrefixSpan, ...]
 
     @property
     def num_tokens(self) -> int:
         """Length in tokens."""
-        return sum(span.length for span in self.branches)
+        return sum(span.length for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)

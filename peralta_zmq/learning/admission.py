@@ -17,7 +17,7 @@ AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 ADMITTED = ("trained", "no_signal")  # in the batch; no_signal: all rewards of the group are equal
 MAX_ABOVE = 1024  # settled sequences above a gap per sender; bounds memory when sequences jump
-MAX_ABOVE_ALL = 1 << 17  # the same for all senders together; about 100 bytes each
+MAX_ABOVE_ALL = 1 << 17  # limit of the sum over all senders; about 100 bytes per sequence
 MAX_SENDERS = 1 << 16  # generator starts in memory; the least recently active is dropped first
 
 
@@ -35,16 +35,13 @@ class Ledger:
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         saved = saved or {"senders": {}, "outcomes": {}}
+        senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
         self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
-        # Both dicts are ordered by activity, the least recently active sender first.
-        self._settled: dict[str, int] = {}
-        self._above: dict[str, set[int]] = {}  # only senders with a gap
-        for sender, (settled, above) in saved["senders"].items():
-            self._settled[sender] = settled
-            if above:
-                self._above[sender] = set(above)
-        self._num_above = sum(map(len, self._above.values()))
+        # Both dicts are ordered by activity, the least recently active sender first; `_above` has
+        # only senders with a gap.
+        self._settled = {sender: settled for sender, (settled, _) in senders.items()}
+        self._above = {sender: set(above) for sender, (_, above) in senders.items() if above}
 
     def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
         """Settle a group with this outcome; False if it was settled before.
@@ -65,12 +62,17 @@ class Ledger:
         while settled + 1 in above:
             settled += 1
             above.remove(settled)
-        self._store(sender, settled, above)
+        self._settled.pop(sender, None)  # moves it to the end of the order
+        self._settled[sender] = settled
+        self._above.pop(sender, None)
+        if above:
+            self._above[sender] = above
+        self._limit_memory()
         return True
 
     @property
     def made(self) -> int:
-        """Groups that the senders have made, as far as their sequences tell."""
+        """Groups that the senders have made, up to the highest sequence received from each."""
         return self._forgotten + sum(self.highest(sender) + 1 for sender in self._settled)
 
     def settled(self, sender: str) -> int:
@@ -90,7 +92,7 @@ class Ledger:
     def total(self) -> int:
         """Settled groups of all senders."""
         settled = sum(sequence + 1 for sequence in self._settled.values())
-        return self._forgotten + settled + self._num_above
+        return self._forgotten + settled + self._num_above()
 
     def saved(self) -> dict[str, Any]:
         """The ledger as JSON, for a checkpoint."""
@@ -103,26 +105,19 @@ class Ledger:
             "forgotten": self._forgotten,
         }
 
-    def _store(self, sender: str, settled: int, above: set[int]) -> None:
-        self._settled.pop(sender, None)  # moves it to the end of the order
-        self._settled[sender] = settled
-        self._num_above += len(above) - len(self._above.pop(sender, ()))
-        if above:
-            self._above[sender] = above
-        if self._num_above > MAX_ABOVE_ALL:
-            self._close_gaps(next(iter(self._above)))
+    def _num_above(self) -> int:
+        return sum(map(len, self._above.values()))
+
+    def _limit_memory(self) -> None:
+        """Close the gaps of the least recent sender, or forget it, if a limit is exceeded."""
+        if self._num_above() > MAX_ABOVE_ALL:
+            oldest = next(iter(self._above))
+            above = self._above.pop(oldest)
+            self._count_lost(max(above) - self._settled[oldest] - len(above))
+            self._settled[oldest] = max(above)
         if len(self._settled) > MAX_SENDERS:
             oldest = next(iter(self._settled))
-            oldest_above = self._above.pop(oldest, ())
-            self._num_above -= len(oldest_above)
-            self._forgotten += self._settled.pop(oldest) + 1 + len(oldest_above)
-
-    def _close_gaps(self, sender: str) -> None:
-        """Settle all missing groups of this sender as lost."""
-        above = self._above.pop(sender)
-        self._num_above -= len(above)
-        self._count_lost(max(above) - self._settled[sender] - len(above))
-        self._settled[sender] = max(above)
+            self._forgotten += self._settled.pop(oldest) + 1 + len(self._above.pop(oldest, ()))
 
     def _count_lost(self, count: int) -> None:
         if count:  # a zero would appear in checkpoints and metrics

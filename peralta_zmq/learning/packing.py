@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, TypeAlias
@@ -30,13 +31,8 @@ class PackedSample:
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
-    sender: str = ""  # of the group
-    group: int = 0  # index among the groups of the step that have a sample
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the sample takes in a row."""
-        return len(self.token_ids)
+    sender: str  # of the group
+    group: int  # index among the groups of the step that have a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,51 +68,30 @@ class PrefixTree:
     """Token sequences in one row; each added sequence stores only its part after a known prefix."""
 
     def __init__(self) -> None:
+        self.tokens: list[int] = []  # the row
+        self.spans: list[PrefixSpan] = []
         self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in the row
-        self._tokens: list[int] = []
-        self._spans: list[PrefixSpan] = []
         self._next: dict[tuple[int, int], int] = {}  # (index, next token) -> index of that token
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the row."""
-        return len(self._tokens)
+    def add(self, sequence: Sequence[int], *, max_tokens: int) -> bool:
+        """Append the part of the sequence after its longest prefix in the row.
 
-    @property
-    def token_ids(self) -> Int32Array:
-        """The row, [T]."""
-        return np.array(self._tokens, np.int32)
-
-    @property
-    def segment(self) -> PackedSequence:
-        """The spans of the row."""
-        return PackedSequence(tuple(self._spans))
-
-    def num_new(self, tokens: Sequence[int]) -> int:
-        """Tokens that `add` would append to the row."""
-        return len(tokens) - len(self._longest_prefix(tokens))
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Append the part of the sequence that is not in the row yet."""
-        positions = self._longest_prefix(tokens)
-        previous, start = positions[-1] if positions else -1, len(self._tokens)
-        suffix = tokens[len(positions) :]
+        Returns False, with nothing changed, if the row already has a sequence and would have more
+        than `max_tokens` tokens.
+        """
+        prefix, last, start = list[int](), -1, len(self.tokens)
+        while len(prefix) < len(sequence) and (last, sequence[len(prefix)]) in self._next:
+            prefix.append(last := self._next[last, sequence[len(prefix)]])
+        suffix = sequence[len(prefix) :]
+        if self.positions and start + len(suffix) > max_tokens:
+            return False
         if suffix:
-            self._spans.append(PrefixSpan(previous, len(suffix)))
+            self.spans.append(PrefixSpan(last, len(suffix)))
         for index, token in enumerate(suffix, start=start):
-            self._next[(previous, token)] = previous = index
-        self._tokens += suffix
-        self.positions.append(np.array([*positions, *range(start, len(self._tokens))], np.int64))
-
-    def _longest_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Indices of the longest prefix that is in the row."""
-        index, prefix = -1, list[int]()
-        for token in tokens:
-            following = self._next.get((index, token))
-            if following is None:
-                break
-            prefix.append(index := following)
-        return prefix
+            self._next[last, token] = last = index
+        self.tokens += suffix
+        self.positions.append(np.array([*prefix, *range(start, len(self.tokens))], np.int64))
+        return True
 
 
 def pack_groups(
@@ -140,7 +115,7 @@ def pack_groups(
     signal = [index for index, group in enumerate(groups) if keep_zero_std or group.has_signal]
     advantages = advantages_of([groups[index] for index in signal], advantage)
     for index, group_advantages in zip(signal, advantages, strict=True):
-        packable = list[tuple[Rollout, float]]()
+        packable = deque[tuple[Rollout, float]]()
         rollouts = groups[index].rollouts
         flags = included[index] if included is not None else [True] * len(rollouts)
         for rollout, value, include in zip(rollouts, group_advantages, flags, strict=True):
@@ -154,9 +129,10 @@ def pack_groups(
             num_dropped += too_long and not has_target
             if has_target:
                 packable.append((fitting, value))
-        group_index = samples[-1].group + 1 if samples else 0
-        for sample in _samples_of(packable, max_tokens if share_prompts else 0):
-            samples.append(replace(sample, sender=groups[index].sender, group=group_index))
+        group = samples[-1].group + 1 if samples else 0
+        while packable:
+            sender, row_tokens = groups[index].sender, max_tokens if share_prompts else 0
+            samples.append(_next_sample(packable, row_tokens, sender=sender, group=group))
     by_group = dict(zip(signal, map(tuple, advantages), strict=True))
     all_advantages = tuple(by_group.get(index, ()) for index in range(len(groups)))
     return PackedGroups(tuple(samples), num_truncated, num_dropped, all_advantages)
@@ -180,7 +156,7 @@ def make_batches(
     def batch_of(indices: Sequence[int]) -> Batch:
         return _to_batch([samples[index] for index in indices], temperature, device)
 
-    sizes, batches = [sample.num_tokens for sample in samples], list[Batch]()
+    sizes, batches = [len(sample.token_ids) for sample in samples], list[Batch]()
     for bins in assign_to_bins(sizes, max_tokens, num_ranks=ranks.world_size, padded=padded):
         if indices := bins[ranks.rank]:
             batches.append(batch_of(indices))
@@ -219,28 +195,26 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 
 
-def _samples_of(
-    rollouts: Sequence[tuple[Rollout, float]], max_tokens: int
-) -> Iterator[PackedSample]:
-    """Combine rollouts (with advantages) into samples while they fit into `max_tokens`.
+def _next_sample(
+    packable: deque[tuple[Rollout, float]], max_tokens: int, *, sender: str, group: int
+) -> PackedSample:
+    """Remove rollouts (with advantages) from `packable` while they fit into one sample.
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
     tree, members = PrefixTree(), list[tuple[Rollout, float]]()
-    for rollout, advantage in rollouts:
-        tokens = rollout.token_ids.tolist()
-        if members and tree.num_tokens + tree.num_new(tokens) > max_tokens:
-            yield _sample_of(tree, members)
-            tree, members = PrefixTree(), []
-        tree.add(tokens)
-        members.append((rollout, advantage))
-    if members:
-        yield _sample_of(tree, members)
-
-
-def _sample_of(tree: PrefixTree, members: Sequence[tuple[Rollout, float]]) -> PackedSample:
+    while packable and tree.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):
+        members.append(packable.popleft())
     rollouts, advantages = zip(*members, strict=True)
-    return PackedSample(tree.token_ids, tree.segment, tuple(tree.positions), rollouts, advantages)
+    return PackedSample(
+        token_ids=np.array(tree.tokens, np.int32),
+        segment=PackedSequence(tuple(tree.spans)),
+        positions=tuple(tree.positions),
+        rollouts=rollouts,
+        advantages=advantages,
+        sender=sender,
+        group=group,
+    )
 
 
 def _to_batch(
@@ -251,7 +225,7 @@ def _to_batch(
     # Nothing predicts a sequence's first token, so it is never scored.
     scored = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
     counts = [len(indices) for indices in scored]
-    starts = np.cumsum([0, *(sample.num_tokens for sample in samples[:-1])])
+    starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples[:-1])])
     positions = [
         start + indices
         for start, sample in zip(starts, samples, strict=True)

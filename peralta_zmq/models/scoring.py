@@ -162,13 +162,13 @@ class _SegmentLayout:
     """Arrays of a segment; index t is its token t."""
 
     def __init__(self, segment: PackedSequence) -> None:
-        length, self.num_spans = segment.num_tokens, len(segment.branches)
+        length, self.num_spans = segment.num_tokens, len(segment.spans)
         self.position = np.zeros(length, np.int64)  # of the token in its sequence
         self.previous = np.zeros(length, np.int64)  # index of the token before; itself at a start
         self.span = np.zeros(length, np.int64)  # index of the token's span
         self.mask = np.zeros((length, length), np.bool_)  # True where row attends to column
         start = 0
-        for index, (parent, size) in enumerate(segment.branches):
+        for index, (parent, size) in enumerate(segment.spans):
             end, depth = start + size, 0 if parent < 0 else self.position[parent] + 1
             self.position[start:end] = np.arange(depth, depth + size)
             self.previous[start:end] = np.arange(start - 1, end - 1)

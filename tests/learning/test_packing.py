@@ -26,7 +26,7 @@ def batches_of(
 
 
 def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
-    return [[[*map(tuple, each.branches)] for each in batch.segments] for batch in batches]
+    return [[[*map(tuple, each.spans)] for each in batch.segments] for batch in batches]
 
 
 def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
