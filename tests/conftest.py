@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, no hub, the same examples, and no socket left open."""
+"""Settings of all tests: one torch thread, no hub, fixed examples, closed sockets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tools import link_proxy
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us with & lets all ignore it
-settings.load_profile("ci")  # the same examples every time, and no clock; tests/fuzz draws others
-# Ports are free for a moment before who asked binds them: no two workers draw from the same ones.
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & makes children ignore it
+settings.load_profile("ci")  # fixed examples without deadline; tests/fuzz uses random ones
+# A free port is bound only after it was chosen, so workers choose from disjoint ranges.
 worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 share = len(link_proxy.PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 link_proxy.PORTS = link_proxy.PORTS[worker * share : (worker + 1) * share - link_proxy.NUM_PORTS]
@@ -25,20 +25,20 @@ link_proxy.PORTS = link_proxy.PORTS[worker * share : (worker + 1) * share - link
 
 @pytest.fixture(autouse=True)
 def context() -> Iterator[None]:
-    """Fail the test that leaves a ZeroMQ socket open, then close it for the next one."""
+    """Fail a test that leaves a ZeroMQ socket open, and close the socket."""
     yield
     if "zmq" not in sys.modules:
         return
     import zmq
 
-    left = [each for each in zmq.Context.instance()._sockets if not each.closed]
-    for each in left:
-        each.close(linger=0)
+    left = [socket for socket in zmq.Context.instance()._sockets if not socket.closed]
+    for socket in left:
+        socket.close(linger=0)
     assert not left, f"sockets left open: {left}"
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What is entered here is left at the end of the test."""
+    """An ExitStack that is closed at the end of the test."""
     with ExitStack() as opened:
         yield opened

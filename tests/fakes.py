@@ -17,7 +17,7 @@ from peralta_zmq.rollout import Rollout, RolloutGroup
 
 VOCAB_SIZE = 64
 RUN = "demo-0011aabb"
-BOOT = b"bootboot"
+INCARNATION = b"bootboot"
 TINY = {
     "model_type": "qwen3",
     "vocab_size": VOCAB_SIZE,
@@ -100,7 +100,7 @@ def group_of(
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
     )
     defaults = {
-        "run_id": RUN, "generator_id": "ann", "incarnation": BOOT, "sequence": 0,
+        "run_id": RUN, "generator_id": "ann", "incarnation": INCARNATION, "sequence": 0,
         "problem_id": "math_1k/7", "task": "calculator", "policy_step": policy_step,
         "weights_id": "0123456789abcdef",
     }  # fmt: skip

@@ -1,6 +1,6 @@
-"""What the chaos tests share: a run of real doors that can be struck, and its judge.
+"""Run the real programs in tests, and check the promises of their run.
 
-Every program is started as a person would; whatever a test leaves running is killed at its end.
+Programs that a test leaves running are killed at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = (
 
 
 class Program:
-    """A started door and what it has printed so far."""
+    """A started program and its output."""
 
     def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def printed(self) -> str:
-        """Both streams, of earlier starts with the same log too."""
+        """Output of both streams, earlier starts with the same log included."""
         return self.log.read_text("utf-8", errors="replace")
 
     @property
@@ -54,17 +54,17 @@ class Program:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
+        """Send SIGKILL and wait for the end."""
         self.process.kill()
         self.process.wait()
 
     def ends(self, *, timeout: float | None = None) -> int:
-        """Its exit code."""
+        """Wait for the end; returns the exit code."""
         return self.process.wait(timeout)
 
 
 class Field:
-    """One run folder, the programs on it, and what they have written."""
+    """One run folder, its programs, and the files that they write."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.port = free_ports()
@@ -75,30 +75,30 @@ class Field:
         self._started: list[Program] = []
         self._logs: list[Path] = []
 
-    def trainer(self, *settings: str, **how: Any) -> Program:
-        """Start bin/trainer; later settings win. `how` goes to `start`."""
-        return self.start("trainer", *settings, log="trainer", **how)
+    def trainer(self, *settings: str, **options: Any) -> Program:
+        """Start bin/trainer; later settings override. `options` are those of `start`."""
+        return self.start("trainer", *settings, log="trainer", **options)
 
-    def generator(self, name: str, *settings: str, **how: Any) -> Program:
+    def generator(self, name: str, *settings: str, **options: Any) -> Program:
         """Start bin/generator under this name."""
         log = f"generator-{name}"
-        return self.start("generator", "--generator.name", name, *settings, log=log, **how)
+        return self.start("generator", "--generator.name", name, *settings, log=log, **options)
 
     def start(
         self,
-        door: str,
+        name: str,
         *settings: str,
         log: str,
         shell: str = 'exec "$@"',
         environment: Mapping[str, str] | None = None,
     ) -> Program:
-        """Start a door with this run's settings; `shell` says how, and may limit or redirect."""
-        program = [sys.executable, str(REPO / "bin" / door)]
-        if door == "lan":
+        """Start a program of bin/ with this run's settings; `shell` may set limits or redirect."""
+        program = [sys.executable, str(REPO / "bin" / name)]
+        if name == "lan":
             program.append("local")
         command = ["/bin/sh", "-c", shell, "sh", *program, *self._settings, *settings]
         file = self._folder / f"{log}.log"
-        if door == "generator":
+        if name == "generator":
             self._logs = list(dict.fromkeys([*self._logs, file]))
         self._started.append(Program(command, file, environment or {}))
         return self._started[-1]
@@ -120,35 +120,35 @@ class Field:
         return read_rows(self.run / "events.jsonl")
 
     def broken(self, *, max_steps: int | None = None) -> dict[str, tuple[str, ...]]:
-        """What breaks the promises of a run that ended; empty when all hold."""
+        """Violations of the promises in a run that has ended, by promise; empty if all hold."""
         history = read_history(self.run, self._logs, max_steps=max_steps)
-        return {each.promise: each.broken for each in check(history) if each.broken}
+        return {result.promise: result.broken for result in check(history) if result.broken}
 
     def replay(self) -> list[str]:
-        """What bin/replay says of each step, trained again from the journal by nobody killed."""
+        """Output lines of bin/replay, which trains the run again from its journal."""
         command = [sys.executable, str(REPO / "bin" / "replay"), str(self.run)]
         replayed = subprocess.run(command, capture_output=True, text=True, check=False)
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         return replayed.stdout.splitlines()
 
     def close(self) -> None:
-        """End what still runs."""
-        for each in self._started:
-            each.kill()
+        """Kill all programs that still run."""
+        for program in self._started:
+            program.kill()
 
 
 def until(condition: Callable[[], object], *programs: Program, seconds: float = 120.0) -> None:
-    """Wait for something that another process does, as long as `programs` live."""
+    """Wait until the condition is true; fails if one of `programs` ends or after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        for each in programs:
-            assert each.alive, each.printed[-3000:]
-        assert time.monotonic() < deadline, "".join(each.printed[-3000:] for each in programs)
+        for program in programs:
+            assert program.alive, program.printed[-3000:]
+        assert time.monotonic() < deadline, "".join(one.printed[-3000:] for one in programs)
         time.sleep(0.02)
 
 
 def ended_within(program: Program, seconds: float) -> bool:
-    """Whether the program ends by itself in so many seconds: else it is time to strike."""
+    """Whether the program ends by itself within `seconds`."""
     try:
         program.ends(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -157,15 +157,15 @@ def ended_within(program: Program, seconds: float) -> bool:
 
 
 def chance() -> random.Random:
-    """Randomness of a test; its seed is printed, and the environment replays it."""
+    """Random numbers of a test; prints the seed, which an environment variable can set."""
     seed = seed_of(os.environ)
     print(f"{SEED}={seed}")
     return random.Random(seed)
 
 
 def processes_that_name(words: str) -> list[str]:
-    """Command lines of living processes that hold these words."""
-    found: list[str] = []
+    """Command lines of running processes that contain `words`."""
+    commands: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -173,5 +173,5 @@ def processes_that_name(words: str) -> list[str]:
         except OSError:
             continue
         if words in command and state != "Z" and int(process.name) != os.getpid():
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands

@@ -1,4 +1,4 @@
-"""Child processes that tests may kill, forked in milliseconds from a server with torch imported."""
+"""Fork child processes that tests may kill from a server that has already imported torch."""
 
 from __future__ import annotations
 

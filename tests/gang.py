@@ -27,24 +27,24 @@ def start(
         FORKS.Process(target=_work, args=(folder, rank, count, port, job, arguments), daemon=True)
         for rank in range(count)
     ]
-    for each in ranks:
-        each.start()
+    for process in ranks:
+        process.start()
     return ranks
 
 
 def results(folder: Path, ranks: list[multiprocessing.process.BaseProcess]) -> list[Any]:
     """The result of the job on each rank; raises RuntimeError if one failed."""
     deadline = time.monotonic() + DEADLINE
-    for each in ranks:
-        each.join(max(0.0, deadline - time.monotonic()))
-    hung = [each for each in ranks if each.is_alive()]
-    for each in hung:
-        each.kill()
-        each.join()
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [process for process in ranks if process.is_alive()]
+    for process in hung:
+        process.kill()
+        process.join()
     outcomes = [torch.load(folder / f"rank_{rank}.pt") if (folder / f"rank_{rank}.pt").exists()
-             else f"rank {rank} ended with {each.exitcode}"
-             for rank, each in enumerate(ranks)]  # fmt: skip
-    if failed := [each for each in outcomes if isinstance(each, str)]:
+             else f"rank {rank} ended with {process.exitcode}"
+             for rank, process in enumerate(ranks)]  # fmt: skip
+    if failed := [outcome for outcome in outcomes if isinstance(outcome, str)]:
         raise RuntimeError("\n".join(failed))
     return outcomes
 

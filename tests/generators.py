@@ -1,4 +1,4 @@
-"""A generator without an engine of its own, and weights for it: shared by the generator's tests."""
+"""A generator with a fake engine, and weights for it, for the generator's tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FakeEngine:
 
     def apply(self, weights: Mapping[str, torch.Tensor], *, step: int, folder: Path | None) -> None:
         if step == BAD_STEP:
-            raise ValueError("not a model's")
+            raise ValueError("wrong model")
         self.weights = {name: tensor.clone() for name, tensor in weights.items()}
         self.step = step
 

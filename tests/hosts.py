@@ -1,4 +1,4 @@
-"""Machines for tests of bin/lan: folders with an environment each, and an sshd on loopback.
+"""Simulated machines for tests of bin/lan: folders with a Python environment, sshd on loopback.
 
 Needs no privileges; all files are in the test's folder.
 """
@@ -139,12 +139,12 @@ def sshd(folder: Path, *extra: str) -> Iterator[Sshd]:
 
 def processes_in(folder: Path) -> dict[int, str]:
     """Command lines, by process id, of processes whose working folder is inside `folder`."""
-    found: dict[int, str] = {}
+    commands: dict[int, str] = {}
     for process in psutil.process_iter():
         try:
             cwd, command = Path(process.cwd()), " ".join(process.cmdline())
         except psutil.Error:
             continue
         if cwd.is_relative_to(folder) and command:
-            found[process.pid] = command
-    return found
+            commands[process.pid] = command
+    return commands

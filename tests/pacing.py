@@ -1,4 +1,4 @@
-"""How old groups are when they are trained, with generators of unequal speed: real programs.
+"""Measure the age of trained groups with real generators of unequal speed.
 
     PYTHONPATH=.:tests .venv/bin/python tests/pacing.py > docs/pacing.md
 

@@ -24,7 +24,7 @@ max_steps = {max_steps}
 def row(step: int, *, when: float | None = None, **more: object) -> Row:
     """One row of metrics.jsonl: two generators; the trainer waits half of the time."""
     reward = 0.5 + 0.4 * math.sin(step / 50)
-    made: Row = {
+    metrics: Row = {
         "step": step, "time": time.time() if when is None else when, "reward": reward,
         "reward_std": 0.2, "frac_reward_zero_std": 0.25, "completions/mean_length": 9.5,
         "completions/clipped_ratio": 0.0, "num_rollouts": 128, "num_tokens": 4096,
@@ -36,17 +36,17 @@ def row(step: int, *, when: float | None = None, **more: object) -> Row:
         "step_time": 0.4,
     }  # fmt: skip
     for name in ("ann", "bob"):
-        made |= {
+        metrics |= {
             f"gen/{name}/groups": 8, f"gen/{name}/step": step - 1, f"gen/{name}/reload_s": 0.012,
             f"gen/{name}/tokens_per_s": 1044.9, f"gen/{name}/blocked_frac": 0.15,
         }  # fmt: skip
-    return {**made, **more}
+    return {**metrics, **more}
 
 
 def append(path: Path, *rows: Row) -> None:
     """Append rows to a file; NaN in Python's notation."""
     with path.open("a") as file:
-        file.writelines(json.dumps(each) + "\n" for each in rows)
+        file.writelines(json.dumps(item) + "\n" for item in rows)
 
 
 def make_run(
@@ -56,15 +56,15 @@ def make_run(
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(max_steps=max_steps or max(1, 2 * num_steps)))
     now = time.time() - quiet
-    begun = now - 0.4 * num_steps
-    append(folder / "events.jsonl", {"time": begun, "event": "start", "step": 0})
+    started = now - 0.4 * num_steps
+    append(folder / "events.jsonl", {"time": started, "event": "start", "step": 0})
     append(
         folder / "metrics.jsonl",
-        *(row(step, when=begun + 0.4 * step) for step in range(1, num_steps + 1)),
+        *(row(step, when=started + 0.4 * step) for step in range(1, num_steps + 1)),
     )
     if num_steps:
-        joins = ({"time": begun, "event": "join", "generator": name, "incarnation": name, "step": 1}
-                 for name in ("ann", "bob"))  # fmt: skip
+        join = {"time": started, "event": "join", "step": 1}
+        joins = ({**join, "generator": name, "incarnation": name} for name in ("ann", "bob"))
         append(folder / "events.jsonl", *joins)
         append(folder / "samples.jsonl", group(num_steps))
     return folder
@@ -77,6 +77,6 @@ def group(step: int, *texts: str) -> Row:
     return {
         "step": step, "problem": "p", "task": "calculator", "generator": "ann",
         "policy_step": step - 1, "rewards": rewards,
-        "advantages": [each - 1 / len(answers) for each in rewards],
+        "advantages": [reward - 1 / len(answers) for reward in rewards],
         "prompt": "add 3 to 4\n", "texts": [f"add 3 to 4\n{answer}" for answer in answers],
     }  # fmt: skip

@@ -16,7 +16,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
 
 ANYWHERE = "tcp://127.0.0.1:*"
-DEADLINE = 30.0  # seconds, for what takes milliseconds
+DEADLINE = 30.0  # seconds, for operations that take milliseconds
 GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
 
 
@@ -44,7 +44,7 @@ def raw_socket(stack: ExitStack, address: str, kind: int = zmq.PUSH) -> zmq.Sock
     return opened
 
 
-def address_of_nobody() -> str:
+def unused_address() -> str:
     """An address on which nothing listens."""
     with zmq.Context() as context, context.socket(zmq.PULL) as probe:
         return f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"

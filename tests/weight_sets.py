@@ -73,7 +73,7 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
     The published steps are appended to `root/steps`.
     """
     failpoints._remaining = failpoints.parse(plan)
-    publisher.KEPT_LOADS = 0.0  # a load seen by chance must not delay pruning
+    publisher.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
     store = WeightStore.open(root / "weights")
     store.claim("run-1")
     pruner = Pruner(store, Retention(last=1))

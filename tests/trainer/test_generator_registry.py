@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes import BOOT, RUN
+from fakes import INCARNATION, RUN
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
@@ -24,7 +24,14 @@ from peralta_zmq.wire.sockets import ready
 
 pytestmark = pytest.mark.timeout(20)
 STATUS = wire.GeneratorStatus(
-    RUN, "ann", BOOT, step=4, tokens_per_s=100.0, blocked_frac=0.5, queue_frac=0.25, reload_s=1.0
+    RUN,
+    "ann",
+    INCARNATION,
+    step=4,
+    tokens_per_s=100.0,
+    blocked_frac=0.5,
+    queue_frac=0.25,
+    reload_s=1.0,
 )
 TRAINER_INFO = {"python": "3.11.7", "torch": "2.13.0"}
 INFO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
@@ -115,7 +122,7 @@ def test_silent_sender_leaves_once_after_the_trainer_received(
     assert registry.live() == []
     rows = read_rows(tmp_path / EVENTS)
     assert [row["event"] for row in rows] == ["join", "leave"]
-    assert (rows[1]["generator"], rows[1]["incarnation"]) == ("ann", BOOT.hex())
+    assert (rows[1]["generator"], rows[1]["incarnation"]) == ("ann", INCARNATION.hex())
     assert abs(float(str(rows[1]["time"])) - time.time()) < 20
 
 
@@ -142,7 +149,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
     empty: GeneratorRegistry, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(empty._receiver.address)))
-    empty.mark_alive(f"ann/{BOOT.hex()}", step=1)
+    empty.mark_alive(f"ann/{INCARNATION.hex()}", step=1)
 
     def queued() -> bool:
         sender.send(replace(STATUS, made=6))
@@ -153,7 +160,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
     late = threading.Timer(0.3, sender.send, [replace(STATUS, made=7, last=True)])
     late.start()
     empty.wait_for_final_statuses(step=2)
-    assert empty.made_by_ended() == {f"ann/{BOOT.hex()}": 7}
+    assert empty.made_by_ended() == {f"ann/{INCARNATION.hex()}": 7}
     empty.mark_alive("bob/00", step=2)
     monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.6)
     started = time.monotonic()

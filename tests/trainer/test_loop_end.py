@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 import test_resume
-from fakes import BOOT
+from fakes import INCARNATION
 from test_resume import Session
 
 from peralta_zmq import wire
@@ -46,7 +46,7 @@ def test_long_last_evaluation_makes_no_generator_leave(
 def send_final_status(trainer: Trainer, *, made: int) -> None:
     """Send the final status of the session's generator until the trainer has received it."""
     address = f"tcp://127.0.0.1:{trainer.session.config.wire.port}"
-    last = wire.GeneratorStatus(trainer.session.run_id, "ann", BOOT, made=made, last=True)
+    last = wire.GeneratorStatus(trainer.session.run_id, "ann", INCARNATION, made=made, last=True)
     with closing(wire.GeneratorStatusSender(wire.next_port(address, 2))) as sender:
         while not trainer.generators.made_by_ended():
             sender.send(last)  # lost until the sockets are connected
@@ -68,11 +68,11 @@ def test_complete_run_started_again_keeps_its_accounting(tmp_path: Path) -> None
         while first.unfinished:
             first.advance()
         send_final_status(first, made=60)
-        status = wire.GeneratorStatus(first.session.run_id, "bob", BOOT, made=3)  # and was killed
+        status = wire.GeneratorStatus(first.session.run_id, "bob", INCARNATION, made=3)  # killed
         first.generators.statuses[status.sender] = status
         summary = summary_of(first)
     accounting = cast("dict[str, int]", summary["accounting"])
-    assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{BOOT.hex()}": 60})
+    assert (accounting["made"], summary["last_reports"]) == (63, {f"ann/{INCARNATION.hex()}": 60})
     for _ in range(2):
         with ExitStack() as stack:
             assert summary_of(Session(stack, tmp_path, FOUR).trainer) == summary
@@ -86,7 +86,7 @@ def test_final_status_survives_a_kill_during_the_evaluation(tmp_path: Path) -> N
         send_final_status(first, made=60)  # and no `finish`
     with ExitStack() as stack:
         summary = summary_of(Session(stack, tmp_path, FOUR).trainer)
-    assert summary["last_reports"] == {f"ann/{BOOT.hex()}": 60}
+    assert summary["last_reports"] == {f"ann/{INCARNATION.hex()}": 60}
     assert cast("dict[str, int]", summary["accounting"])["made"] == 60
 
 

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sockets import ANYWHERE, DEADLINE, address_of_nobody, raw_socket
+from sockets import ANYWHERE, DEADLINE, raw_socket, unused_address
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
@@ -75,7 +75,7 @@ def test_probe_answers_after_invalid_requests(stack: ExitStack) -> None:
 
 def test_probe_without_a_server_times_out(stack: ExitStack) -> None:
     with pytest.raises(WireError, match="does not answer the probe"):
-        client(stack, address_of_nobody()).request("info", timeout=0.3)
+        client(stack, unused_address()).request("info", timeout=0.3)
 
 
 def test_probe_answers_known_keys_only(stack: ExitStack, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
-from fakes import BOOT, RUN
+from fakes import INCARNATION, RUN
 from sockets import (
     ANYWHERE,
     DEADLINE,
@@ -228,7 +228,10 @@ def test_status_is_accepted_from_known_keys_and_own_names(
     bob = stack.enter_context(
         closing(wire.GeneratorStatusSender(receiver.address, keys=generator_keys(folder, "bob")))
     )
-    ann, bob_status = wire.GeneratorStatus(RUN, "ann", BOOT), wire.GeneratorStatus(RUN, "bob", BOOT)
+    ann, bob_status = (
+        wire.GeneratorStatus(RUN, "ann", INCARNATION),
+        wire.GeneratorStatus(RUN, "bob", INCARNATION),
+    )
 
     def reported() -> bool:
         for status in (ann, bob_status):
@@ -452,7 +455,7 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
             break
     (reason,) = opened.refused
     assert reason == r"group of another run, 'other\ntrainer: forged line'"
-    report = wire.GeneratorStatus(foreign.run_id, "ann", BOOT)
+    report = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
     counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
         counters._accept([zmq.Frame(wire.encode_generator_status(report))])

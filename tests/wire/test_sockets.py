@@ -13,7 +13,6 @@ from sockets import (
     ANYWHERE,
     DEADLINE,
     GROUP,
-    address_of_nobody,
     bound_again,
     eventually,
     numbered,
@@ -22,6 +21,7 @@ from sockets import (
     received,
     receiver_at,
     sender_to,
+    unused_address,
 )
 
 from peralta_zmq import wire
@@ -115,7 +115,7 @@ def test_sender_blocks_until_the_trainer_reads(stack: ExitStack) -> None:
 def test_sender_without_a_trainer_queues_hwm_groups(
     stack: ExitStack, hwm: int, expected: int
 ) -> None:
-    sender = sender_to(address_of_nobody(), stack, hwm=hwm)
+    sender = sender_to(unused_address(), stack, hwm=hwm)
     assert num_queued(sender, FRAME_4_KB, limit=64) == expected
 
 
@@ -147,7 +147,7 @@ def test_sender_reaches_a_restarted_trainer(stack: ExitStack) -> None:
 
 def test_sender_without_a_trainer_closes_within_its_linger() -> None:
     zmq.Context.instance().term()  # with lingering sockets of other tests
-    sender = wire.RolloutSender(address_of_nobody())
+    sender = wire.RolloutSender(unused_address())
     assert sender.send(wire.encode_group(GROUP), timeout=DEADLINE)
     started = monotonic()
     sender.close(linger_seconds=0.2)
@@ -177,7 +177,7 @@ def test_next_port_keeps_the_host() -> None:
 def test_accepts_connection_is_true_for_a_bound_port_only(stack: ExitStack) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
     assert wire.accepts_connection(receiver.address)
-    assert not wire.accepts_connection(address_of_nobody())
+    assert not wire.accepts_connection(unused_address())
 
 
 # Options.
