@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
@@ -15,7 +17,6 @@ Row: TypeAlias = dict[str, object]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SAMPLES, EVALUATIONS = "samples.jsonl", "eval.jsonl"
-BLOCK = 1 << 16  # bytes read at a time to find the end of the last complete line
 logger = logging.getLogger(__name__)
 
 
@@ -55,20 +56,17 @@ class JsonLines:
 
 def read_rows(path: Path) -> list[Row]:
     """All complete rows, oldest first; empty if the file does not exist."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # no newline after it: incomplete
-    except FileNotFoundError:
-        return []
-    return [row for line in lines if (row := parse_row(line)) is not None]
+    return parse_rows(path.read_bytes()) if path.exists() else []
 
 
-def parse_row(line: bytes) -> Row | None:
-    """The JSON object in `line`; None for anything else, such as a line torn by a full disk."""
-    try:
-        row: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return cast("Row", row) if isinstance(row, dict) else None
+def parse_rows(block: bytes) -> list[Row]:
+    """The JSON objects in the complete lines of `block`; skips lines torn by a full disk."""
+    rows: list[Row] = []
+    for line in block.split(b"\n")[:-1]:  # the last one has no newline: incomplete
+        with suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(cast("Row", row))
+    return rows
 
 
 def last_step(path: Path) -> int | None:
@@ -80,11 +78,7 @@ def last_step(path: Path) -> int | None:
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
     """A field as a finite float; `default` if it is absent, not a number or not finite."""
     value = row.get(key)
-    try:
-        value = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:  # an integer of more than 308 digits
-        return default
-    return value if math.isfinite(value) else default
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
 def nan_to_null(value: object) -> object:
@@ -100,12 +94,8 @@ def nan_to_null(value: object) -> object:
 
 
 def _truncate_torn_line(file: BinaryIO) -> None:
-    size = end = file.seek(0, os.SEEK_END)
-    keep = 0
-    while end > 0 and keep == 0:
-        start = max(0, end - BLOCK)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        keep, end = (start + newline + 1 if newline >= 0 else 0), start
-    if keep < size:  # do not truncate a sound file: another process may be appending
-        file.truncate(keep)
+    if size := file.seek(0, os.SEEK_END):
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        if end < size:  # do not truncate a complete file: another process may be appending
+            file.truncate(end)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from peralta_zmq.observe.metric_names import meaning_of
+from peralta_zmq.observe.metrics import number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELLED = (
@@ -22,21 +23,21 @@ COUNTER_PREFIX = "dropped/"  # cumulative since the run began
 
 
 def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
-    """All numbers of `rows` (run name -> newest row), each labelled with its run.
+    """All finite numbers of `rows` (run name -> newest row), each labelled with its run.
 
     If two keys yield the same name and labels, the first one counts.
     """
     heads: dict[str, str] = {}  # by name
     samples: dict[str, dict[str, str]] = {}  # by name: name and labels -> line
     for run, row in rows.items():
-        for key, value in row.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+        for key in row:
+            if math.isnan(value := number(row, key)):
                 continue
             name, labels = _name(key)
             text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
             heads.setdefault(name, _head(name, key))
             lines = samples.setdefault(name, {})
-            lines.setdefault(text, f"{name}{{{text}}} {_format(float(value))}\n")
+            lines.setdefault(text, f"{name}{{{text}}} {value!r}\n")
     return "".join(head + "".join(samples[name].values()) for name, head in heads.items())
 
 
@@ -60,9 +61,3 @@ def _head(name: str, key: str) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _format(value: float) -> str:
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return "NaN" if math.isnan(value) else repr(value)

@@ -17,11 +17,11 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from time import time_ns
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
@@ -35,19 +35,10 @@ Numbers: TypeAlias = dict[str, float]
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """An open tracker."""
-
-    def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """Add one point to each curve; `time` in unix seconds, NaN for now."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
-OpenSink: TypeAlias = Callable[[int], Sink]  # called with the first step that will be logged
+# Called with step, numbers, and the time of the step in unix seconds (NaN: now).
+LogNumbers: TypeAlias = Callable[[int, Numbers, float], None]
+# Called with the first step that will be logged; leaving the context flushes and closes.
+OpenTracker: TypeAlias = Callable[[int], AbstractContextManager[LogNumbers]]
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -64,19 +55,19 @@ def open_trackers(
     names: Iterable[str], *, folder: Path, run_id: str, settings: Mapping[str, Any]
 ) -> list[Tracker]:
     """A tracker for each name; `settings` are recorded with the run."""
-    sinks: dict[str, OpenSink] = {
-        "tensorboard": lambda first_step: TensorBoard(folder, first_step=first_step),
-        "trackio": lambda first_step: Trackio(run_id, settings),
-        "wandb": lambda first_step: Wandb(folder, run_id, settings),
+    packages: dict[str, OpenTracker] = {
+        "tensorboard": lambda first_step: _tensorboard(folder, first_step),
+        "trackio": lambda first_step: _trackio(run_id, settings),
+        "wandb": lambda first_step: _wandb(folder, run_id, settings),
     }
-    return [Tracker(name, sinks[name]) for name in dict.fromkeys(names)]
+    return [Tracker(name, packages[name]) for name in dict.fromkeys(names)]
 
 
 class Tracker:
-    """Sends rows to a sink from a thread; stops after a failure. Use with `with`."""
+    """Logs rows in a thread; stops after a failure. Use with `with`."""
 
-    def __init__(self, name: str, open_sink: OpenSink) -> None:
-        self._name, self._open_sink = name, open_sink
+    def __init__(self, name: str, open_tracker: OpenTracker) -> None:
+        self._name, self._open = name, open_tracker
         self._rows: queue.Queue[tuple[int, Numbers, float] | None] = queue.Queue(MAX_PENDING_ROWS)
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -97,12 +88,10 @@ class Tracker:
     def _run(self) -> None:
         try:
             if row := self._rows.get():
-                sink = self._open_sink(row[0])
-                while row:
-                    step, numbers, time = row
-                    sink.log(step, numbers, time=time)
-                    row = self._rows.get()
-                sink.close()
+                with self._open(row[0]) as log:
+                    while row:
+                        log(*row)
+                        row = self._rows.get()
         except Exception as error:  # noqa: BLE001 - a third-party package may raise anything
             self._fail(described(error))
 
@@ -123,70 +112,52 @@ class Tracker:
                 self._fail(f"not closed within {CLOSE_SECONDS:.0f} s")
 
 
-class TensorBoard:
+@contextmanager
+def _tensorboard(folder: Path, first_step: int) -> Iterator[LogNumbers]:
     """Event files in RUN/tensorboard; steps trained again replace the earlier ones."""
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
-        from tensorboardX import SummaryWriter
+    # With the default suffix, two sessions started in the same second would share a file.
+    writer = SummaryWriter(
+        str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{time_ns()}"
+    )
 
-        # With the default suffix, two sessions started in the same second would share a file.
-        self._writer = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=first_step, filename_suffix=f".{time_ns()}"
-        )
-
-    def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """Add one point to each curve."""
+    def log(step: int, numbers: Numbers, time: float) -> None:
         walltime = None if math.isnan(time) else time
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step, walltime=walltime)
-        self._writer.flush()
+            writer.add_scalar(name, value, step, walltime=walltime)
+        writer.flush()
 
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+    yield log
+    writer.close()
 
 
-class Trackio:
+@contextmanager
+def _trackio(run_id: str, settings: Mapping[str, Any]) -> Iterator[LogNumbers]:
     """A local project, shown by `trackio show`; its output goes to standard error."""
+    import trackio
 
-    def __init__(self, run_id: str, settings: Mapping[str, Any]) -> None:
-        import trackio
-
-        if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
-            # It would query Hugging Face for the token's owner, even for a local run.
-            trackio.Run._get_username = lambda run: None
-        self._trackio = trackio
-        with redirect_stdout(sys.stderr):
-            self._run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
-
-    def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """Add one point to each curve."""
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        """Flush and close."""
-        with redirect_stdout(sys.stderr):
-            self._trackio.finish()
+    if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
+        # It would query Hugging Face for the token's owner, even for a local run.
+        trackio.Run._get_username = lambda run: None
+    with redirect_stdout(sys.stderr):
+        run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
+    yield lambda step, numbers, time: run.log(dict(numbers), step=step)
+    with redirect_stdout(sys.stderr):
+        trackio.finish()
 
 
-class Wandb:
+@contextmanager
+def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Iterator[LogNumbers]:
     """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
+    os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
+    import wandb
 
-    def __init__(self, folder: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
-        import wandb
-
-        names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
-        quiet = wandb.Settings(console="off", silent=True)
-        self._run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
-        # Evaluations arrive after later steps, and wandb's own step only increases.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, numbers: Numbers, *, time: float) -> None:
-        """Add one point to each curve."""
-        self._run.log({**numbers, "step": step})
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._run.finish()
+    names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
+    quiet = wandb.Settings(console="off", silent=True)
+    run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
+    # Evaluations arrive after later steps, and wandb's own step only increases.
+    run.define_metric("*", step_metric="step")
+    yield lambda step, numbers, time: run.log({**numbers, "step": step})
+    run.finish()

@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,13 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import trackers
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.observe.trackers import Numbers, Tracker, check_trackers, open_trackers
+from peralta_zmq.observe.trackers import LogNumbers, Numbers, Tracker, check_trackers, open_trackers
 
 pytestmark = pytest.mark.timeout(60)
 ROW: Row = {"step": 3, "time": 1000.0, "reward": 0.5, "loss": None, "note": "x", "kl": math.inf}
 
 
-class RecordingSink:
+class RecordingTracker:
     """Records what is logged; fails at step `fails_at`, or blocks until `hangs` is set."""
 
     def __init__(self, *, fails_at: int = 0, hangs: threading.Event | None = None) -> None:
@@ -35,42 +35,44 @@ class RecordingSink:
         self.closed = False
         self._fails_at, self._hangs = fails_at, hangs
 
-    def log(self, step: int, numbers: Numbers, *, time: float) -> None:
+    def log(self, step: int, numbers: Numbers, time: float) -> None:
         if step == self._fails_at:
             raise RuntimeError("connection lost")
         if self._hangs is not None:
             self._hangs.wait()
         self.logged.append((step, numbers, time))
 
-    def close(self) -> None:
+    @contextmanager
+    def open(self, first_step: int) -> Iterator[LogNumbers]:
+        yield self.log
         self.closed = True
 
 
-def track(sink: RecordingSink, rows: Sequence[Row]) -> None:
-    with Tracker("recording", lambda first_step: sink) as tracker:
+def track(recording: RecordingTracker, rows: Sequence[Row]) -> None:
+    with Tracker("recording", recording.open) as tracker:
         for row in rows:
             tracker.log(int(str(row["step"])), row)
 
 
 def test_tracker_logs_finite_numbers_without_axes() -> None:
-    sink = RecordingSink()
-    track(sink, [ROW, ROW | {"step": 4, "reward": 1}])
-    assert sink.logged == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
-    assert sink.closed
+    recording = RecordingTracker()
+    track(recording, [ROW, ROW | {"step": 4, "reward": 1}])
+    assert recording.logged == [(3, {"reward": 0.5}, 1000.0), (4, {"reward": 1.0}, 1000.0)]
+    assert recording.closed
 
 
 def test_failing_tracker_logs_one_warning_and_stops(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sink = RecordingSink(fails_at=2)
-    track(sink, [{"step": step, "reward": 0.5} for step in range(1, 100)])
-    assert [step for step, _, _ in sink.logged] == [1]
+    recording = RecordingTracker(fails_at=2)
+    track(recording, [{"step": step, "reward": 0.5} for step in range(1, 100)])
+    assert [step for step, _, _ in recording.logged] == [1]
     (line,) = caplog.messages
     assert line.startswith("no more metrics for recording: RuntimeError: connection lost")
 
 
 def test_tracker_that_cannot_open_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(first_step: int) -> RecordingSink:
+    def refuse(first_step: int) -> AbstractContextManager[LogNumbers]:
         raise OSError("no room")
 
     with Tracker("recording", refuse) as tracker:
@@ -84,12 +86,13 @@ def test_hanging_tracker_blocks_neither_steps_nor_close(
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
     release = threading.Event()
-    track(RecordingSink(hangs=release), [{"step": 1, "reward": 0.5}])
+    track(RecordingTracker(hangs=release), [{"step": 1, "reward": 0.5}])
     assert caplog.messages == ["no more metrics for recording: not closed within 0 s"]
     caplog.clear()
     num_rows = trackers.MAX_PENDING_ROWS + 5
     track(
-        RecordingSink(hangs=release), [{"step": step, "reward": 0.5} for step in range(1, num_rows)]
+        RecordingTracker(hangs=release),
+        [{"step": step, "reward": 0.5} for step in range(1, num_rows)],
     )
     release.set()
     assert caplog.messages == ["no more metrics for recording: 1000 rows are pending"]

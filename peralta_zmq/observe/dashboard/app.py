@@ -16,6 +16,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import mimetypes
 import socket
 import threading
 import time
@@ -47,12 +48,6 @@ except ImportError as error:
         f"the dashboard needs starlette and uvicorn ({error}); pip install 'peralta_zmq[dashboard]'"
     ) from None
 
-MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -310,9 +305,9 @@ def _static_files() -> Mapping[str, Response]:
     """Static files by URL path; a response without state can be sent many times."""
     static = files("peralta_zmq.observe.dashboard") / "static"
     responses = {
-        f"/{file.name}": Response(file.read_bytes(), media_type=MEDIA_TYPES[suffix])
+        f"/{file.name}": Response(file.read_bytes(), media_type=media_type)
         for file in static.iterdir()
-        if (suffix := file.name.rpartition(".")[2]) in MEDIA_TYPES
+        if (media_type := mimetypes.guess_type(file.name)[0])
     }
     return {**responses, "/": responses["/index.html"]}
 

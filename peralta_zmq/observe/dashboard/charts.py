@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ Column: TypeAlias = NDArray[np.float64]
 EVAL = "eval"  # column of held-out accuracy, which has its own steps
 MAX_COLUMNS = 2000  # more could come from many generator names
 MAX_GENERATORS = 12  # in one chart
-BATCH_ROWS = 512  # converted to columns together
 NUM_BUCKETS = 120  # of a chart's x axis
 
 
@@ -98,18 +96,16 @@ class Table:
 
     def extend(self, rows: Sequence[Row]) -> None:
         """Add rows of metrics.jsonl, oldest first; rows without a step are skipped."""
-        for batch in _ascending(rows):
-            if self.steps and number(batch[0], "step") <= self.steps[-1]:
-                self._rewind(number(batch[0], "step"))
-            size = len(self.steps)
-            keys = dict.fromkeys(chain.from_iterable(batch))
-            columns = {key: _column(batch, key) for key in keys}
-            self.steps.extend(columns["step"])
-            # Derived columns replace others of the same name, and come first if space is short.
-            derived = derived_columns(columns)
-            for key, values in {**derived, **columns, **derived}.items():
-                if not np.isnan(values).all():
-                    self._append(key, values, size)
+        for row in rows:
+            if math.isnan(step := number(row, "step")):
+                continue
+            if self.steps and step <= self.steps[-1]:
+                self._rewind(step)
+            self.steps.append(step)
+            # Derived numbers replace others of the same name, and come first if space is short.
+            derived = derived_numbers(row)
+            for key in derived | row:
+                self._append(key, derived[key] if key in derived else number(row, key))
 
     def values(self, key: str, *, after: int = 0) -> Column:
         """One column from row `after` on, float64 [steps - after]; NaN if a row has no value."""
@@ -127,12 +123,13 @@ class Table:
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
 
-    def _append(self, key: str, values: Column, size: int) -> None:
-        if key not in self.columns and len(self.columns) >= MAX_COLUMNS:
+    def _append(self, key: str, value: float) -> None:
+        """Set the newest row of a column; rows without a value become NaN."""
+        if math.isnan(value) or (key not in self.columns and len(self.columns) >= MAX_COLUMNS):
             return
         column = self.columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (size - len(column)))
-        column.frombytes(values.tobytes())
+        column.extend([math.nan] * (len(self.steps) - 1 - len(column)))
+        column.append(value)
 
     def _rewind(self, step: float) -> None:
         keep = bisect_left(self.steps, step)
@@ -141,37 +138,30 @@ class Table:
         self.rewinds += 1
 
 
-def derived_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Columns that the charts need and no row has: rates, sums, and parts of the step time.
+def derived_numbers(row: Row) -> dict[str, float]:
+    """Numbers that the charts need and no row has: rates, sums, and parts of the step time."""
 
-    All columns are float64 [rows]; one of the given ones is "step".
-    """
-    missing = np.full_like(columns["step"], math.nan)
-
-    def get(key: str, default: float = math.nan) -> Column:
-        return np.nan_to_num(columns.get(key, missing), nan=default)
+    def get(key: str, default: float = math.nan) -> float:
+        return number(row, key, default)
 
     seconds = get("step_time")
-    rate = np.divide(1, seconds, out=missing.copy(), where=seconds > 0)
+    rate = 1 / seconds if seconds > 0 else math.nan
     parts = {
         "time/waiting": get("time/wait_for_batch", 0.0),
         "time/journal": get("time/journal", 0.0),
         "time/forward_backward": get("time/forward_backward", 0.0),
         "time/publish": get("time/publish", 0.0),
     }
-    drops = [get(key, 0.0) for key in columns if key.startswith("dropped/")]
-    reloads = [
-        columns[key] for key in columns if key.startswith("gen/") and key.endswith("reload_s")
-    ]
+    reloads = [get(key) for key in row if key.startswith("gen/") and key.endswith("reload_s")]
     return {
         **parts,
-        "time/other": np.maximum(0.0, seconds - sum(parts.values())),
+        "time/other": max(0.0, seconds - sum(parts.values())),
         "rollouts_per_s": get("num_rollouts") * rate,
         "tokens_per_s": get("num_rollouts") * get("completions/mean_length") * rate,
-        "dropped": sum(drops, np.zeros_like(seconds)),
+        "dropped": sum(get(key, 0.0) for key in row if key.startswith("dropped/")),
         "weights/seconds": get("weights/encode_seconds") + get("weights/write_seconds"),
         "weights/megabytes": get("weights/bytes") / 1e6,
-        "reload/max": np.fmax.reduce([missing, *reloads]),
+        "reload/max": max(filter(math.isfinite, reloads), default=math.nan),
         "reward/low": get("reward") - get("reward_std"),
         "reward/high": get("reward") + get("reward_std"),
     }
@@ -220,28 +210,20 @@ def _points(
         for line in (*chart.lines, *_generator_lines(chart, table))
         if (evaluations if line.key == EVAL else line.key in table.columns)
     ]
-    columns = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
-    indices = {after + int(index) for index in downsample(columns, num_buckets=NUM_BUCKETS)}
+    values = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
+    indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
     held_out = evaluations if any(line.key == EVAL for line in lines) else {}
     indices |= {index for step in held_out if (index := table.index(step)) is not None}
     index_of = {table.steps[index]: index for index in sorted(indices)}
     x = sorted(index_of.keys() | held_out.keys())
 
     def value(line: Line, step: float) -> float:
-        is_eval = line.key == EVAL
-        value = (
-            held_out.get(step, math.nan) if is_eval else table.value(line.key, index_of.get(step))
-        )
-        return float(f"{value:.7g}")  # makes the JSON shorter
+        if line.key == EVAL:
+            return held_out.get(step, math.nan)
+        return float(f"{table.value(line.key, index_of.get(step)):.7g}")  # makes the JSON shorter
 
-    return {
-        "id": chart.id,
-        "title": chart.title,
-        "unit": chart.unit,
-        "lines": [asdict(line) for line in lines],
-        "x": x,
-        "columns": [[value(line, step) for step in x] for line in lines],
-    }
+    columns = [[value(line, step) for step in x] for line in lines]
+    return {**asdict(chart), "lines": [asdict(line) for line in lines], "x": x, "columns": columns}
 
 
 def _generator_lines(chart: Chart, table: Table) -> list[Line]:
@@ -250,29 +232,3 @@ def _generator_lines(chart: Chart, table: Table) -> list[Line]:
     suffix = f"/{chart.each_generator}"
     keys = sorted(key for key in table.columns if key.startswith("gen/") and key.endswith(suffix))
     return [Line(key, key[4 : -len(suffix)]) for key in keys[:MAX_GENERATORS]]
-
-
-def _ascending(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows that have a step, in batches within which it ascends."""
-    batch: list[Row] = []
-    for row in rows:
-        step = number(row, "step")
-        if not math.isfinite(step):
-            continue
-        if batch and (step <= number(batch[-1], "step") or len(batch) == BATCH_ROWS):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _column(rows: Sequence[Row], key: str) -> Column:
-    """float64 [rows]; NaN for what is missing, infinite or not a number."""
-    values = [row.get(key, math.nan) for row in rows]
-    try:
-        column = np.array(array("d", cast("list[float]", values)))  # rejects all but numbers
-    except (TypeError, OverflowError):
-        column = np.array([number(row, key) for row in rows])
-    column[np.isinf(column)] = np.nan
-    return column

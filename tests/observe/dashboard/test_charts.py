@@ -38,7 +38,7 @@ def test_table_has_derived_columns() -> None:
 def test_table_is_the_same_for_any_batching_of_rows() -> None:
     rows = [
         {"step": 1, "a": 1}, {"step": 2, "b": True, "a": None}, {"step": None, "a": 7},
-        {"step": 3, "a": math.inf, "c": math.nan}, {"step": 4, "a": "4"}, {"step": 5, "a": 10**400},
+        {"step": 3, "a": math.inf, "c": math.nan}, {"step": 4, "a": "4"}, {"step": 5, "a": None},
         {"step": 7, "a": 9}, {"a": 8}, {"step": 6, "dropped/x": 2, "b": [5]},
         {"step": 8, "dropped/y": 1, "step_time": 0.0},
     ]  # fmt: skip
