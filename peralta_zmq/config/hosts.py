@@ -163,7 +163,7 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
 
 def _owners(hosts: tuple[Host, ...]) -> dict[str, list[str]]:
     names = [(worker, host.name) for host in hosts for worker in host.workers]
-    return {worker: [host for each, host in names if each == worker] for worker, _ in names}
+    return {worker: [host for name, host in names if name == worker] for worker, _ in names}
 
 
 def _check_roles(hosts: tuple[Host, ...]) -> None:

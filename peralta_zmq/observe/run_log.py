@@ -40,8 +40,9 @@ class RunLog:
     """Log files, trackers and terminal output of a run, for one session. Use with `with`.
 
     Attributes: `resuming` is True if an earlier session trained; `last_reports` are the groups
-    made by each generator that has finished; `made_before` are the groups made according to an
-    earlier summary; `last_step` is the newest step written.
+    made by each generator that has finished; `made_before` are the groups
+    made according to an earlier summary; `lineage` is the number of roll-backs so far;
+    `last_step` is the newest step written.
     """
 
     def __init__(
@@ -56,17 +57,17 @@ class RunLog:
         }
         self.made_before = report.made_before(folder)
         self.last_step = _last_written_step(rows, events)
+        self.lineage = len(_roll_backs(events))
         self._folder = folder
-        self._roll_backs = [number(row, "step") for row in events if _is(row, "roll_back")]
         self._is_training = False  # this session has written its start
         self._next_stall_check = 0.0  # monotonic seconds
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
         self._newest_events = deque(events, maxlen=NUM_EVENTS)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(JsonLines(folder / METRICS))
-            self._samples = stack.enter_context(JsonLines(folder / SAMPLES))
-            self._evaluations = stack.enter_context(JsonLines(folder / EVALUATIONS))
-            self._events = stack.enter_context(JsonLines(folder / EVENTS))
+            self._files = {
+                name: stack.enter_context(JsonLines(folder / name))
+                for name in (METRICS, SAMPLES, EVALUATIONS, EVENTS)
+            }
             self._trackers = [stack.enter_context(tracker) for tracker in trackers]
             self._terminal = stack.enter_context(Terminal(max_steps, run=run))
             self._stack = stack.pop_all()
@@ -79,7 +80,7 @@ class RunLog:
 
     def event(self, name: str, **fields: object) -> None:
         """Append to events.jsonl."""
-        self._newest_events.append(self._events.append_event(name, **fields))
+        self._newest_events.append(self._files[EVENTS].append_event(name, **fields))
         self._is_training = self._is_training or name in SESSION_STARTS
 
     def end(self, name: str, *, step: int) -> None:
@@ -102,10 +103,11 @@ class RunLog:
         if step <= self.last_step:
             return False
         self.last_step = step
-        self._metrics.append(row)
-        self._samples.append(sample)
+        self._files[METRICS].append(row)
+        self._files[SAMPLES].append(sample)
         self._newest_rows.append(dict(row))
-        self._track(step, row)
+        for tracker in self._trackers:
+            tracker.log(step, row)
         self._terminal.step(dict(row), self.verdict())
         self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
         return True
@@ -121,40 +123,18 @@ class RunLog:
         """The verdict on the newest rows and events; with `now`, also on the time since."""
         return verdict(list(self._newest_rows), list(self._newest_events), now=now)
 
-    @property
-    def lineage(self) -> int:
-        """Number of roll-backs so far; each starts a new lineage of steps."""
-        return len(self._roll_backs)
-
     def rewind(self, step: int) -> None:
         """Record a roll-back: the steps after `step` are trained and written again."""
         self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
-        self._roll_backs.append(step)
+        self.lineage += 1
         self.last_step = min(self.last_step, step)
-
-    def published_weights(self) -> set[str]:
-        """weights_id of every recorded publication."""
-        rows = read_rows(self._folder / EVENTS)
-        return {str(row.get("weights_id")) for row in rows if _is(row, "publish")}
-
-    def abandoned_weights(self, step: int) -> set[str]:
-        """weights_id of every publication that roll-backs undid, the current `step` included."""
-        published: dict[str, float] = {}  # weights_id -> step, in the current lineage
-        abandoned: set[str] = set()
-        for row in [*read_rows(self._folder / EVENTS), {"event": "resume", "step": step}]:
-            if _is(row, "publish"):
-                published[str(row.get("weights_id"))] = number(row, "step")
-            elif _is(row, "resume"):
-                undone = {key for key, at in published.items() if at > number(row, "step")}
-                abandoned |= undone
-                published = {key: at for key, at in published.items() if key not in undone}
-        return abandoned - published.keys()
 
     def has_evaluation(self, step: int) -> bool:
         """True if `step` was evaluated and no later roll-back undid that step."""
-        rows = [row for row in read_rows(self._folder / EVALUATIONS) if row.get("step") == step]
+        steps = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
+        rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
         lineages = [int(number(row, "lineage", 0)) for row in rows]
-        return any(all(to >= step for to in self._roll_backs[lineage:]) for lineage in lineages)
+        return any(all(to >= step for to in steps[lineage:]) for lineage in lineages)
 
     def evaluation(
         self,
@@ -169,7 +149,7 @@ class RunLog:
 
         `policy_steps` are the oldest and the newest weights used.
         """
-        self._evaluations.append(
+        self._files[EVALUATIONS].append(
             {
                 "step": step,
                 "lineage": self.lineage,
@@ -180,7 +160,8 @@ class RunLog:
             }
         )
         metrics = {f"eval/{name}": value for name, value in figures.items()}
-        self._track(step, {"eval/accuracy": accuracy, **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, {"eval/accuracy": accuracy, **metrics})
         several = figures if len(figures) > 2 else {}  # avg@1 and pass@1 equal the accuracy
         details = "".join(f"  {name} {value:.3f}" for name, value in several.items())
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{details}")
@@ -220,20 +201,35 @@ class RunLog:
                 f"reward.png or report.html not written ({error}); try bin/dashboard {self._folder}"
             )
 
-    def _track(self, step: int, row: Mapping[str, object]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, row)
+
+def published_weights(folder: Path) -> set[str]:
+    """weights_id of every publication recorded in this run folder."""
+    rows = read_rows(folder / EVENTS)
+    return {str(row["weights_id"]) for row in rows if row["event"] == "publish"}
 
 
-def _is(row: Mapping[str, object], event: str) -> bool:
-    return row.get("event") == event
+def abandoned_weights(folder: Path, step: int) -> set[str]:
+    """weights_id of every publication that roll-backs undid, the current `step` included."""
+    published: dict[str, float] = {}  # weights_id -> step, in the current lineage
+    abandoned: set[str] = set()
+    for row in [*read_rows(folder / EVENTS), {"event": "resume", "step": step}]:
+        if row["event"] == "publish":
+            published[str(row["weights_id"])] = number(row, "step")
+        elif row["event"] == "resume":
+            undone = {key for key, at in published.items() if at > number(row, "step")}
+            abandoned |= undone
+            published = {key: at for key, at in published.items() if key not in undone}
+    return abandoned - published.keys()
+
+
+def _roll_backs(events: Sequence[Row]) -> list[Row]:
+    return [row for row in events if row.get("event") == "roll_back"]
 
 
 def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
-    """The newest step in the metrics that no later roll-back undid; 0 if there is none."""
-    steps = [int(number(row, "step")) for row in rows if "step" in row]
-    last = steps[-1] if steps else 0
-    roll_backs = [row for row in events if _is(row, "roll_back")]
+    """The newest step in the metrics that no roll-back undid; 0 if there is none."""
+    last = int(number(rows[-1], "step")) if rows else 0
+    roll_backs = _roll_backs(events)
     # Compare row counts rather than times, because the clock may be set back.
     if roll_backs and number(roll_backs[-1], "rows", 0) == len(rows):
         return min(last, int(number(roll_backs[-1], "step")))

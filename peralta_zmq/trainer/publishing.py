@@ -9,6 +9,7 @@ from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.models import lora
+from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights.backends import open_backend
@@ -105,7 +106,7 @@ class WeightPublishing:
         except StoreError as error:
             self._session.run_log.note(str(error))
             return
-        recorded = self._session.run_log.published_weights()
+        recorded = published_weights(self._session.folder)
         for version in versions:
             if version.weights_id not in recorded:
                 self._record(version)

@@ -20,6 +20,7 @@ from peralta_zmq import build, wire
 from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
+from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import adapter_files, checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
@@ -61,7 +62,7 @@ class Recovery:
         self._rewind_run_log(step)
         self._publishing.set_lineage(self._run_log.lineage)
         self._publishing.record_unrecorded()
-        self._collector.admission.abandoned = self._run_log.abandoned_weights(step)
+        self._collector.admission.abandoned = abandoned_weights(self._session.folder, step)
         self._report(step, restored)
         self._publish(step)
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_files import refusal, toml_refusal
 
-from peralta_zmq.config.foreign_names import FOREIGN, RIGHT_NAMES
+from peralta_zmq.config.foreign_names import NAMES, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
 
@@ -97,8 +97,8 @@ def test_foreign_section_leads_to_our_section() -> None:
 
 def test_foreign_names_lead_to_existing_settings() -> None:
     known = {f"{section}.{leaf}" for section, leaves in known_fields().items() for leaf in leaves}
-    assert set(FOREIGN) <= known
+    assert set(NAMES["settings"]) <= known
 
 
 def test_foreign_names_are_unique() -> None:
-    assert len(RIGHT_NAMES) == sum(len(names.split()) for names in FOREIGN.values())
+    assert len(RIGHT_NAMES) == sum(len(names.split()) for names in NAMES["settings"].values())

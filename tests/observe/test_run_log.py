@@ -13,7 +13,7 @@ import pytest
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, JsonLines, Row, read_rows
-from peralta_zmq.observe.run_log import RunLog
+from peralta_zmq.observe.run_log import RunLog, abandoned_weights
 from peralta_zmq.observe.verdict import verdict
 
 
@@ -41,8 +41,7 @@ def test_roll_back_abandons_weights_of_later_steps(
     with JsonLines(tmp_path / EVENTS) as events:
         for event, fields in history:
             events.append_event(event, **fields)
-    with RunLog(tmp_path, run="run", max_steps=3) as run_log:
-        assert run_log.abandoned_weights(now) == abandoned
+    assert abandoned_weights(tmp_path, now) == abandoned
 
 
 def evaluate(run_log: RunLog, step: int) -> None:

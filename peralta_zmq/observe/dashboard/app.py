@@ -182,7 +182,12 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
         return PlainTextResponse(text, media_type=prometheus.CONTENT_TYPE)
 
     async def health(request: Request) -> Response:
-        return _json({"status": "ok", "runs": {run.name: _age(run) for run in _refreshed(runs)}})
+        now = time.time()
+        ages = {
+            run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
+            for run in _refreshed(runs)
+        }
+        return _json({"status": "ok", "runs": ages})
 
     routes = [
         Route("/api/runs", names),
@@ -281,11 +286,6 @@ def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
     for run in runs:
         run.refresh()
     return runs
-
-
-def _age(run: RunFiles) -> Mapping[str, object]:
-    """Newest step, and seconds since the newest row or event."""
-    return {"step": run.last.get("step"), "age_seconds": time.time() - run.newest_time}
 
 
 def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]:

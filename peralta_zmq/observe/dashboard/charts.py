@@ -116,7 +116,7 @@ class Table:
     def value(self, key: str, index: int | None) -> float:
         """One number; NaN if there is none."""
         column = self.columns.get(key, ())
-        return column[index] if index is not None and index < len(column) else math.nan
+        return column[index] if index is not None and 0 <= index < len(column) else math.nan
 
     def index(self, step: float) -> int | None:
         """The row of a step; None if there is none."""

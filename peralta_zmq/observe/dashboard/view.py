@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
 from statistics import fmean
 from typing import Any, TypeAlias, cast
@@ -36,7 +35,6 @@ NUM_CHANGE = 20  # newest steps whose mean reward is compared with the steps bef
 MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS, MAX_SAMPLES = 60, 80, 200, 12  # sent at once
 MAX_EVENT_TEXT = 300  # characters
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # of one group; characters of one text
-EXACT = 1e15  # larger floats have no decimals
 MARKED_EVENTS = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
                  "publish_failed", "checkpoint_failed", "journal_failed", "stop",
                  "complete"}  # fmt: skip
@@ -180,12 +178,8 @@ def sample(index: int, row: Row) -> Json:
 
 
 def format_number(value: float, digits: int, unit: str = "") -> str:
-    """A number with `digits` decimals, a dash for NaN. Rounds halves up, like charts.js."""
-    if not math.isfinite(value):
-        return "-"
-    if abs(value) >= EXACT:
-        return f"{value:,.0f}{unit}"
-    return f"{Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP):,}{unit}"
+    """A number with `digits` decimals; a dash for NaN."""
+    return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"
 
 
 def _header(run: RunFiles, config: Mapping[str, Any], status: str, now: float) -> Json:
@@ -243,36 +237,28 @@ def _eta(run: RunFiles, steps_left: float) -> str:
 
 
 def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
-    row = run.last
-    last_index = len(run.table.steps) - 1 if run.table.steps else None
-    rollouts, tokens, dropped = (
-        format_number(run.table.value(key, last_index), 0)
-        for key in ("rollouts_per_s", "tokens_per_s", "dropped")
-    )
+    def newest(key: str, digits: int = 0) -> str:
+        return format_number(number(run.last, key), digits)
+
+    def derived(key: str) -> str:
+        return format_number(run.table.value(key, len(run.table.steps) - 1), 0)
+
     share, num_steps = waiting(list(run.rows), _all_events(run))
     states = [generator["state"] for generator in generators]
-    up = math.nan if "unknown" in states else sum(state != "gone" for state in states)
-    num_up = f"of {len(generators)} seen"
-    mean = format_number(number(row, "staleness/mean"), 1)
-    maximum = format_number(number(row, "staleness/max"), 0)
-    depth = format_number(number(row, "queue/depth"), 0)
-    notes = {
-        "rollouts": f"{tokens} generated tokens/s",
-        "wait": f"of the last {num_steps} steps",
-        "staleness": f"steps, at most {maximum}",
-    }
-    if not run.rows:
-        notes = dict.fromkeys(notes, "no step yet")
+    up, seen = str(sum(state != "gone" for state in states)), f"{len(generators)} seen"
     cards = (
-        ("reward", "Reward", format_number(number(row, "reward"), 3), _reward_change(run)),
+        ("reward", "Reward", newest("reward", 3), _reward_change(run)),
         ("eval", "Held-out accuracy", *_evaluation(run)),
-        ("rollouts", "Rollouts/s", rollouts, notes["rollouts"]),
-        ("wait", "Trainer waits", format_number(100 * share, 0, "%"), notes["wait"]),
-        ("queue", "Queue", depth, "groups waiting"),
-        ("staleness", "Staleness", mean, notes["staleness"]),
-        ("dropped", "Dropped", dropped, "groups in total"),
-        ("generators", "Generators up", format_number(up, 0),
-         num_up if math.isfinite(up) else f"unknown, {len(generators)} seen"),
+        ("rollouts", "Rollouts/s", derived("rollouts_per_s"),
+         f"{derived('tokens_per_s')} generated tokens/s"),
+        ("wait", "Trainer waits", format_number(100 * share, 0, "%"),
+         f"of the last {num_steps} steps"),
+        ("queue", "Queue", newest("queue/depth"), "groups waiting"),
+        ("staleness", "Staleness", newest("staleness/mean", 1),
+         f"steps, at most {newest('staleness/max')}"),
+        ("dropped", "Dropped", derived("dropped"), "groups in total"),
+        ("generators", "Generators up", *(("-", f"unknown, {seen}") if "unknown" in states
+                                          else (up, f"of {seen}"))),
     )  # fmt: skip
     return [dict(zip(("id", "label", "value", "note"), card, strict=True)) for card in cards]
 
