@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import ParamSpec
 
 from peralta_zmq.errors import PeraltaError, described
 
 CRASHED = "this is a bug of bin/doctor, or of the code that it called; the other checks still ran"
+MOUNT_SECONDS = 120.0  # time limit of a check of a mounted folder
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
 
 
@@ -20,79 +21,73 @@ HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again
 class Check:
     """Result of a check. If it is ok, a remedy is only advice."""
 
-    name: str
     ok: bool
     detail: str
     remedy: str = ""
 
-    @property
-    def line(self) -> str:
-        """The line that is printed."""
-        level = "FAIL" if not self.ok else "note" if self.remedy else "ok"
-        remedy = f". {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else ""
-        return f"{level:<5} {self.name:<9} {self.detail}{remedy}"
 
-
-RunCheck: TypeAlias = Callable[[], "Check | None"]  # None: does not apply to this machine
+P = ParamSpec("P")
 
 
 class Report:
     """Runs checks and prints each result at once."""
 
     def __init__(self) -> None:
-        self.checks: list[Check] = []
+        self.checks: dict[str, Check] = {}  # by name
 
-    def add(self, check: Check) -> bool:
+    def add(self, name: str, check: Check) -> bool:
         """Print a result; True if it is ok."""
-        self.checks.append(check)
-        sys.stdout.write(check.line + "\n")
+        self.checks[name] = check
+        level = "FAIL" if not check.ok else "note" if check.remedy else "ok"
+        remedy = f". {check.remedy[0].upper()}{check.remedy[1:]}" if check.remedy else ""
+        sys.stdout.write(f"{level:<5} {name:<9} {check.detail}{remedy}\n")
         sys.stdout.flush()
         return check.ok
 
-    def run(self, name: str, check: RunCheck, *, timeout: float | None = None) -> bool:
-        """Run a check and print its result; True if it is ok or does not apply.
+    def run(
+        self, name: str, check: Callable[P, Check | None], *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
+        """Run a check and print its result; True if it is ok or does not apply (None)."""
+        result = run_check(lambda: check(*args, **kwargs))
+        return result is None or self.add(name, result)
 
-        With a timeout the check runs in a thread that is abandoned if it hangs, as on a dead mount.
-        """
-        if timeout is None:
-            result = run_check(name, check)
-        else:
-            results: SimpleQueue[Check | None] = SimpleQueue()
-            threading.Thread(
-                target=lambda: results.put(run_check(name, check)), daemon=True
-            ).start()
-            try:
-                result = results.get(timeout=timeout)
-            except Empty:
-                result = Check(name, False, f"no answer within {timeout:g} s", HANGS)
-        return result is None or self.add(result)
+    def run_on_mount(
+        self, name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
+        """Run a check in a thread that is abandoned if it hangs, as on a dead mount."""
+        results: SimpleQueue[Check | None] = SimpleQueue()
+        threading.Thread(
+            target=lambda: results.put(run_check(lambda: check(*args, **kwargs))), daemon=True
+        ).start()
+        try:
+            result = results.get(timeout=MOUNT_SECONDS)
+        except Empty:
+            result = Check(False, f"no answer within {MOUNT_SECONDS:g} s", HANGS)
+        return result is None or self.add(name, result)
 
     def close(self, *, as_json: bool) -> int:
         """Print the summary; returns the exit code."""
-        num_failed = sum(not check.ok for check in self.checks)
-        total = len(self.checks)
-        sys.stdout.write(
-            f"{num_failed} of {total} checks failed\n" if num_failed else "all checks passed\n"
-        )
+        num_failed = sum(not check.ok for check in self.checks.values())
+        summary = f"{num_failed} of {len(self.checks)} checks failed"
+        sys.stdout.write(f"{summary if num_failed else 'all checks passed'}\n")
         if as_json:
-            sys.stdout.write(json.dumps({"checks": list(map(asdict, self.checks))}) + "\n")
+            rows = [{"name": name, **asdict(check)} for name, check in self.checks.items()]
+            sys.stdout.write(json.dumps({"checks": rows}) + "\n")
         sys.stdout.flush()
         return int(num_failed > 0)
 
 
-def run_check(name: str, check: RunCheck) -> Check | None:
+def run_check(check: Callable[[], Check | None]) -> Check | None:
     """The result of a check; an exception is a failed check."""
     try:
         return check()
     except PeraltaError as error:
-        return failed_check(name, error)
+        return failed_check(error)
     except Exception as error:  # noqa: BLE001  a broken check must not stop the others
-        return Check(name, False, described(error), CRASHED)
+        return Check(False, described(error), CRASHED)
 
 
-def failed_check(
-    name: str, error: PeraltaError, remedy: str = "see docs/troubleshooting.md"
-) -> Check:
-    """The failed check for an error; the text after its semicolon is the remedy."""
+def failed_check(error: PeraltaError, remedy: str = "see docs/troubleshooting.md") -> Check:
+    """The failed check for an error, whose remedy is the text after the first semicolon."""
     detail, _, own_remedy = str(error).partition("; ")
-    return Check(name, False, detail, own_remedy or remedy)
+    return Check(False, detail, own_remedy or remedy)

@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = load_config(PROGRAM, settings)
     except ConfigError as error:
-        report.add(failed_check("config", error, "see bin/doctor --help"))
+        report.add("config", failed_check(error, "see bin/doctor --help"))
         return report.close(as_json=options.json)
     role = options.role or role_checks.default_role(config)
-    report.add(Check("config", True, f"run {config.run.name}, checked as its {role}"))
+    report.add("config", Check(True, f"run {config.run.name}, checked as its {role}"))
     with ExitStack() as stack:
         if role == "generator":
             role_checks.check_generator(config, report, stack, wait_seconds=options.wait)
@@ -60,16 +60,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         sys.stdout.write(USAGE)
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--role", nargs="?", const="")
-    parser.add_argument("--wait", nargs="?", default="0")
-    options, settings = parser.parse_known_args(arguments)
-    if options.role not in (None, "trainer", "generator"):
-        raise ConfigError(f"--role is {options.role or 'empty'}; choose trainer or generator")
-    try:
-        options.wait = float(options.wait or "")
-    except ValueError:
-        raise ConfigError("--wait has no number of seconds; write --wait 60") from None
-    return options, settings
+    parser.add_argument("--role", choices=("trainer", "generator"))
+    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS")
+    return parser.parse_known_args(arguments)
 
 
 def _serve(seconds: float) -> None:

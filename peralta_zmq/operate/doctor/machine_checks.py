@@ -20,10 +20,8 @@ from peralta_zmq.operate.doctor.checks import Check
 
 PACKAGE = "peralta_zmq"
 OLDEST_PYTHON = (3, 10)
-LEAKY_PYTHON = (
-    (3, 12, 0),
-    (3, 12, 6),
-)  # first, and first fixed: github.com/python/cpython gh-113993
+# The first version that leaks interned strings and the first fixed one (cpython issue 113993).
+LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
 REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)(?:\[\w+\])?[^;]*?>=([\d.]+)[^;]*(;.*)?")
 SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
 LOCAL_NETWORK = (
@@ -60,13 +58,13 @@ def check_versions(
     shown_python = ".".join(map(str, python[:3]))
     if python[:2] < OLDEST_PYTHON:
         detail = f"Python {shown_python} is too old"
-        return Check("versions", False, detail, "use Python 3.10 or newer")
+        return Check(False, detail, "use Python 3.10 or newer")
     matches = [
         match for text in requirements if (match := REQUIREMENT.match(text)) and not match[3]
     ]
     if not matches:
-        return Check("versions", False, f"{PACKAGE} is not installed in {sys.executable}",
-                     "run make setup, then use .venv/bin/python")  # fmt: skip
+        detail = f"{PACKAGE} is not installed in {sys.executable}"
+        return Check(False, detail, "run make setup, then use .venv/bin/python")
     versions = {match[1]: version_of(match[1]) for match in matches}
     wrong = [
         f"{name} {versions[name] or 'is missing'} (needs {minimum})"
@@ -74,14 +72,14 @@ def check_versions(
         if _numbers(versions[name] or "") < _numbers(minimum)
     ]
     if wrong:
-        return Check("versions", False, ", ".join(wrong),
-                     "run make setup, or pip install --editable . in this Python")  # fmt: skip
+        return Check(
+            False, ", ".join(wrong), "run make setup, or pip install --editable . in this Python"
+        )
     libraries = ", ".join(f"{name} {versions.get(name) or version_of(name)}" for name in SHOWN)
     if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
-        return Check("versions", True,
-                     f"Python {shown_python} never frees names that it has read, {libraries}",
-                     "use Python 3.12.6 or newer, or 3.11, for a trainer")  # fmt: skip
-    return Check("versions", True, f"Python {shown_python}, {libraries}")
+        detail = f"Python {shown_python} never frees names that it has read, {libraries}"
+        return Check(True, detail, "use Python 3.12.6 or newer, or 3.11, for a trainer")
+    return Check(True, f"Python {shown_python}, {libraries}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -98,28 +96,28 @@ def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
     detail = f"{models.device_name(device)}, {name} ({reason}), {models.available_cores()} cores"
     has_gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     if device.type == "cpu" and has_gpu and config.model.device == "auto":
-        return Check("device", True, f"{detail}; nvidia-smi is installed, but torch finds no GPU",
-                     "install a CUDA build of torch; for a Jetson see README")  # fmt: skip
-    return Check("device", True, detail)
+        detail = f"{detail}; nvidia-smi is installed, but torch finds no GPU"
+        return Check(True, detail, "install a CUDA build of torch; for a Jetson see README")
+    return Check(True, detail)
 
 
-def check_sleep(system: str, run_command: RunCommand, *, on_battery: bool) -> Check:
+def check_sleep(system: str, run_command: RunCommand, on_battery: bool) -> Check:
     """Check whether the machine may fall asleep during a run."""
     if system == "Darwin":
         settings = run_command(["pmset", "-g"])
         minutes = re.search(r"^\s*sleep\s+(\d+)(.*)$", settings, re.MULTILINE)
         if minutes is None or minutes[1] == "0" or "prevented" in minutes[2]:
-            return Check("sleep", True, "this Mac does not fall asleep by itself")
+            return Check(True, "this Mac does not fall asleep by itself")
         detail = f"this Mac falls asleep after {minutes[1]} minutes without use"
-        return Check("sleep", True, detail, "start it with caffeinate -is COMMAND")
+        return Check(True, detail, "start it with caffeinate -is COMMAND")
     targets = run_command(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
     inhibitors = run_command(["systemd-inhibit", "--list", "--no-legend"])
     is_inhibited = re.search(r"\bsleep\b.*\bblock\b", inhibitors) is not None
     is_desktop = run_command(["systemctl", "is-active", "graphical.target"]).strip() == "active"
     if "masked" in targets or is_inhibited or not (on_battery or is_desktop):
-        return Check("sleep", True, "this machine does not fall asleep by itself")
+        return Check(True, "this machine does not fall asleep by itself")
     kind = "laptop" if on_battery else "desktop"
-    return Check("sleep", True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
+    return Check(True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
 
 
 def check_local_network(system: str, send: Callable[[], int]) -> Check | None:
@@ -132,8 +130,8 @@ def check_local_network(system: str, send: Callable[[], int]) -> Check | None:
         return None
     if send() == errno.EHOSTUNREACH:
         detail = "macOS keeps this program from the local network"
-        return Check("localnet", False, detail, LOCAL_NETWORK)
-    return Check("localnet", True, "macOS lets this program into the local network")
+        return Check(False, detail, LOCAL_NETWORK)
+    return Check(True, "macOS lets this program into the local network")
 
 
 def packet_sender(host: str) -> Callable[[], int]:
@@ -153,8 +151,6 @@ def packet_sender(host: str) -> Callable[[], int]:
 def output_of(command: Sequence[str]) -> str:
     """The output of a command; empty if it does not exist or hangs."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=5, check=False
-        ).stdout  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

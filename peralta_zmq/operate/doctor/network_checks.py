@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peralta_zmq import wire
-from peralta_zmq.atomic_files import is_held
+from peralta_zmq.atomic_files import is_held, is_loopback
 from peralta_zmq.config import Config
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor.checks import Check, failed_check
@@ -52,12 +52,14 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
             stack.enter_context(_listen(bind, number))
     except WireError as error:
         if trainer_runs(config.run_folder):
-            return Check("ports", True, f"the trainer of run {config.run.name} has {port} already")
-        return failed_check("ports", error)
+            return Check(True, f"the trainer of run {config.run.name} has {port} already")
+        return failed_check(error)
     except OSError as error:
-        return Check("ports", False, f"cannot listen on {bind} ({error.strerror})",
-                     "set wire.bind to an address of this machine, or 0.0.0.0 for all")  # fmt: skip
-    return Check("ports", True, f"{port} to {last} are free on {bind}")
+        detail = f"cannot listen on {bind} ({error.strerror})"
+        return Check(
+            False, detail, "set wire.bind to an address of this machine, or 0.0.0.0 for all"
+        )
+    return Check(True, f"{port} to {last} are free on {bind}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -93,10 +95,10 @@ def _connect_all(host: str, first: int) -> Check:
             socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
         except OSError as error:
             remedy = _connect_remedy(error, host, port, is_first=port == first)
-            return Check("reach", False, f"{host}:{port}: {error.strerror or error}", remedy)
+            return Check(False, f"{host}:{port}: {error.strerror or error}", remedy)
     milliseconds = 1e3 * (time.monotonic() - started) / NUM_PORTS
-    return Check("reach", True, f"{host} accepts connections on ports {first} to "
-                 f"{first + NUM_PORTS - 1}, {milliseconds:.1f} ms each")  # fmt: skip
+    ports = f"{first} to {first + NUM_PORTS - 1}"
+    return Check(True, f"{host} accepts connections on ports {ports}, {milliseconds:.1f} ms each")
 
 
 def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> str:
@@ -147,17 +149,18 @@ def check_probe(result: ProbeResult, run: str) -> Check:
     """Check that the reply is of our run; reports the round-trip time and the worker info."""
     reply = result.reply
     if reply.run != run:
-        return Check("probe", False, f"run {reply.run} listens there, not {run}",
-                     "give both sides the same config, or another wire.port")  # fmt: skip
+        detail = f"run {reply.run} listens there, not {run}"
+        return Check(False, detail, "give both sides the same config, or another wire.port")
     facts = ", ".join(f"{name} {fact}" for name, fact in sorted(reply.worker_info.items()))
-    return Check("probe", True, f"the {reply.role} of run {run} answers in "
-                 f"{1e3 * result.seconds:.1f} ms ({facts})")  # fmt: skip
+    return Check(
+        True, f"the {reply.role} of run {run} answers in {1e3 * result.seconds:.1f} ms ({facts})"
+    )
 
 
 def check_throughput(client: wire.ProbeClient) -> Check:
     """Measure the throughput to the trainer's machine."""
     speed = client.measure_throughput(seconds=THROUGHPUT_SECONDS, timeout=THROUGHPUT_TIMEOUT)
-    return Check("burst", True, f"{speed / 1e6:.2f} MB/s to the trainer")
+    return Check(True, f"{speed / 1e6:.2f} MB/s to the trainer")
 
 
 def check_clock(result: ProbeResult) -> Check:
@@ -169,7 +172,7 @@ def check_clock(result: ProbeResult) -> Check:
     remedy = "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
     difference = abs(ahead) - uncertainty
     ok = difference <= CLOCK_FAIL_SECONDS
-    return Check("clock", ok, detail, remedy if difference > CLOCK_NOTE_SECONDS else "")
+    return Check(ok, detail, remedy if difference > CLOCK_NOTE_SECONDS else "")
 
 
 def check_keys(config: Config, role: str, name: str) -> Check:
@@ -178,23 +181,22 @@ def check_keys(config: Config, role: str, name: str) -> Check:
 
     folder, bind = config.keys_folder, config.wire.bind
     if folder is None:
-        is_local = bind == "localhost" or bind.startswith("127.") or bind.strip("[]") == "::1"
         remedy = "make some with bin/doctor keygen --security.keys DIR"
-        is_open = role == "trainer" and not is_local
-        return Check("keys", True, "none: no encryption", remedy if is_open else "")
+        is_open = role == "trainer" and not is_loopback(bind)
+        return Check(True, "none: no encryption", remedy if is_open else "")
     if role == "generator":
         auth.generator_keys(folder, name)
-        return Check("keys", True, f"{folder} has those of {name} and of the trainer")
+        return Check(True, f"{folder} has those of {name} and of the trainer")
     auth.trainer_secret(folder)
     names = sorted(auth.known_generators(folder).values())
     if not names:
-        return Check("keys", False, f"{folder} has no generator's public key",
-                     "make one with bin/doctor keygen --generator.name NAME")  # fmt: skip
-    return Check("keys", True, f"{folder} admits {', '.join(names)}")
+        detail = f"{folder} has no generator's public key"
+        return Check(False, detail, "make one with bin/doctor keygen --generator.name NAME")
+    return Check(True, f"{folder} admits {', '.join(names)}")
 
 
 def serve_probes(
-    config: Config, stack: ExitStack, *, folder: Path | None, worker_info: dict[str, str]
+    config: Config, stack: ExitStack, folder: Path | None, worker_info: dict[str, str]
 ) -> Check:
     """Answer the doctors of generators in place of a trainer until the stack is closed.
 
@@ -213,4 +215,4 @@ def serve_probes(
     address = wire.next_port(f"tcp://{config.wire.bind}:{config.wire.port}", NUM_PORTS - 1)
     server = wire.ProbeServer(address, reply, create_file=create_file, authenticator=authenticator)
     stack.enter_context(closing(server))
-    return Check("answers", True, f"other doctors are answered on {server.address}")
+    return Check(True, f"other doctors are answered on {server.address}")

@@ -15,9 +15,7 @@ from peralta_zmq import wire
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.errors import ConfigError, WireError
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
-from peralta_zmq.operate.doctor.checks import Check, Report, RunCheck
-
-FOLDER_SECONDS = 120.0  # for a check of a mounted folder
+from peralta_zmq.operate.doctor.checks import Check, Report
 
 
 def default_role(config: Config) -> str:
@@ -32,30 +30,27 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     which a running trainer does itself.
     """
     folder, model_bytes, run = _weights_folder(config), model_bytes_of(config), config.run_folder
-    report.run("keys", lambda: network_checks.check_keys(config, "trainer", "trainer"))
-    has_ports = report.run("ports", lambda: network_checks.check_ports(config, stack))
+    report.run("keys", network_checks.check_keys, config, "trainer", "trainer")
+    has_ports = report.run("ports", network_checks.check_ports, config, stack)
     trainer_runs = network_checks.trainer_runs(run)
     serve = serve and has_ports and not trainer_runs
     if serve:
-        report.run("answers", lambda: network_checks.serve_probes(
-            config, stack, folder=folder, worker_info=_worker_info(config)
-        ))  # fmt: skip
+        worker_info = _worker_info(config)
+        report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
     _check_machine(config, report)
-    report.run("model", lambda: check_model(config))
-    report.run("reward", lambda: check_reward(config))
-    report.run("run", lambda: _check_run(config))
+    report.run("model", check_model, config)
+    report.run("reward", check_reward, config)
+    report.run("run", _check_run, config)
     if folder is None:
         _check_address(config, report, model_bytes, reply=None)
         return serve
-    run_check = partial(report.run, timeout=FOLDER_SECONDS)
-    if run_check("weights", lambda: weights_checks.check_folder(folder, role="trainer")):
-        writable = run_check("writing", lambda: weights_checks.check_writing(folder))
+    check = report.run_on_mount
+    if check("weights", weights_checks.check_folder, folder, role="trainer"):
+        writable = check("writing", weights_checks.check_writing, folder)
         if writable and folder.is_dir():
-            run_check("owner", lambda: weights_checks.check_owner(
-                folder, run, trainer_runs=trainer_runs
-            ))  # fmt: skip
-        run_check("space", lambda: weights_checks.check_space(folder, model_bytes))
-        run_check("speed", lambda: weights_checks.check_speed(folder, model_bytes))
+            check("owner", weights_checks.check_owner, folder, run, trainer_runs=trainer_runs)
+        check("space", weights_checks.check_space, folder, model_bytes)
+        check("speed", weights_checks.check_speed, folder, model_bytes)
     return serve
 
 
@@ -66,12 +61,10 @@ def check_generator(
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     _check_machine(config, report)
     send = machine_checks.packet_sender(config.wire.host)
-    report.run("localnet", lambda: machine_checks.check_local_network(platform.system(), send))
-    report.run("reward", lambda: check_reward(config))
-    has_keys = report.run("keys", lambda: network_checks.check_keys(config, "generator", name))
-    reached = report.run(
-        "reach", lambda: network_checks.check_reach(config, wait_seconds=wait_seconds)
-    )
+    report.run("localnet", machine_checks.check_local_network, platform.system(), send)
+    report.run("reward", check_reward, config)
+    has_keys = report.run("keys", network_checks.check_keys, config, "generator", name)
+    reached = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)
     client = reply = None
     if reached and has_keys:
         client = stack.enter_context(closing(network_checks.open_probe_client(config, name)))
@@ -80,31 +73,22 @@ def check_generator(
     if folder is None:
         _check_address(config, report, model_bytes, reply=reply)
         return
-    run_check = partial(report.run, timeout=FOLDER_SECONDS)
-    if not run_check("weights", lambda: weights_checks.check_folder(folder, role="generator")):
+    check = report.run_on_mount
+    if not check("weights", weights_checks.check_folder, folder, role="generator"):
         return
     if client and reply:
-        run_check("visible", lambda: weights_checks.check_visible(
-            folder, partial(_create_file, client), poll_seconds=config.weights.poll_seconds
-        ))  # fmt: skip
-    run_check("speed", lambda: weights_checks.check_speed(folder, model_bytes))
-    copies = config.run_folder / "copies"
-    run_check("space", lambda: weights_checks.check_space(
-        copies, model_bytes, num_models=weights_checks.NUM_REPLICAS
-    ))  # fmt: skip
+        create_file, poll_seconds = partial(_create_file, client), config.weights.poll_seconds
+        check("visible", weights_checks.check_visible, folder, create_file, poll_seconds)
+    check("speed", weights_checks.check_speed, folder, model_bytes)
+    copies, num_models = config.run_folder / "copies", weights_checks.NUM_REPLICAS
+    check("space", weights_checks.check_space, copies, model_bytes, num_models)
 
 
 def _check_machine(config: Config, report: Report) -> None:
-    on_battery = psutil.sensors_battery() is not None
-    checks: dict[str, RunCheck] = {
-        "versions": lambda: machine_checks.check_versions(*machine_checks.this_python()),
-        "device": lambda: machine_checks.check_device(config),
-        "sleep": lambda: machine_checks.check_sleep(
-            platform.system(), machine_checks.output_of, on_battery=on_battery
-        ),
-    }
-    for name, check in checks.items():
-        report.run(name, check)
+    run_command, on_battery = machine_checks.output_of, psutil.sensors_battery() is not None
+    report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
+    report.run("device", machine_checks.check_device, config)
+    report.run("sleep", machine_checks.check_sleep, platform.system(), run_command, on_battery)
 
 
 def check_model(config: Config) -> Check:
@@ -116,10 +100,9 @@ def check_model(config: Config) -> Check:
     model = models.load_model(
         folder, device=models.choose_device(config.model.device), dtype=models.DTYPES["float32"]
     )
-    millions = model.num_parameters() / 1e6
+    size = f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens"
     seconds = time.monotonic() - started
-    return Check("model", True, f"{config.model.name}: {millions:.1f} M parameters, "
-                 f"{len(tokenizer)} tokens, loaded offline in {seconds:.1f} s")  # fmt: skip
+    return Check(True, f"{config.model.name}: {size}, loaded offline in {seconds:.1f} s")
 
 
 def check_reward(config: Config) -> Check:
@@ -135,16 +118,16 @@ def check_reward(config: Config) -> Check:
             reward = environments.reward(problem, problem.answer)
             seconds = time.monotonic() - started
             total = sum(reward.values()) if isinstance(reward, dict) else reward
-            details.append(f"{name}: {size} problems, the answer {problem.answer[:20]!r} earns "
-                           f"{total:g} in {1e3 * seconds:.1f} ms")  # fmt: skip
-    return Check("reward", True, "; ".join(details))
+            example = f"the answer {problem.answer[:20]!r} earns {total:g}"
+            details.append(f"{name}: {size} problems, {example} in {1e3 * seconds:.1f} ms")
+    return Check(True, "; ".join(details))
 
 
 def _check_run(config: Config) -> Check | None:
     """Check that the run in the folder can resume. Raises ConfigError for other settings."""
     folder = config.run_folder
     is_resumed = earlier_config(config, folder) is not config
-    return Check("run", True, f"resumes in {folder}") if is_resumed else None
+    return Check(True, f"resumes in {folder}") if is_resumed else None
 
 
 def _probe_trainer(
@@ -159,8 +142,8 @@ def _probe_trainer(
 
     if not report.run("probe", check_probe):
         return None
-    report.run("clock", lambda: network_checks.check_clock(results[0]))
-    report.run("burst", lambda: network_checks.check_throughput(client))
+    report.run("clock", network_checks.check_clock, results[0])
+    report.run("burst", network_checks.check_throughput, client)
     return results[0].reply
 
 
@@ -177,19 +160,14 @@ def _check_address(
     config: Config, report: Report, model_bytes: int | None, *, reply: wire.ProbeReply | None
 ) -> None:
     """Run the checks of weights behind a URL."""
-    address, token, port = (
-        config.weights_address, config.weights.token_file, config.weights.serve_port,
-    )  # fmt: skip
+    address, token = config.weights_address, config.weights.token_file
+    port, run_id = config.weights.serve_port, reply.run_id if reply else ""
     if reply and reply.role == "doctor" and port and address.startswith("http://"):
-        report.run(
-            "weights", lambda: weights_checks.check_future_address(address, token, port=port)
-        )
+        report.run("weights", weights_checks.check_future_address, address, token, port)
         return
-    run_check, run_id = partial(report.run, timeout=FOLDER_SECONDS), reply.run_id if reply else ""
-    if run_check("weights", lambda: weights_checks.check_address(address, token, run_id=run_id)):
-        run_check("speed", lambda: weights_checks.check_speed(
-            address, model_bytes, token_file=token
-        ))  # fmt: skip
+    check = report.run_on_mount
+    if check("weights", weights_checks.check_address, address, token, run_id):
+        check("speed", weights_checks.check_speed, address, model_bytes, token)
 
 
 def _weights_folder(config: Config) -> Path | None:

@@ -25,6 +25,8 @@ MAX_READ_BYTES = 256 << 20  # of a published version
 VISIBLE_SECONDS = 30.0  # for a file of the other machine to appear
 EVENT_SECONDS = 2.0  # for its event to arrive after that
 LIST_SECONDS = 0.02
+NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
+OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
 CreateFile = Callable[[], tuple[str, str]]  # on the trainer's machine: name of a new file, or error
 
 
@@ -40,13 +42,13 @@ def check_folder(folder: Path, *, role: str) -> Check:
             parent = nearest_folder(folder)
             remedy = "if it is on a NAS, mount that first" if folder.is_absolute() else ""
             detail = f"{folder} will be made in {parent} (file system {filesystem})"
-            return Check("weights", True, detail, remedy)
-        return Check("weights", False, f"{folder} does not exist",
-                     "mount it here, or set weights.dir to its path on this machine")  # fmt: skip
+            return Check(True, detail, remedy)
+        detail = f"{folder} does not exist"
+        return Check(False, detail, "mount it here, or set weights.dir to its path on this machine")
     except OSError as error:
-        return Check("weights", False, f"{folder} cannot be listed ({error.strerror})",
-                     "mount it again, or give this user the right to read it")  # fmt: skip
-    return Check("weights", True, f"{folder} exists (file system {filesystem})")
+        detail = f"{folder} cannot be listed ({error.strerror})"
+        return Check(False, detail, "mount it again, or give this user the right to read it")
+    return Check(True, f"{folder} exists (file system {filesystem})")
 
 
 def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
@@ -61,14 +63,13 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
         seconds = time.monotonic() - started
         os.rename(created, renamed)
     except OSError as error:
-        return Check("writing", False, f"{parent} cannot be written ({error.strerror or error})",
-                     "give this user the right to write there, free some space, or choose "
-                     "another weights.dir")  # fmt: skip
+        detail = f"{parent} cannot be written ({error.strerror or error})"
+        return Check(False, detail, NOT_WRITABLE)
     finally:
         for path in (created, renamed):
             atomic_files.remove_folder(path)
     speed = num_bytes / seconds / 1e6
-    return Check("writing", True, f"write, fsync and rename work, {speed:.0f} MB/s")
+    return Check(True, f"write, fsync and rename work, {speed:.0f} MB/s")
 
 
 def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
@@ -81,36 +82,31 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     backend = LocalBackend(folder)
     owner, run_id = _owner(backend), _owner(LocalBackend(run))
     if owner and owner != run_id:
-        return Check("owner", False, f"{folder} belongs to run {owner}, not to {run_id or run}",
-                     "choose another with weights.dir, or delete it")  # fmt: skip
+        detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
+        return Check(False, detail, "choose another with weights.dir, or delete it")
     holder = None if trainer_runs else backend.lease_holder(_folder_time(folder))
     if holder:
-        return Check("owner", False, f"another trainer ({holder}) publishes to {folder}",
-                     "stop it, wait 30 s if it is gone, or choose another weights.dir")  # fmt: skip
-    return Check("owner", True, f"of run {owner}" if owner else "no run's yet")
+        detail = f"another trainer ({holder}) publishes to {folder}"
+        return Check(
+            False, detail, "stop it, wait 30 s if it is gone, or choose another weights.dir"
+        )
+    return Check(True, f"of run {owner}" if owner else "no run's yet")
 
 
-def check_space(folder: Path, model_bytes: int | None, *, num_models: int = NUM_VERSIONS) -> Check:
+def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VERSIONS) -> Check:
     """Check the free space for a few versions of the model."""
     parent = nearest_folder(folder)
     free = shutil.disk_usage(parent).free
     detail = f"{free >> 20} MiB free in {parent}"
     if model_bytes is None:
-        return Check("space", True, f"{detail}, size of the model not known yet")
+        return Check(True, f"{detail}, size of the model not known yet")
     needed = num_models * model_bytes
     detail += f", {num_models} models need {max(1, needed >> 20)} MiB"
     remedy = "free some, or choose another folder" if free < needed else ""
-    return Check("space", free >= needed, detail, remedy)
+    return Check(free >= needed, detail, remedy)
 
 
-def check_visible(
-    folder: Path,
-    create_file: CreateFile,
-    *,
-    poll_seconds: float,
-    timeout: float = VISIBLE_SECONDS,
-    event_timeout: float = EVENT_SECONDS,
-) -> Check:
+def check_visible(folder: Path, create_file: CreateFile, poll_seconds: float) -> Check:
     """Check that a file created by the trainer's machine appears here, by polling and by event."""
     from peralta_zmq.weights.backends import FolderWatcher
 
@@ -125,25 +121,23 @@ def check_visible(
         name, problem = create_file()
         started = time.monotonic()
         if not name:
-            detail = f"the trainer's machine: {problem}"
-            return Check("visible", False, detail, "run bin/doctor there")
+            return Check(False, f"the trainer's machine: {problem}", "run bin/doctor there")
         while name not in os.listdir(folder):
-            if time.monotonic() - started > timeout:
-                return Check(
-                    "visible", False,
-                    f"{name}, which the trainer's machine created in its weights folder, does "
-                    f"not appear in {folder} within {timeout:.0f} s",
-                    "it is another folder: mount the same one, and set weights.dir to it",
-                )  # fmt: skip
+            if time.monotonic() - started > VISIBLE_SECONDS:
+                detail = (
+                    f"{name}, which the trainer's machine created in its weights folder, does not "
+                    f"appear in {folder} within {VISIBLE_SECONDS:.0f} s"
+                )
+                return Check(False, detail, OTHER_FOLDER)
             time.sleep(LIST_SECONDS)
         seconds = time.monotonic() - started
-        has_event.wait(event_timeout)
+        has_event.wait(EVENT_SECONDS)
     event = f"by event {max(0.0, event_times[0] - started):.2f} s" if event_times else "no event"
-    return Check("visible", True, "the same folder as the trainer's; a new file appears after "
-                 f"{seconds:.2f} s by polling, {event}")  # fmt: skip
+    times = f"{seconds:.2f} s by polling, {event}"
+    return Check(True, f"the same folder as the trainer's; a new file appears after {times}")
 
 
-def check_address(address: str, token_file: str | None, *, run_id: str) -> Check:
+def check_address(address: str, token_file: str | None, run_id: str) -> Check:
     """Check that weights behind a URL can be listed and belong to the trainer's run, if known.
 
     Raises ConfigError for a token file or an address.
@@ -153,27 +147,27 @@ def check_address(address: str, token_file: str | None, *, run_id: str) -> Check
         names = backend.names()
         owner = _owner(backend)
     except OSError as error:
-        return Check("weights", False, f"{address} does not answer ({error.strerror or error})",
-                     "start the trainer with weights.serve_port, or set weights.dir")  # fmt: skip
+        detail = f"{address} does not answer ({error.strerror or error})"
+        return Check(False, detail, "start the trainer with weights.serve_port, or set weights.dir")
     if run_id and owner and owner != run_id:
-        return Check("weights", False, f"{address} has the weights of run {owner}, not {run_id}",
-                     "set weights.dir to where this trainer publishes")  # fmt: skip
-    return Check("weights", True, f"{address} answers, {len(names)} names")
+        detail = f"{address} has the weights of run {owner}, not {run_id}"
+        return Check(False, detail, "set weights.dir to where this trainer publishes")
+    return Check(True, f"{address} answers, {len(names)} names")
 
 
-def check_future_address(address: str, token_file: str | None, *, port: int) -> Check:
+def check_future_address(address: str, token_file: str | None, port: int) -> Check:
     """Check the URL of weights that the trainer will serve once it runs.
 
     Raises ConfigError for a token file or an address.
     """
     _open_backend(address, token_file)
-    return Check("weights", True, f"{address} cannot be checked before the trainer runs",
-                 f"it will serve them on its port {port} (weights.serve_port): is that open "
-                 "in its firewall?")  # fmt: skip
+    detail = f"{address} cannot be checked before the trainer runs"
+    served = f"it will serve them on its port {port} (weights.serve_port)"
+    return Check(True, detail, f"{served}: is that open in its firewall?")
 
 
 def check_speed(
-    location: Path | str, model_bytes: int | None, *, token_file: str | None = None
+    location: Path | str, model_bytes: int | None, token_file: str | None = None
 ) -> Check:
     """Measure how fast the newest version is read, and so how long a generator loads it.
 
@@ -186,8 +180,8 @@ def check_speed(
         try:
             files = _files_of(backend, newest)
         except (OSError, *atomic_files.MALFORMED):
-            return Check("speed", False, f"{newest} cannot be read in {backend.address}",
-                         "start the trainer: it publishes it again")  # fmt: skip
+            detail = f"{newest} cannot be read in {backend.address}"
+            return Check(False, detail, "start the trainer: it publishes it again")
         largest = max(files, key=lambda name: files[name])
         num_bytes, seconds = _read(backend, f"{newest}/{largest}", folder)
         source = "of the newest version"
@@ -200,11 +194,10 @@ def check_speed(
             sample.unlink(missing_ok=True)
         source = "of a sample file"
     else:
-        return Check("speed", True, f"nothing to read yet in {backend.address}")
+        return Check(True, f"nothing to read yet in {backend.address}")
     speed = num_bytes / max(seconds, 1e-6)
     load = f"; a whole model takes {model_bytes / speed:.1f} s" if model_bytes else ""
-    return Check("speed", True, f"{speed / 1e6:.0f} MB/s, reading {num_bytes / 1e6:.1f} MB "
-                 f"{source}{load}")  # fmt: skip
+    return Check(True, f"{speed / 1e6:.0f} MB/s, reading {num_bytes / 1e6:.1f} MB {source}{load}")
 
 
 def model_bytes_of(folder: Path, *, dtype: str) -> int:

@@ -30,7 +30,7 @@ def versions(python: tuple[int, ...] = (3, 12, 6), **changes: str | None) -> Che
 
 def test_installed_versions_pass() -> None:
     assert versions() == Check(
-        "versions", True, "Python 3.12.6, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
+        True, "Python 3.12.6, torch 2.13.0+cpu, transformers 5.1.0, pyzmq 27.3.0"
     )
 
 

@@ -127,7 +127,7 @@ def test_other_program_on_the_port_fails(
     client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
     with pytest.raises(WireError) as error:
         network_checks.send_probes(client)
-    check = failed_check("probe", error.value)
+    check = failed_check(error.value)
     assert check.detail.endswith("does not answer the probe")
     assert check.remedy.startswith("use the same version on both sides")
 

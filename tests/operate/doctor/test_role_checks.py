@@ -83,7 +83,7 @@ def test_weights_url_is_a_note_before_the_trainer_runs(
     noted = checks_of(capsys.readouterr().out)["weights"]
     assert noted["detail"] == f"{address} cannot be checked before the trainer runs"
     assert noted["remedy"].startswith(f"it will serve them on its port {port}")
-    assert doctor.main(words) == 1  # nobody ever will
+    assert doctor.main(words) == 1  # without a port, the trainer will not serve weights
     failed = checks_of(capsys.readouterr().out)["weights"]
     assert not failed["ok"] and failed["remedy"].startswith("start the trainer with weights.serve_")
 
@@ -107,17 +107,18 @@ def test_invalid_config_is_the_only_check(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "message"),
     [
-        (["--role", "cook"], "--role is cook; choose trainer or generator"),
-        (["--role"], "--role is empty; choose trainer or generator"),
-        (["--wait", "long"], "--wait has no number of seconds; write --wait 60"),
+        (["--role", "cook"], "argument --role: invalid choice: 'cook' (choose from"),
+        (["--wait", "long"], "argument --wait: invalid float value: 'long'"),
     ],
 )
-def test_wrong_option_is_refused(arguments: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_wrong_option_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
         doctor.main(arguments)
-    assert str(error.value) == reason
+    assert message in capsys.readouterr().err
 
 
 def test_default_role_follows_wire_host() -> None:
