@@ -1,6 +1,6 @@
 """Steps that prepare a host and start its workers: probe, copy, install, settings, check.
 
-Each step is a command and a function that finds the problem in its result, with a remedy.
+Each function returns commands, which find the problem and its remedy in their own results.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from peralta_zmq.config import Config, toml_text
 from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.operate.doctor.machine_checks import OLDEST_PYTHON
 from peralta_zmq.operate.ssh import (
     LONG_SECONDS,
-    NOT_FOUND,
     Command,
-    FindProblem,
     Result,
+    failure,
     on_host,
+    package_hint,
     rsync_to,
 )
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
-# Neither copied nor deleted on the host: what belongs to one machine, and keys.
+# Neither copied to the host nor deleted there: files of one machine, and keys.
 EXCLUDED = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public",
             "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
-OLDEST_PYTHON = (3, 10)
 INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
 PYTHON = ".venv/bin/python"
-# Seconds that the trainer's doctor answers others, and that a generator's tries to reach it.
+# Seconds: the trainer answers other doctors for this long, a generator retries to reach it.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
 DOCTOR_SECONDS = 1800.0
 
@@ -54,14 +54,6 @@ exit 0
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One command for one host, and how to find the problem in its result."""
-
-    command: Command
-    find_problem: FindProblem
-
-
 def in_project(host: Host, script: str) -> str:
     """A line of shell that runs in the project folder of the host."""
     return f"cd {host.folder or shlex.quote(str(REPO))} && {script}"
@@ -72,15 +64,15 @@ def supervisor_script(host: Host, *words: str) -> str:
     return in_project(host, f"{PYTHON} -m peralta_zmq.operate.supervisor {' '.join(words)}")
 
 
-def probe(host: Host) -> list[Step]:
+def probe(host: Host) -> list[Command]:
     """Check Python, rsync, make, free space and the folder; changes nothing."""
     folder = host.folder or shlex.quote(str(REPO))
     script = PROBE.format(folder=folder, python=shlex.quote(host.python))
     # As standard input of sh: the login shell may be another one.
-    return [Step(on_host(host, "sh -s", script), lambda result: _probe_problem(host, result))]
+    return [on_host(host, "sh -s", script, find_problem=partial(_probe_problem, host))]
 
 
-def sync(host: Host, config: Config) -> list[Step]:
+def sync(host: Host, config: Config) -> list[Command]:
     """Copy the code; a marker file exists while the copy is incomplete.
 
     Deletes files only within the copied folders, and never runs or weights.
@@ -91,11 +83,12 @@ def sync(host: Host, config: Config) -> list[Step]:
     marker = f"{host.folder}/{COPY_MARKER}"
     make_marker = f"mkdir -p {host.folder}/{FOLDER} && touch {marker}"
     sources = sorted(str(path) for path in REPO.iterdir())
-    copy = rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded)
+    make_failed = partial(failure, remedy="its folder cannot be made; choose another dir")
+    remove_failed = partial(failure, remedy="run bin/lan sync again")
     return [
-        Step(on_host(host, make_marker), _failure("its folder cannot be made; choose another dir")),
-        Step(copy, _copy_problem),
-        Step(on_host(host, f"rm -f {marker}"), _failure("run bin/lan sync again")),
+        on_host(host, make_marker, find_problem=make_failed),
+        rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded),
+        on_host(host, f"rm -f {marker}", find_problem=remove_failed),
     ]
 
 
@@ -117,31 +110,31 @@ def _path_in(folder: str, path: str) -> str | None:
     return inner if separator else None
 
 
-def install(host: Host) -> list[Step]:
+def install(host: Host) -> list[Command]:
     """`make setup`, which does nothing when nothing has changed."""
     if host.folder is None:
         return []
     script = in_project(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
     remedy = f"make setup failed; run it by hand in {host.folder} to see all of its output"
-    return [Step(on_host(host, script, seconds=LONG_SECONDS), _failure(remedy))]
+    find_problem = partial(failure, remedy=remedy)
+    return [on_host(host, script, seconds=LONG_SECONDS, find_problem=find_problem)]
 
 
-def send_settings(host: Host, config: Config) -> list[Step]:
+def send_settings(host: Host, config: Config) -> list[Command]:
     """Send the config, the password of the weights, and only the keys that this host needs."""
     script = in_project(host, f"mkdir -p {FOLDER} && cat > {settings_file(config)}")
-    write = on_host(host, script, toml_text(config))
-    steps = [Step(write, _failure("the settings cannot be written; is the disk full?"))]
+    find_problem = partial(failure, remedy="the settings cannot be written; is the disk full?")
+    steps = [on_host(host, script, toml_text(config), find_problem=find_problem)]
     folder = host.folder or REPO
     if token := token_file(config):
-        steps.append(Step(rsync_to(host, [str(token)], f"{folder}/{TOKEN}"), _copy_problem))
+        steps.append(rsync_to(host, [str(token)], f"{folder}/{TOKEN}"))
     if keys := config.keys_folder:
-        files = key_files(host, keys)
-        steps.append(Step(rsync_to(host, files, f"{folder}/{KEYS}/"), _copy_problem))
+        steps.append(rsync_to(host, key_files(host, keys), f"{folder}/{KEYS}/"))
     return steps
 
 
 def settings_file(config: Config) -> Path:
-    """Path of the settings on every host; its name changes with the settings, so the job does."""
+    """Path of the settings on every host; new settings change the name, and so the job."""
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
 
@@ -162,10 +155,10 @@ def key_files(host: Host, keys: Path) -> list[str]:
     return [*public, *(str(keys / f"{name}.secret") for name in names)]
 
 
-def doctor(host: Host, config: Config) -> Step:
+def doctor(host: Host, config: Config) -> Command:
     """bin/doctor with the settings of the host.
 
-    The trainer's answers those of the generators until its standard input is closed.
+    The doctor of the trainer answers the doctors of generators until its standard input is closed.
     """
     words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role],
              "@", str(settings_file(config)), *host_options(host, config)]  # fmt: skip
@@ -173,13 +166,13 @@ def doctor(host: Host, config: Config) -> Step:
         words += ["--generator.name", host.generators[0]]
     env = [f"{name}={value}" for name, value in host.env.items()]
     script = in_project(host, shlex.join(["env", *env, *words] if env else words))
-    return Step(on_host(host, script, seconds=DOCTOR_SECONDS), _doctor_problem)
+    return on_host(host, script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
-def supervisor_steps(host: Host, command: str, jobs: Sequence[Job]) -> list[Step]:
+def supervisor_steps(host: Host, command: str, jobs: Sequence[Job]) -> list[Command]:
     """`check` that these jobs can be started, or `start` them."""
     lines = "".join(f"{job_text(job)}\n" for job in jobs)
-    return [Step(on_host(host, supervisor_script(host, command), lines), _failure())]
+    return [on_host(host, supervisor_script(host, command), lines)]
 
 
 def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
@@ -221,7 +214,7 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         return None
     for program in ("rsync", "make"):
         if not facts.get(program):
-            return f"there is no {program}; install it there ({_package_hint(program)})"
+            return f"there is no {program}; install it there ({package_hint(program)})"
     if facts.get("full") and not facts.get("ours"):
         return (
             f"{host.folder} holds files that bin/lan did not put there; choose another dir, "
@@ -251,22 +244,6 @@ def _python_problem(host: Host, version: str) -> str | None:
     return None
 
 
-def _package_hint(program: str) -> str:
-    mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
-    return f"apt install {program}, or {mac_command}"
-
-
-def _copy_problem(result: Result) -> str | None:
-    if result.code == 0:
-        return None
-    if result.code == NOT_FOUND:  # on this machine: the probe has found the host's
-        return f"there is no rsync on this machine; install it ({_package_hint('rsync')})"
-    text = f"copying stopped halfway (rsync code {result.code}: {result.last_line})"
-    if "No space left" in result.err:
-        return f"{text}; the disk is full: make room there, then run the same command again"
-    return f"{text}; the same command again continues the copy"
-
-
 def _doctor_problem(result: Result) -> str | None:
     """The failed checks of a doctor."""
     if result.code == 0:
@@ -279,14 +256,3 @@ def _doctor_problem(result: Result) -> str | None:
     except (IndexError, ValueError, KeyError, TypeError):
         failed = []
     return " / ".join(failed) or f"bin/doctor failed: {result.last_line}"
-
-
-def _failure(remedy: str = "") -> FindProblem:
-    """A problem finder that reports the last line of a command that fails."""
-
-    def find_problem(result: Result) -> str | None:
-        if result.code == 0:
-            return None
-        return f"{result.last_line}; {remedy}" if remedy else result.last_line
-
-    return find_problem

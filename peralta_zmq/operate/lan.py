@@ -22,12 +22,19 @@ from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan_monitor
-from peralta_zmq.operate.ssh import LONG_SECONDS, BackgroundCommand, on_host, run, ssh_problem
+from peralta_zmq.operate.ssh import (
+    LONG_SECONDS,
+    BackgroundCommand,
+    Command,
+    failure,
+    on_host,
+    run,
+    ssh_problem,
+)
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
     from peralta_zmq.config.hosts import Host, Hosts
-    from peralta_zmq.operate.host_setup import Step
 
 PROGRAM = "bin/lan"
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
@@ -129,7 +136,7 @@ class Fleet:
         if self.dry_run:
             return run_doctors([trainer]) and run_doctors(others)
         step = host_setup.doctor(trainer, self.config)
-        with BackgroundCommand(step.command, DOCTOR_READY) as doctor:
+        with BackgroundCommand(step, DOCTOR_READY) as doctor:
             passed = not doctor.is_ready or run_doctors(others)
             result = doctor.end()
         self._report(trainer, "doctor", ssh_problem(trainer, result) or step.find_problem(result))
@@ -148,7 +155,7 @@ class Fleet:
         )
         return False
 
-    def _supervisor_steps(self, command: str) -> Callable[[Host], list[Step]]:
+    def _supervisor_steps(self, command: str) -> Callable[[Host], list[Command]]:
         return lambda host: host_setup.supervisor_steps(
             host, command, host_setup.jobs_of(host, self.hosts, self.config)
         )
@@ -156,7 +163,7 @@ class Fleet:
     def _phase(
         self,
         title: str,
-        steps_of: Callable[[Host], list[Step]],
+        steps_of: Callable[[Host], list[Command]],
         hosts: Sequence[Host] | None = None,
     ) -> bool:
         """Run one phase; True if the next one may follow."""
@@ -164,14 +171,14 @@ class Fleet:
         return self._can_continue()
 
     def _run_steps(
-        self, title: str, steps_of: Callable[[Host], list[Step]], hosts: Sequence[Host]
+        self, title: str, steps_of: Callable[[Host], list[Command]], hosts: Sequence[Host]
     ) -> None:
         """Run or print the steps of all hosts that have not failed, in parallel."""
         active = [host for host in hosts if host.name not in self.failed]
         work = [(host, steps) for host in active if (steps := steps_of(host))]
         if self.dry_run:
             for host, steps in work:
-                lines = [step.command.shown for step in steps]
+                lines = [step.shown for step in steps]
                 sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
             return
         with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
@@ -202,11 +209,11 @@ class Fleet:
         return False
 
 
-def _first_problem(entry: tuple[Host, list[Step]]) -> str | None:
+def _first_problem(entry: tuple[Host, list[Command]]) -> str | None:
     """Run the steps of a host until one fails; its problem."""
     host, steps = entry
     for step in steps:
-        result = run(step.command)
+        result = run(step)
         if problem := ssh_problem(host, result) or step.find_problem(result):
             return problem
     return None
@@ -221,7 +228,7 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
         script = host_setup.supervisor_script(host, verb, *names)
         result = run(on_host(host, script, seconds=LONG_SECONDS))
         sys.stdout.write(result.out)
-        return ssh_problem(host, result) or result.last_line if result.code else None
+        return ssh_problem(host, result) or failure(result)
 
     with ThreadPoolExecutor(max_workers=len(selected)) as pool:
         problems = list(pool.map(send, selected))

@@ -27,26 +27,6 @@ SHOWN_LINES = 12  # of a command's standard input, in a dry run
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command to run on this machine, with its standard input and time limit."""
-
-    words: tuple[str, ...]
-    stdin: str = ""
-    seconds: float = SHORT_SECONDS
-
-    @property
-    def shown(self) -> str:
-        """The command as one would type it."""
-        text = shlex.join(self.words)
-        if not self.stdin:
-            return text
-        lines = self.stdin.splitlines()
-        if len(lines) > SHOWN_LINES:
-            return f"{text} < ({len(lines)} lines: {lines[0]} ...)"
-        return "\n".join([f"{text} <<'END'", *lines, "END"])
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """Exit code and output of a command."""
 
@@ -64,22 +44,75 @@ class Result:
 FindProblem: TypeAlias = Callable[[Result], "str | None"]  # the problem and its remedy
 
 
-def on_host(host: Host, script: str, stdin: str = "", *, seconds: float = SHORT_SECONDS) -> Command:
+def failure(result: Result, remedy: str = "") -> str | None:
+    """The last line of a command that failed, and the remedy; None if it succeeded."""
+    if result.code == 0:
+        return None
+    return f"{result.last_line}; {remedy}" if remedy else result.last_line
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command to run on this machine, and how to find the problem in its result."""
+
+    words: tuple[str, ...]
+    stdin: str = ""
+    seconds: float = SHORT_SECONDS  # time limit
+    find_problem: FindProblem = failure
+
+    @property
+    def shown(self) -> str:
+        """The command as one would type it."""
+        text = shlex.join(self.words)
+        if not self.stdin:
+            return text
+        lines = self.stdin.splitlines()
+        if len(lines) > SHOWN_LINES:
+            return f"{text} < ({len(lines)} lines: {lines[0]} ...)"
+        return "\n".join([f"{text} <<'END'", *lines, "END"])
+
+
+def on_host(
+    host: Host,
+    script: str,
+    stdin: str = "",
+    *,
+    seconds: float = SHORT_SECONDS,
+    find_problem: FindProblem = failure,
+) -> Command:
     """Run one line of shell in the home folder of a host, or here for a host without ssh."""
     words = (*SSH, *shlex.split(host.ssh), script) if host.ssh else ("/bin/sh", "-c", script)
-    return Command(words, stdin, seconds)
+    return Command(words, stdin, seconds, find_problem)
 
 
 def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> Command:
     """Copy files or folders into a folder of a host; `target` may begin with ~/."""
-    if not host.ssh:
+    words = ["rsync", "-a", *options]
+    if host.ssh:
+        *ssh_options, machine = shlex.split(host.ssh)
+        remote = f"{machine}:{target.removeprefix('~/')}"
+        words += ["-e", shlex.join([*SSH, *ssh_options]), *sources, remote]
+    else:
         target = target if target.startswith("~/") else shlex.quote(target)
-        words = shlex.join(["rsync", "-a", *options, *sources])
-        return Command(("/bin/sh", "-c", f"{words} {target}"), seconds=LONG_SECONDS)
-    *ssh_options, machine = shlex.split(host.ssh)
-    shell = shlex.join([*SSH, *ssh_options])
-    remote = f"{machine}:{target.removeprefix('~/')}"
-    return Command(("rsync", "-a", *options, "-e", shell, *sources, remote), seconds=LONG_SECONDS)
+        words = ["/bin/sh", "-c", f"{shlex.join([*words, *sources])} {target}"]
+    return Command(tuple(words), seconds=LONG_SECONDS, find_problem=_copy_problem)
+
+
+def _copy_problem(result: Result) -> str | None:
+    if result.code == NOT_FOUND:  # on this machine: the probe has found rsync on the host
+        return f"there is no rsync on this machine; install it ({package_hint('rsync')})"
+    if result.code == 0:
+        return None
+    text = f"copying stopped halfway (rsync code {result.code}: {result.last_line})"
+    if "No space left" in result.err:
+        return f"{text}; the disk is full: make room there, then run the same command again"
+    return f"{text}; the same command again continues the copy"
+
+
+def package_hint(program: str) -> str:
+    """How to install rsync or make."""
+    mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
+    return f"apt install {program}, or {mac_command}"
 
 
 def run(command: Command) -> Result:

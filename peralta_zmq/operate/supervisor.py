@@ -20,26 +20,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peralta_zmq.atomic_files import replace_file
+from peralta_zmq.atomic_files import is_held, replace_file
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.operate import service_units
 from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Record, Worker, supervise
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
-START_SECONDS = 20.0  # for a supervisor to take its lock
-STOP_SECONDS = 60.0  # for a trainer to finish its step and save
-KILL_SECONDS = 10.0
-STOPPED_SECONDS = 1.0  # from the end of a supervisor to the record that `stop` asked for it
-RESTART_SECONDS = 10.0  # from the end of a supervisor to the next one, also by systemd
+START_SECONDS = 20.0  # until a supervisor takes its lock
+STOP_SECONDS = 60.0  # until a trainer has finished its step and saved
+KILL_SECONDS = 10.0  # until a supervisor has ended after the second SIGTERM or SIGKILL
+STOPPED_SECONDS = 1.0  # from the end of a supervisor until `stop` writes stopped to its state
+RESTART_SECONDS = 10.0  # from the end of a supervisor to its restart, also by systemd
 FOLLOW_SECONDS = 0.2  # between two reads of a log
-MAX_LOG_BYTES = 8 << 20  # before a log is rotated
+MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +58,25 @@ class State:
 
     since: float  # unix seconds
     restarts: int = 0
-    code: int | None = None  # set once it has ended
-    stopped: bool = False  # by `stop`
+    code: int | None = None  # exit code, set once it has ended
+    stopped: bool = False  # ended by the command `stop`
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; `check` and `start` read jobs as JSON lines from standard input."""
     command, *names = arguments
-    if command == "check":
-        return check(parse_jobs(sys.stdin.read()))
-    if command == "start":
-        return start(parse_jobs(sys.stdin.read()))
-    if command == "restart":
-        return restart(names)
-    if command == "run":
-        return run(read_job(names[0]))
-    if command == "stop":
-        return max([stop(name) for name in names], default=0)
-    if command == "status":
-        return print_status(names)
-    if command == "follow":
-        return follow(names[1:], lines=int(names[0]))
-    if command in ("enable", "disable"):
-        return service_units.main(command, names)
-    raise ConfigError(f"{command!r} is not a command of the supervisor")
+    commands: dict[str, Callable[[], int]] = {
+        "check": lambda: check(parse_jobs(sys.stdin.read())),
+        "start": lambda: start(parse_jobs(sys.stdin.read())),
+        "restart": lambda: restart(names),
+        "run": lambda: run(read_job(names[0])),
+        "stop": lambda: max(map(stop, names), default=0),
+        "status": lambda: print_status(names),
+        "follow": lambda: follow(names[1:], lines=int(names[0])),
+        "enable": lambda: service_units.main(command, names),
+        "disable": lambda: service_units.main(command, names),
+    }
+    return commands[command]()
 
 
 def parse_jobs(text: str) -> list[Job]:
@@ -134,7 +129,11 @@ def run(job: Job) -> int:
     os.environ.update(job.env)
     state = State(since=time.time())
     _write_state(job.name, state)
-    record_in_run = _run_recorder(job)
+    record_in_run: Record | None = None
+    if job.run is not None:
+        from peralta_zmq.operate.local import event_recorder  # slow to import: it loads the config
+
+        record_in_run = event_recorder(Path(job.run))
 
     def record(event: str, **fields: object) -> None:
         nonlocal state
@@ -172,17 +171,11 @@ def stop(name: str) -> int:
 
 
 def print_status(names: Sequence[str]) -> int:
-    """Print one JSON object per worker: name, state, since, restarts, code and log tail."""
+    """Print one JSON object per worker: the fields of its `State`, name, state and log tail."""
     for name in names:
-        state = _read_state(name)
-        row = {
-            "name": name,
-            "state": _state_name(supervisor_pid(name), state),
-            "since": state.since if state else None,
-            "restarts": state.restarts if state else 0,
-            "code": state.code if state else None,
-            "tail": _tail(name),
-        }
+        state, pid = _read_state(name), supervisor_pid(name)
+        fields = asdict(state) if state else {"since": None, "restarts": 0, "code": None}
+        row = {**fields, "name": name, "state": _state_name(pid, state), "tail": _tail(name)}
         sys.stdout.write(f"{json.dumps(row)}\n")
     return 0
 
@@ -198,7 +191,7 @@ def follow(names: Sequence[str], *, lines: int) -> int:
         for name in names:
             new_lines, offsets[name] = read_new_lines(_file(name, "log"), offsets[name])
             sys.stdout.writelines(f"{name} | {line}\n" for line in new_lines)
-            has_printed = has_printed or bool(new_lines)
+            has_printed |= bool(new_lines)
         sys.stdout.flush()
         if is_alive:
             last_alive = time.monotonic()
@@ -218,15 +211,8 @@ def _restart_grace(names: Sequence[str]) -> float:
 
 def supervisor_pid(name: str) -> int | None:
     """The process id of a worker's supervisor, None if it does not run (its lock is free)."""
-    try:
-        with _file(name, "lock").open("r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read() or 0) or None
-    except FileNotFoundError:
-        return None
-    return None
+    lock = _file(name, "lock")
+    return int(lock.read_text() or 0) or None if is_held(lock) else None
 
 
 def read_job(name: str) -> Job:
@@ -257,14 +243,6 @@ def _lock(name: str) -> None:
             time.sleep(0.02)
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
-
-
-def _run_recorder(job: Job) -> Record | None:
-    if job.run is None:
-        return None
-    from peralta_zmq.operate.local import event_recorder  # slow to import: it loads the config
-
-    return event_recorder(Path(job.run))
 
 
 def _start_detached(name: str) -> None:
@@ -331,10 +309,8 @@ def rotate_log(log: Path) -> None:
     The log is truncated in place because its writers keep it open in append mode; a line written
     between the copy and the truncation is lost.
     """
-    try:
-        if log.stat().st_size <= MAX_LOG_BYTES:
-            return
-    except FileNotFoundError:  # started by hand: the output goes to a terminal
+    # The log does not exist if the supervisor was started by hand, with its output on a terminal.
+    if not log.exists() or log.stat().st_size <= MAX_LOG_BYTES:
         return
     problem, copy = "", log.with_name(f"{log.name}.tmp")
     try:

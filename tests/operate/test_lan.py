@@ -87,10 +87,10 @@ def test_changed_settings_change_the_job_and_use_another_file() -> None:
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert host_setup.jobs_of(PC, HOSTS, config()) == before
     (written,) = host_setup.send_settings(PC, other)
-    assert str(host_setup.settings_file(other)) in written.command.shown
-    assert str(host_setup.settings_file(config())) not in written.command.shown
+    assert str(host_setup.settings_file(other)) in written.shown
+    assert str(host_setup.settings_file(config())) not in written.shown
     assert str(host_setup.settings_file(other)) in after[0].command
-    assert str(host_setup.settings_file(other)) in host_setup.doctor(PC, other).command.shown
+    assert str(host_setup.settings_file(other)) in host_setup.doctor(PC, other).shown
 
 
 def test_weights_password_is_sent_if_this_machine_has_it(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_weights_password_is_sent_if_this_machine_has_it(tmp_path: Path) -> None
     assert len(host_setup.send_settings(PC, served)) == 1  # each host has its own file at that path
     assert "--weights.token-file" not in host_setup.jobs_of(PC, HOSTS, served)[0].command
     token.write_text("x" * 32)
-    assert host_setup.send_settings(PC, served)[1].command.words[-2:] == (
+    assert host_setup.send_settings(PC, served)[1].words[-2:] == (
         str(token), "me@pc:peralta_zmq/.lan/weights-token")  # fmt: skip
     for host in HOSTS.host:
         for job in host_setup.jobs_of(host, HOSTS, served):
             index = job.command.index("--weights.token-file")
             assert job.command[index + 1] == ".lan/weights-token"
-    assert "--weights.token-file .lan/weights-token" in host_setup.doctor(PC, served).command.shown
+    assert "--weights.token-file .lan/weights-token" in host_setup.doctor(PC, served).shown
 
 
 # Files that a copy keeps.
@@ -122,7 +122,7 @@ def test_sync_keeps_runs_and_weights_on_the_host(
 
     def copy() -> None:
         for step in host_setup.sync(host, settings):
-            assert step.find_problem(ssh.run(step.command)) is None
+            assert step.find_problem(ssh.run(step)) is None
 
     def put(*files: str) -> None:
         for file in map(tmp_path.joinpath, files):
@@ -240,7 +240,7 @@ def test_missing_local_rsync_is_reported(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     copy = host_setup.sync(host, config())[1]
-    assert copy.find_problem(ssh.run(copy.command)) == (
+    assert copy.find_problem(ssh.run(copy)) == (
         "there is no rsync on this machine; install it (apt install rsync, or brew install rsync)"
     )
 

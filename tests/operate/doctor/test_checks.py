@@ -12,20 +12,20 @@ from peralta_zmq.operate.doctor import checks
 from peralta_zmq.operate.doctor.checks import CRASHED, HANGS, Check, Report, run_check
 
 
-def crashes() -> Check:
+def crashing_check() -> Check:
     raise ZeroDivisionError("division by zero")
 
 
-def refuses() -> Check:
+def failing_check() -> Check:
     raise ConfigError("the value is wrong; use 3")
 
 
 def test_error_is_split_into_detail_and_remedy() -> None:
-    assert run_check(refuses) == Check(False, "the value is wrong", "use 3")
+    assert run_check(failing_check) == Check(False, "the value is wrong", "use 3")
 
 
 def test_crash_is_a_failed_check_with_its_location() -> None:
-    check = run_check(crashes)
+    check = run_check(crashing_check)
     assert check and not check.ok and check.remedy == CRASHED
     assert "ZeroDivisionError: division by zero" in check.detail
     assert "test_checks.py" in check.detail
@@ -33,8 +33,8 @@ def test_crash_is_a_failed_check_with_its_location() -> None:
 
 def test_report_continues_after_failed_checks(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
-    assert not report.run("one", crashes)
-    assert not report.run("two", refuses)
+    assert not report.run("one", crashing_check)
+    assert not report.run("two", failing_check)
     assert report.run("three", lambda: None)
     assert report.run("four", lambda: Check(True, "fine", "could be finer"))
     assert report.close(as_json=True) == 1

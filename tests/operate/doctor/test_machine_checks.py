@@ -81,13 +81,13 @@ def test_gpu_without_cuda_torch_is_noted() -> None:
     assert check.remedy.startswith("install a CUDA build") or torch.cuda.is_available()
 
 
-def test_missing_device_is_refused() -> None:
+def test_unavailable_device_raises() -> None:
     with pytest.raises(ConfigError, match=r"device 'abacus' cannot be used here.*try 'auto'"):
         machine_checks.check_device(load_config("doctor", ["--model.device", "abacus"]))
 
 
-def prints(**outputs: str) -> Callable[[Sequence[str]], str]:
-    """A system whose commands print these outputs."""
+def outputs_of(**outputs: str) -> Callable[[Sequence[str]], str]:
+    """A function that returns the output of a command, by its first two words."""
     return lambda command: outputs.get(f"{command[0]}_{command[1]}".replace("-", ""), "")
 
 
@@ -109,7 +109,7 @@ def prints(**outputs: str) -> Callable[[Sequence[str]], str]:
 def test_machine_that_may_sleep_gets_a_remedy(
     system: str, outputs: dict[str, str], on_battery: bool, remedy: str
 ) -> None:
-    check = machine_checks.check_sleep(system, prints(**outputs), on_battery=on_battery)
+    check = machine_checks.check_sleep(system, outputs_of(**outputs), on_battery=on_battery)
     assert check.ok
     assert remedy in check.remedy and bool(remedy) == bool(check.remedy)
 

@@ -19,7 +19,6 @@ from peralta_zmq.weights.backends import LocalBackend, ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
 MIB = 1 << 20
-ROOT = os.geteuid() == 0
 
 
 def test_existing_folder_names_its_file_system(tmp_path: Path) -> None:
@@ -91,11 +90,11 @@ def test_new_file_is_visible_by_event_and_by_polling(tmp_path: Path) -> None:
 
 
 def test_visible_check_waits_for_a_late_file(tmp_path: Path) -> None:
-    def late() -> tuple[str, str]:
+    def create_late() -> tuple[str, str]:
         threading.Timer(0.5, (tmp_path / "doctor-1").touch).start()
         return "doctor-1", ""
 
-    check = weights_checks.check_visible(tmp_path, late, poll_seconds=0.1)
+    check = weights_checks.check_visible(tmp_path, create_late, poll_seconds=0.1)
     seconds = re.search(r"after (\S+) s by polling", check.detail)
     assert check.ok and seconds and 0.25 < float(seconds[1]) < weights_checks.VISIBLE_SECONDS
 
@@ -143,7 +142,7 @@ def test_torn_version_fails(tmp_path: Path) -> None:
     assert not check.ok and "step_00000001 cannot be read" in check.detail
 
 
-def lease_in(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
+def write_lease(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
     """Write the lease of a trainer on another host."""
     lease = folder / ".lease-other"
     lease.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
@@ -153,13 +152,13 @@ def lease_in(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere")
 
 def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    lease_in(tmp_path, age=5)
+    write_lease(tmp_path, age=5)
     check = weights_checks.check_owner(tmp_path, run, trainer_runs=False)
     assert not check.ok
     assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
     assert check.remedy.startswith("stop it, wait 30 s if it is gone")
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=True).ok  # its own lease
-    lease_in(tmp_path, age=60)
+    write_lease(tmp_path, age=60)
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=False).ok  # expired
     assert os.listdir(tmp_path) == [".lease-other"]
 
@@ -207,7 +206,7 @@ def test_model_bytes_are_read_from_its_files() -> None:
         models.EMBEDDED, device=models.choose_device("cpu"), dtype=models.DTYPES["float32"]
     )
     assert size == 4 * sum(tensor.numel() for tensor in models.weights_of(model).values())
-    assert role_checks.model_bytes_of(load_config("doctor", [])) == size // 2
+    assert size and role_checks.model_bytes_of(load_config("doctor", [])) == size // 2
     assert (
         role_checks.model_bytes_of(load_config("doctor", ["--model.name", "no/such-model"])) is None
     )
