@@ -45,7 +45,7 @@ class LoraEngine:
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
         del folder  # it holds the adapter, not the merged weights
-        self._engine.apply(lora.merged(self._base, weights), step=step, folder=None)
+        self._engine.apply(lora.MergedWeights(self._base, weights), step=step, folder=None)
         self.step = step
 
     def generate(

@@ -1,6 +1,7 @@
 """Training of a policy: fp32 parameters and optimizer; rollout groups in, metrics out.
 
-`Learner.learn` is one step of training: filters, packing, reference logprobs, optimizer steps.
+`Learner.learn` is one step of training. In order: filter the rollouts, compute advantages and pack,
+split into mini-batches, compute reference logprobs, and take one optimizer step per mini-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, co
 from peralta_zmq.learning.step_metrics import Mismatch, describe
 from peralta_zmq.rollout import RolloutGroup
 
-MAX_SKIPPED = 3  # consecutive steps without a finite gradient that end the run
+MAX_SKIPPED = 3  # the run ends after this number of consecutive steps without finite gradient
 
 
 class Learner:
@@ -209,8 +210,8 @@ class Learner:
     def _check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
         if different := names ^ self._parameters.keys():
-            place = "the checkpoint" if min(different) in names else "the model"
-            raise ValueError(f"only {place} has the parameter {min(different)}")
+            owner = "the checkpoint" if min(different) in names else "the model"
+            raise ValueError(f"only {owner} has the parameter {min(different)}")
         for name, parameter in self._parameters.items():
             shape = tensors[f"model/{name}"].shape
             if shape != parameter.shape:

@@ -1,11 +1,15 @@
-"""One optimizer step over the micro-batches of all ranks, with its diagnostics."""
+"""One optimizer step over the micro-batches of all ranks, with its diagnostics.
+
+In order: count the tokens of the step on all ranks, compute the loss and its gradient for each
+micro-batch, sum metrics and gradients over the ranks, clip, and step the optimizer.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,25 +19,14 @@ from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.losses import STRICT_LOG_RATIO, TokenLoss, Tokens, token_mean
 from peralta_zmq.learning.packing import Batch
 from peralta_zmq.learning.step_metrics import Mismatch
-from peralta_zmq.rollout import PackedSequence
 
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
 
 
-class Score(Protocol):
-    """Compute the logprobs [N] of the tokens at indices `scored` of a row of segments."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        segments: Sequence[PackedSequence],
-        scored: Tensor,
-        *,
-        temperature: Tensor | float,
-    ) -> Tensor: ...
-
-
-# The arguments of Score; returns logprobs [N] and the entropies [N] of their distributions.
+# Score(token_ids [M], segments, scored [N], temperature=...) returns the logprobs [N] of the tokens
+# at the indices `scored` of a row; ScoreWithEntropy returns them and the entropies [N] of the
+# distributions. `temperature` is a number or a tensor [N].
+Score: TypeAlias = Callable[..., Tensor]
 ScoreWithEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -91,9 +84,10 @@ def take_step(
         )
         value, loss_metrics = _checked_loss(loss, tokens)
         value.backward()
-        estimate = {"entropy": _entropy_estimate(tokens)}  # replaced by a loss that computes it
-        summands = {**estimate, **loss_metrics, **_diagnostics(tokens, batch.senders)}
-        for name, summand in {**summands, "loss": value}.items():
+        diagnostics = _diagnostics(tokens, batch.senders)
+        estimate = {"entropy": diagnostics.pop("entropy")}  # replaced by a loss that computes it
+        summands = {**estimate, **loss_metrics, **diagnostics, "loss": value}
+        for name, summand in summands.items():
             sums[name] = sums.get(name, 0.0) + float(summand.detach())
     metrics = ranks.sum_metrics(sums)
     mismatch = _pop_mismatch(metrics)
@@ -119,7 +113,7 @@ def take_step(
 
 
 def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
-    """Unmasked tokens and rollouts with one in the whole step, each at least 1; and batches."""
+    """Unmasked tokens and rollouts that have one, each at least 1, and batches, on all ranks."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
     totals = torch.tensor([tokens, rollouts, len(batches)], dtype=torch.float64)
@@ -142,27 +136,19 @@ def _checked_loss(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Te
     return value, cast("dict[str, Tensor]", metrics)
 
 
-def _clamped_log_ratio(tokens: Tokens) -> Tensor:
-    log_ratio = tokens.logprobs - tokens.old_logprobs
-    return log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
-
-
-@torch.no_grad()
-def _entropy_estimate(tokens: Tokens) -> Tensor:
-    """The policy's entropy in nats, estimated from the sampled tokens: mean(-r pi).
-
-    Unbiased when sampling truncates nothing (no top-k, top-p or min-p).
-    """
-    return token_mean(tokens, -_clamped_log_ratio(tokens).exp() * tokens.logprobs)
-
-
 @torch.no_grad()
 def _diagnostics(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
-    """Summands of mismatch_kl (k3 of sampler and policy), of ess, and of the mismatch by sender."""
-    log_ratio = _clamped_log_ratio(tokens)
+    """Summands of entropy, of mismatch_kl (k3 of sampler and policy), of ess, and by sender.
+
+    The entropy of the policy, in nats, is estimated from the sampled tokens as mean(-r pi): unbiased
+    when sampling truncates nothing (no top-k, top-p or min-p).
+    """
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    log_ratio = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
     ratio = log_ratio.exp()
     kl = ratio - log_ratio - 1
     sums = {
+        "entropy": token_mean(tokens, -ratio * tokens.logprobs),
         "mismatch_kl": token_mean(tokens, kl),
         "ratio": (tokens.mask * ratio).sum(),
         "ratio_square": (tokens.mask * ratio.square()).sum(),

@@ -1,4 +1,7 @@
-"""Packing of rollout groups into micro-batches; a prefix shared by rollouts is stored once."""
+"""Packing of rollout groups into micro-batches; a prefix shared by rollouts is stored once.
+
+`pack_groups` turns groups into samples, and `make_batches` turns samples into micro-batches.
+"""
 
 from __future__ import annotations
 

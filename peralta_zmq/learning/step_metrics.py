@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import TypeAlias
 
 from peralta_zmq.learning.admission import staleness
 from peralta_zmq.rollout import RolloutGroup
 
-WINDOW = 4  # steps with groups of a sender that its mean mismatch covers
+WINDOW = 4  # the mean covers the last steps that had groups of the sender
 MIN_STEPS = 2  # steps before a sender can be flagged
-MAX_SENDERS = 4096  # with a mean; the sender without groups for longest is forgotten first
+MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
 
 def describe(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
@@ -77,9 +76,6 @@ class Mismatch:
         return self.kl / max(1.0, self.num_tokens)
 
 
-MismatchBySender: TypeAlias = Mapping[str, Mismatch]
-
-
 class MismatchStatistics:
     """Mean mismatch per sender over its last steps; senders above `bound` are flagged for good.
 
@@ -92,8 +88,8 @@ class MismatchStatistics:
         self._bound = bound
         self._steps: dict[str, deque[Mismatch]] = {}
 
-    def record(self, step: MismatchBySender) -> None:
-        """Add the mismatch of a step."""
+    def record(self, step: Mapping[str, Mismatch]) -> None:
+        """Add the mismatch of each sender in a step."""
         for sender, mismatch in step.items():
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
             steps.append(mismatch)
@@ -119,8 +115,8 @@ class MismatchStatistics:
         return list(new)
 
 
-def mismatch_metrics(step: MismatchBySender) -> dict[str, float]:
-    """Metrics of a step: gen/NAME/mismatch_kl."""
+def mismatch_metrics(step: Mapping[str, Mismatch]) -> dict[str, float]:
+    """Mean mismatch of each sender in a step, as gen/NAME/mismatch_kl."""
     return {
         f"gen/{sender.rpartition('/')[0]}/mismatch_kl": mismatch.mean
         for sender, mismatch in step.items()

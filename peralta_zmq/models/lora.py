@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from peralta_zmq.atomic_files import read_chunks
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.loading import Model, weights_of
 
@@ -108,35 +109,31 @@ def config_file(model: Model, *, base: str) -> bytes:
         return (Path(folder) / CONFIG_FILE).read_bytes()
 
 
-def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights of `base` with the adapter added; each is computed when it is read.
-
-    Raises ValueError if the adapter does not fit the base.
-    """
-    return _Merged(base, adapter)
-
-
 def weights_digest(folder: Path) -> str:
     """First 16 hexadecimal digits of the sha256 of the weight files in a model folder."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
+        for chunk in read_chunks(path):
+            digest.update(chunk)
     return digest.hexdigest()[:16]
 
 
-class _Merged(Mapping[str, Tensor]):
+class MergedWeights(Mapping[str, Tensor]):
+    """Weights of `base` with the adapter added; each is computed when it is read.
+
+    Raises ValueError if the adapter does not fit the base.
+    """
+
     def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
         self._base, self._adapter = base, adapter
         for name in adapter:
-            target = _target(name)
-            stem = PREFIX + target.removesuffix(".weight")
-            pair = adapter.get(stem + A), adapter.get(stem + B)
-            if target not in base or pair[0] is None or pair[1] is None:
+            layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
+            target = f"{layer}.weight"
+            a, b = adapter.get(PREFIX + layer + A), adapter.get(PREFIX + layer + B)
+            if target not in base or a is None or b is None:
                 raise ValueError(f"{name} does not belong to an adapter of this model")
-            shape = (pair[1].shape[0], pair[0].shape[-1])
-            if pair[0].shape[0] != pair[1].shape[-1] or shape != base[target].shape:
+            shape = (b.shape[0], a.shape[-1])
+            if a.shape[0] != b.shape[-1] or shape != base[target].shape:
                 raise ValueError(f"{name} does not fit {target} {list(base[target].shape)}")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -171,11 +168,6 @@ def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
                 f"choose from {', '.join(choices)}, or {ALL_LINEAR}"
             )
     return list(names)
-
-
-def _target(name: str) -> str:
-    """Name of the weight that an adapter tensor changes."""
-    return name.removeprefix(PREFIX).removesuffix(A).removesuffix(B) + ".weight"
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

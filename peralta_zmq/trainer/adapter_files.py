@@ -72,7 +72,7 @@ def write_merged(
     dtype: torch.dtype,
 ) -> Path:
     """Write a folder for `from_pretrained` with the adapter merged in. Raises OSError."""
-    merged = sets.copy_set(lora.merged(base, adapter), dtype)
+    merged = sets.copy_set(lora.MergedWeights(base, adapter), dtype)
     _write_weights(target, WEIGHTS, merged, CompanionFiles(companions, {}))
     return target
 

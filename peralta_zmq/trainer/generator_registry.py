@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from peralta_zmq import wire
 from peralta_zmq.config import Config
 from peralta_zmq.learning.admission import Admission
-from peralta_zmq.learning.step_metrics import WINDOW, MismatchBySender, MismatchStatistics
+from peralta_zmq.learning.step_metrics import WINDOW, Mismatch, MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 
@@ -166,7 +166,7 @@ class LogprobMismatchMonitor:
         self._run_log, self._admission = run_log, admission
         self._statistics = MismatchStatistics(bound=self._bound)
 
-    def update(self, mismatch: MismatchBySender) -> None:
+    def update(self, mismatch: Mapping[str, Mismatch]) -> None:
         """Add the mismatch of each sender in one step."""
         self._statistics.record(mismatch)
 

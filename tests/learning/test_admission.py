@@ -43,9 +43,9 @@ def test_ledger_counts_stale_group() -> None:
 
 def test_admission_settles_invalid_group() -> None:
     admission = Admission(8)
-    refused = replace(group_of([1, 0]), rollouts=())
-    assert admission.admit(refused, step=1) == "invalid"
-    assert admission.ledger.settled(refused.sender) == 0
+    invalid = replace(group_of([1, 0]), rollouts=())
+    assert admission.admit(invalid, step=1) == "invalid"
+    assert admission.ledger.settled(invalid.sender) == 0
     assert admission.ledger.outcomes == {"invalid": 1}
 
 
@@ -121,10 +121,10 @@ def test_ledger_memory_is_bounded_for_jumping_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"policy_step": 5}, {"policy_step": 9}, {"weights_id": "left behind"}]
+    "field", [{"policy_step": 5}, {"policy_step": 9}, {"weights_id": "abandoned"}]
 )
 def test_admission_rejects_group_of_abandoned_weights(field: dict[str, Any]) -> None:
-    admission = Admission(8, abandoned={"left behind"})
+    admission = Admission(8, abandoned={"abandoned"})
     assert admission.admit(group_of([1, 0], **field), step=5) == "abandoned"
 
 
@@ -133,9 +133,9 @@ def test_admission_rejects_group_with_one_abandoned_token() -> None:
     second.policy_steps[-1] = 5
     group = replace(group_of([1, 0], policy_step=4), rollouts=(first, second))
     received = wire.decode_group(wire.encode_group(group), vocab_size=64)
-    for each in (group, received):
-        assert Admission(8).admit(each, step=5) == "abandoned"
-        assert Admission(8).admit(each, step=6) == "trained"
+    for copy in (group, received):
+        assert Admission(8).admit(copy, step=5) == "abandoned"
+        assert Admission(8).admit(copy, step=6) == "trained"
 
 
 def test_admission_counts_equal_rewards_as_no_signal() -> None:
@@ -222,8 +222,8 @@ def test_admission_rejects_groups_of_flagged_sender() -> None:
 
 def test_admission_never_trains_evaluation_group() -> None:
     admission = Admission(0)
-    asked = group_of([1, 0], evaluation_step=3)
-    assert [admission.admit(asked, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
+    group = group_of([1, 0], evaluation_step=3)
+    assert [admission.admit(group, step=step) for step in (90, 91)] == ["evaluated", "duplicate"]
     assert admission.ledger.outcomes == {"evaluated": 1}
-    left_behind = Admission(0, abandoned={group_of([1, 0]).weights_id})
-    assert left_behind.admit(asked, step=90) == "abandoned"
+    abandoned = Admission(0, abandoned={group_of([1, 0]).weights_id})
+    assert abandoned.admit(group, step=90) == "abandoned"

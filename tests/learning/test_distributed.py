@@ -90,6 +90,6 @@ def test_gradient_is_equal_for_any_number_of_ranks(
     single = gradients(SINGLE)  # one rank
     for found in on_ranks(tmp_path, gradients_on_rank, shards, count=count):
         for name, (expected, metrics) in single.items():
-            theirs, told = found[name]
-            assert (theirs - expected).norm() <= 1e-6 * expected.norm(), name
-            assert told == pytest.approx(metrics, rel=1e-6), name
+            gradient, rank_metrics = found[name]
+            assert (gradient - expected).norm() <= 1e-6 * expected.norm(), name
+            assert rank_metrics == pytest.approx(metrics, rel=1e-6), name

@@ -136,7 +136,7 @@ def test_mini_batches_update_on_their_groups() -> None:
      {"max_tokens_per_microbatch": 9, "share_prompts": False}],
 )  # fmt: skip
 def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> None:
-    # a prompt of 3 and 4 completions of 4: siblings in one piece, or each in a piece of its own
+    # a prompt of 3 and 4 completions of 4: siblings in one sample, or each in its own
     groups = [siblings([1, 0, 0, 1], seed=seed) for seed in range(4)]
     known = {
         float(logprob): number
@@ -156,7 +156,7 @@ def test_siblings_share_an_update_for_any_packing(options: dict[str, Any]) -> No
     assert [set().union(*updates[:half]), set().union(*updates[half:])] == [{0, 2}, {1, 3}]
     whole, packed = map(weights, models)
     for name, each in whole.items():
-        # seen 4e-7 of moves of 2e-2; 4e-2 when siblings are dealt apart
+        # measured 4e-7 for updates of 2e-2; 4e-2 when siblings are in different updates
         assert torch.allclose(packed[name], each, rtol=0, atol=1e-5), name
 
 

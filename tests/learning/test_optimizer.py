@@ -27,7 +27,7 @@ EIGHT_BIT = "adamw_8bit"
 
 @pytest.fixture
 def optim(request: pytest.FixtureRequest) -> str:
-    """The optimizer that a test is about."""
+    """The optimizer under test; skips the test without its library."""
     if request.param == EIGHT_BIT:
         pytest.importorskip("bitsandbytes", reason="the extra optim is not installed")
     return str(request.param)

@@ -121,7 +121,7 @@ def test_metrics_are_equal_for_any_micro_batches(model: Any, loss: TokenLoss) ->
 def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> None:
     packed, expected = gradient(model, batches_of(), loss)
     scorer = Scorer(model)
-    scorer.padding_reason = "padded rows: asked for"
+    scorer.padding_reason = "padded rows: forced by the test"
     alone = packed_groups(share_prompts=False).samples
     padded = make_batches(alone, max_tokens=1000, padded=True)
     padded_gradient, metrics = gradient(model, padded, loss, score=scorer)
@@ -210,7 +210,7 @@ def test_entropy_of_the_loss_replaces_the_estimate() -> None:
 
 
 def test_mismatch_by_sender_by_hand() -> None:
-    # ann: k3 of .5 twice; bob: of 1, e - 2 = .718282; what is masked out has no sender
+    # ann: twice the k3 of .5; bob: k3 of 1, e - 2 = .718282; masked tokens have no sender
     parameter, batch = by_hand(old=-1.5)
     of_ann = replace(batch, senders=("ann/0",))
     of_bob = replace(batch, senders=("bob/0",), old_logprobs=batch.old_logprobs - 0.5)

@@ -38,7 +38,7 @@ def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
     return replace(group, rollouts=tuple(rollouts))
 
 
-# What is packed.
+# Samples
 
 
 def test_siblings_share_their_prompt() -> None:
@@ -104,7 +104,7 @@ def test_step_without_any_signal_has_no_batches() -> None:
     assert batches_of([siblings([1, 1])]) == []
 
 
-# Micro-batches.
+# Micro-batches
 
 
 def test_assignment_is_first_fit_decreasing() -> None:
@@ -123,7 +123,7 @@ def test_assignment_prefers_least_loaded_rank() -> None:
 
 
 def test_assignment_starts_a_round_when_no_rank_has_room() -> None:
-    # 9 | 8, then 7 | 3 in a second round; 1 is the first to find room in the first, beside the 8
+    # 9 | 8, then 7 | 3 in a second round; 1 fits into the first round, with the 8
     assert assign_to_bins([9, 8, 7, 3, 1], 10, num_ranks=2) == [[[0], [1, 4]], [[2], [3]]]
 
 
@@ -154,16 +154,16 @@ def test_group_above_max_tokens_is_split_with_its_prompt() -> None:
 def test_oversize_rollout_is_truncated_or_dropped(
     oversize: Any, lengths: list[int], counts: tuple[int, int]
 ) -> None:
-    found = pack_groups(
+    packed = pack_groups(
         [siblings([1, 0], lengths=[1, 50])], group_mean, max_tokens=10, oversize=oversize
     )
-    assert [len(places) for each in found.samples for places in each.positions] == lengths
-    assert (found.num_truncated, found.num_dropped) == counts
+    assert [len(p) for sample in packed.samples for p in sample.positions] == lengths
+    assert (packed.num_truncated, packed.num_dropped) == counts
 
 
 def test_oversize_prompt_drops_the_rollout() -> None:
-    found = pack_groups([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
-    assert (found.samples, found.num_truncated, found.num_dropped) == ((), 0, 2)
+    packed = pack_groups([siblings([1, 0], num_prompt=12)], group_mean, max_tokens=10)
+    assert (packed.samples, packed.num_truncated, packed.num_dropped) == ((), 0, 2)
 
 
 def test_dropped_rollout_counts_in_the_baseline() -> None:
@@ -172,7 +172,7 @@ def test_dropped_rollout_counts_in_the_baseline() -> None:
     assert sample.advantages == (0.75, -0.25, -0.25)
 
 
-# What a token is worth.
+# Advantages and temperatures
 
 
 def test_each_token_has_the_advantage_of_its_rollout() -> None:

@@ -57,6 +57,6 @@ def test_multiplies_bf16_reads_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -
 
 
 def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
-    told = Path("/proc/cpuinfo")
-    seen = multiplies_bf16(told.read_text("utf-8") if told.exists() else "")
-    assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=seen)
+    cpuinfo = Path("/proc/cpuinfo")
+    has_bf16 = multiplies_bf16(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
+    assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=has_bf16)

@@ -18,26 +18,26 @@ SEGMENTS = [
     PackedSequence((PrefixSpan(-1, 1), PrefixSpan(0, 1), PrefixSpan(0, 2))),
 ]
 SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
-SEQUENCES = [  # places in the row, and which of them are not in an earlier one
+SEQUENCES = [  # indices in the row, and the first index that no earlier sequence has
     ([0, 1, 2, 3, 4, 5], 3), ([0, 1, 2, 3, 6, 7], 4), ([0, 1, 2, 8], 3),
     ([9, 10, 11, 12, 13, 14, 15, 16], 5),
     ([17, 18], 1), ([17, 19, 20], 1),
 ]  # fmt: skip
-OTHERS = {  # what makes rows padded: window, a cap on scores, an attention of its own
+OTHERS = {  # need padded rows: a sliding window and a cap on scores; another attention
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "bloom": {"n_layer": 2, "n_head": 2},
 }
 
 
 def row(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random tokens of SEGMENTS, and where the completions are."""
+    """Random tokens of SEGMENTS, and the indices of the completions."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB_SIZE, (21,), generator=random)
     return tokens, torch.tensor(SCORED)
 
 
 def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]:
-    """The same logprobs, sequence by sequence."""
+    """Logprobs of the scored tokens, computed sequence by sequence."""
     found = list[float]()
     for places, first in SEQUENCES:
         logprobs = models.token_logprobs(
@@ -53,7 +53,7 @@ def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]
 def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "asked for"
+    scorer.padding_reason = "" if way == "packed" else "forced by the test"
     ours = scorer(tokens, SEGMENTS, scored, temperature=temperature)
     assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
 
@@ -135,7 +135,7 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     ]
     expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
     scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "asked for"
+    scorer.padding_reason = "" if way == "packed" else "forced by the test"
     for _ in range(2):  # micro-batches add up
         scorer(tokens, SEGMENTS, scored).sum().backward()
     for parameter, each in zip(parameters, expected, strict=True):
@@ -194,15 +194,17 @@ def test_entropies_by_hand() -> None:
 def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
-    scorer.padding_reason = "" if way == "packed" else "asked for"
-    heat = torch.linspace(0.5, 1.5, len(scored))
-    logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=heat)
-    assert torch.allclose(logprobs, scorer(tokens, SEGMENTS, scored, temperature=heat), atol=1e-6)
+    scorer.padding_reason = "" if way == "packed" else "forced by the test"
+    temperatures = torch.linspace(0.5, 1.5, len(scored))
+    logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=temperatures)
+    assert torch.allclose(
+        logprobs, scorer(tokens, SEGMENTS, scored, temperature=temperatures), atol=1e-6
+    )
     assert entropy.shape == logprobs.shape
     assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
 
 
-@pytest.mark.parametrize("length", [100, 200])  # on both sides of where attention is written out
+@pytest.mark.parametrize("length", [100, 200])  # below and in MATMUL_LENGTHS
 def test_bfloat16_attention_of_long_segments_is_near_fp32(length: int) -> None:
     tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
     segments = [
