@@ -140,8 +140,8 @@ def _checked_loss(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, dict[str, Te
 def _diagnostics(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
     """Summands of entropy, of mismatch_kl (k3 of sampler and policy), of ess, and by sender.
 
-    The entropy of the policy, in nats, is estimated from the sampled tokens as mean(-r pi): unbiased
-    when sampling truncates nothing (no top-k, top-p or min-p).
+    The entropy of the policy, in nats, is estimated from the sampled tokens as mean(-r pi); this is
+    unbiased when sampling truncates nothing (no top-k, top-p or min-p).
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     log_ratio = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
