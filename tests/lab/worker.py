@@ -37,14 +37,14 @@ def work(requests: IO[str], answers: IO[str]) -> None:
     ANSWERS.append(answers)
     for line in requests:
         request = json.loads(line)
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             answer = HANDLERS[request.pop("do")](**request)
         except StoreError as error:
             answer = {"error": "StoreError", "message": str(error)}
         except OSError as error:  # a bug: the store must raise StoreError
             answer = {"error": type(error).__name__, "message": str(error)}
-        answer["seconds"] = round(time.monotonic() - began, 3)
+        answer["seconds"] = round(time.monotonic() - start_time, 3)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -52,9 +52,9 @@ def work(requests: IO[str], answers: IO[str]) -> None:
 def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
     """`size` bytes of bf16; 1% of them differ between steps, so that a delta is written."""
     bits = _finite(size // 2, seed=0)
-    made = torch.Generator().manual_seed(step)
-    places = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=made)
-    bits[places] = _finite(len(places), seed=step)
+    generator = torch.Generator().manual_seed(step)
+    indices = torch.randint(0, len(bits), (max(1, len(bits) // 100),), generator=generator)
+    bits[indices] = _finite(len(indices), seed=step)
     weights = bits.view(torch.bfloat16)
     return {
         "first": weights[: len(bits) // 2].clone(),
@@ -63,8 +63,8 @@ def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
 
 
 def _finite(count: int, *, seed: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-32768, 32767, (count,), generator=made, dtype=torch.int16)
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-32768, 32767, (count,), generator=generator, dtype=torch.int16)
     return bits & 0x3FFF  # the exponent is never all ones
 
 
@@ -123,10 +123,7 @@ def load(folder: str, size: int, number: int | None = None) -> dict[str, Any]:
     if version is None:
         return {"number": None}
     if number is not None and version.number != number:
-        return {
-            "error": "NotThere",
-            "message": f"newest is {version.number}, not {number}",
-        }
+        return {"error": "NotThere", "message": f"newest is {version.number}, not {number}"}
     return {**_named(version), "exact": _exact(store, version, size)}
 
 
@@ -136,11 +133,8 @@ def announced(folder: str, number: int, size: int) -> dict[str, Any]:
     version = store.find(number)
     if version is None:
         return {"number": None}
-    return {
-        **_named(version),
-        "exact": _exact(store, version, size),
-        "at": time.monotonic(),
-    }
+    exact = _exact(store, version, size)
+    return {**_named(version), "exact": exact, "at": time.monotonic()}
 
 
 def verify(folder: str, size: int) -> dict[str, Any]:
@@ -149,7 +143,7 @@ def verify(folder: str, size: int) -> dict[str, Any]:
     good: dict[int, str] = {}
     bad = []
     store = _store(folder)
-    for number in sorted((int(each.parent.name[5:]) for each in finished), reverse=True):
+    for number in sorted((int(path.parent.name[5:]) for path in finished), reverse=True):
         version = store.find(number)
         exact = False
         with contextlib.suppress(StoreError):
@@ -169,20 +163,20 @@ def follow(
     `serving`: (seconds, number) of each change; `longest_pause`: longest poll; `intact`: True if
     the tensors were always those of their version.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     pause, serving, intact = 0.0, [], True
     with contextlib.closing(
         WeightSubscriber(_store(folder), Path("/tmp/copy"), poll_seconds=poll_seconds)
-    ) as follower:
-        while time.monotonic() < began + give_up and (not serving or serving[-1][1] < until):
+    ) as subscriber:
+        while time.monotonic() < start_time + give_up and (not serving or serving[-1][1] < until):
             time.sleep(0.05)  # the time of one token
-            asked = time.monotonic()
-            staged = follower.poll()
-            pause = max(pause, time.monotonic() - asked)
-            if staged:
-                serving.append((round(time.monotonic() - began, 2), staged.version.number))
-                intact = intact and _same(staged.tensors, tensors_of(staged.version.step, size))
-                follower.accept()
+            poll_start = time.monotonic()
+            pending = subscriber.poll()
+            pause = max(pause, time.monotonic() - poll_start)
+            if pending:
+                serving.append((round(time.monotonic() - start_time, 2), pending.version.number))
+                intact = intact and _same(pending.tensors, tensors_of(pending.version.step, size))
+                subscriber.accept()
         at = time.monotonic()
     return {"serving": serving, "longest_pause": pause, "intact": intact, "at": at}
 
@@ -204,9 +198,10 @@ def _exact(store: WeightStore, version: Version, size: int) -> bool:
         return _same(safetensors.torch.load_file(local / WEIGHTS), tensors_of(version.step, size))
 
 
-def _same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> bool:
-    return these.keys() == those.keys() and all(
-        torch.equal(these[name].view(torch.int16), those[name].view(torch.int16)) for name in those
+def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name].view(torch.int16), second[name].view(torch.int16))
+        for name in second
     )
 
 
@@ -217,11 +212,9 @@ def _store(folder: str) -> WeightStore:
 
 
 def _named(version: Version | None) -> dict[str, Any]:
-    return (
-        {"number": version.number, "weights_id": version.weights_id}
-        if version
-        else {"number": None}
-    )
+    if version is None:
+        return {"number": None}
+    return {"number": version.number, "weights_id": version.weights_id}
 
 
 STORES: dict[str, WeightStore] = {}
@@ -229,8 +222,8 @@ BASES: dict[str, Base] = {}  # last published version of each folder
 ANSWERS: list[IO[str]] = []
 MAPPED: list[mmap.mmap] = []
 HANDLERS = {
-    each.__name__: each
-    for each in (
+    handler.__name__: handler
+    for handler in (
         claim, publish, publish_on, void_fsync, newest, watch, load, announced, verify, follow,
         map_weights, read_mapped_end,
     )

@@ -92,15 +92,15 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 def worker_pid(folder: Path, door: str) -> int:
     """Process id of the worker, not of its supervisor or guard; waits until it is the only one."""
-    found: list[int] = []
+    pids: list[int] = []
 
     def is_alone() -> bool:
-        found[:] = [pid for pid, words in processes_in(folder).items()
+        pids[:] = [pid for pid, words in processes_in(folder).items()
                     if f" bin/{door} " in words and not words.startswith("/bin/sh")]  # fmt: skip
-        return len(found) == 1
+        return len(pids) == 1
 
     wait_until(is_alone, f"not one {door}", 20)
-    return found[0]
+    return pids[0]
 
 
 def assert_other_settings_are_refused(home: Home) -> None:

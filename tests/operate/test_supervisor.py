@@ -69,7 +69,7 @@ def start(command: str, *jobs: Job) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """True also for a zombie that nobody has reaped yet."""
+    """True if the process has ended, also if its parent has not reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -131,7 +131,7 @@ def test_a_torn_tail_of_the_journal_is_no_group(tmp_path: Path) -> None:
     assert len(read_history(tmp_path).journal) == 7
 
 
-def test_p1_a_version_that_nobody_published(tmp_path: Path) -> None:
+def test_p1_version_that_was_never_published(tmp_path: Path) -> None:
     run = Run()
     run.log.append("loaded version=0 step=0 weights_id=ff seconds=0.1")
     assert run.check(tmp_path) == {"P1": ("version=0 weights_id=ff was not published",)}
@@ -163,7 +163,7 @@ def test_p1_a_trainer_killed_before_it_could_tell_of_a_version_has_published_it(
     tmp_path: Path,
 ) -> None:
     run = Run()
-    del run.events[2]  # publish of step 1, at which the next start found itself
+    del run.events[2]  # publish of step 1, from which the next start resumed
     assert run.check(tmp_path) == {}
 
 
@@ -401,7 +401,7 @@ def test_p5_a_run_that_has_not_ended(tmp_path: Path) -> None:
     assert broken["P6"] == ("the summary has none",)
 
 
-def test_p6_a_group_that_nobody_made(tmp_path: Path) -> None:
+def test_p6_group_that_no_generator_made(tmp_path: Path) -> None:
     run = Run()
     run.log.remove(f"10:00:01 bin/generator made group={A}/2 step=0 weights_id=w0")
     assert f"{A}/2 was never made" in run.check(tmp_path)["P6"]
@@ -437,8 +437,8 @@ def test_p6_a_summary_that_counts_otherwise(
 @pytest.mark.parametrize(
     ("last_reports", "made", "broken"),
     [
-        ({B: 5}, 8, ()),  # with the one that came too late; the unsent one of `aa` died with it
-        ({B: 5}, 9, ()),  # an earlier report may have told of that
+        ({B: 5}, 8, ()),  # with the late group, without the unsent one of `aa`
+        ({B: 5}, 9, ()),  # an earlier report may have contained this loss
         ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
         ({A: 4, B: 5}, 9, ()),
         ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
@@ -479,7 +479,7 @@ def test_the_table_names_the_broken_promise_and_the_exit_code_says_it(
     assert failed[0].endswith("version=2 refused")
 
 
-def test_the_table_counts_what_it_found(tmp_path: Path) -> None:
+def test_table_counts_violations(tmp_path: Path) -> None:
     Run().check(tmp_path)
     run = Run()
     run.log += ["refused version=2 reason=shape"] * 3 + [f"lost group={A}/3 reason=outbox", LOG[1]]
