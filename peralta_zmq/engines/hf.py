@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +19,11 @@ from transformers import (
 
 from peralta_zmq import models
 from peralta_zmq.engines.requests import (
-    check_request,
-    check_sampling,
     completion_of,
     decode,
     end_token_ids,
     find_stop,
+    read_requests,
 )
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
@@ -51,7 +49,7 @@ class HfEngine:
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
         self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
-        model.generation_config = GenerationConfig()  # its defaults would change our sampling
+        model.generation_config = GenerationConfig()  # the model's own would change our sampling
 
     @classmethod
     def open(
@@ -93,18 +91,12 @@ class HfEngine:
 
         Raises ConfigError for a request that does not fit, EngineError for non-finite logits.
         """
-        check_sampling(sampling)
         self._cancelled = False
-        source, more = iter(requests), True
-        while more and not self._cancelled:
-            batch: list[Request] = []
-            for request in islice(source, self._slots):
-                if request is None:
-                    break
-                check_request(request, sampling, self._capacity)
-                batch.append(request)
-            else:
-                more = len(batch) == self._slots
+        source, has_more = iter(requests), True
+        while has_more and not self._cancelled:
+            batch, has_more = read_requests(
+                source, sampling, limit=self._slots, max_model_len=self._capacity
+            )
             if batch:
                 yield from self._sample(batch, sampling)
             if between_steps is not None:
@@ -115,17 +107,25 @@ class HfEngine:
         sampling = sampling.at(step)
         prompts = [request.prompt_ids.tolist() for request in requests]
         token_ids, attention_mask = self._padded_left(prompts)
+        num_prompt = token_ids.shape[1]
         recorder = LogprobRecorder(sampling.temperature or 1.0)
+        processors = LogitsProcessorList([recorder])  # it records logits before any penalty
+        if sampling.repetition_penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if sampling.min_tokens and self._end_ids:
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
+            )
         with torch.inference_mode(), torch.random.fork_rng():
             torch.manual_seed(zlib.crc32(f"{sampling.seed}/{requests[0].index}".encode()))
             sequences = cast(Any, self._model).generate(
                 input_ids=token_ids,
                 attention_mask=attention_mask,
                 generation_config=self._generation_config(sampling),
-                logits_processor=self._processors(recorder, sampling, token_ids.shape[1]),
+                logits_processor=processors,
                 tokenizer=self._tokenizer,
             )
-        generated = sequences[:, token_ids.shape[1] :]  # [B, T]
+        generated = sequences[:, num_prompt:]  # [B, T]
         logprobs = recorder.logprobs(generated)
         if not logprobs.isfinite().all():
             raise EngineError(f"the weights of step {step} give logits that are not finite")
@@ -133,12 +133,14 @@ class HfEngine:
             limit = request.max_completion_length
             length = self._length(ids[:limit].tolist(), sampling)
             yield completion_of(
-                self._tokenizer, request, sampling,
+                self._tokenizer,
+                request,
+                sampling,
                 token_ids=ids[:length].cpu().numpy(),
                 logprobs=scores[:length].cpu().numpy(),
                 policy_steps=np.full(length, step, np.int32),
                 ended=int(ids[length - 1]) in self._end_ids,
-            )  # fmt: skip
+            )
 
     def _padded_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(map(len, prompts))
@@ -148,30 +150,20 @@ class HfEngine:
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
-        truncation = {"temperature": sampling.temperature, "top_k": sampling.top_k,
-                      "top_p": sampling.top_p, "min_p": sampling.min_p or None,
-                      } if sampling.temperature else {}  # fmt: skip
+        truncation: dict[str, Any] = {}
+        if sampling.temperature:
+            truncation = {
+                name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")
+            }
+            truncation["min_p"] = sampling.min_p or None
         return GenerationConfig(
-            do_sample=bool(truncation),
+            do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_completion_length,
             eos_token_id=self._end_ids,
             pad_token_id=self._pad_id,
             stop_strings=list(sampling.stop) or None,
             **truncation,
         )
-
-    def _processors(
-        self, recorder: LogprobRecorder, sampling: Sampling, num_prompt: int
-    ) -> LogitsProcessorList:
-        """The recorder comes first: it must see the logits before any penalty."""
-        processors: list[LogitsProcessor] = [recorder]
-        if sampling.repetition_penalty != 1:
-            processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.min_tokens and self._end_ids:
-            processors.append(
-                MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, self._end_ids)
-            )
-        return LogitsProcessorList(processors)
 
     def _length(self, ids: list[int], sampling: Sampling) -> int:
         """Number of tokens up to an end token or the token that completes a stop string."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -12,11 +12,10 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.engines.requests import CanGenerate
 from peralta_zmq.models import lora
-from peralta_zmq.rollout import Completion, Request, Sampling
 
 
 class Engine(CanGenerate, Protocol):
-    """The wrapped engine (registry.Engine)."""
+    """The wrapped engine; equal to registry.Engine, which this layer must not import."""
 
     step: int
 
@@ -28,13 +27,14 @@ class Engine(CanGenerate, Protocol):
 class LoraEngine:
     """Applies adapters to an engine that was opened on the base model in `folder`.
 
-    Keeps its own copy of the base weights, so that no adapter leaves a trace in the next version.
+    Keeps a copy of the base weights, so that every adapter is merged into the unchanged base.
     """
 
     def __init__(
         self, engine: Engine, folder: Path, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._engine, self.step = engine, engine.step
+        self.generate, self.cancel = engine.generate, engine.cancel
         self._base = models.weights_of(models.load_model(folder, device=device, dtype=dtype))
 
     def apply(
@@ -44,19 +44,6 @@ class LoraEngine:
 
         Raises ValueError, with nothing changed, if the adapter belongs to another model.
         """
-        del folder  # it holds the adapter, not the merged weights
+        del folder  # holds the adapter, not the merged weights
         self._engine.apply(lora.MergedWeights(self._base, weights), step=step, folder=None)
         self.step = step
-
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Forward to the wrapped engine."""
-        return self._engine.generate(requests, sampling, between_steps)
-
-    def cancel(self) -> None:
-        """Forward to the wrapped engine."""
-        self._engine.cancel()

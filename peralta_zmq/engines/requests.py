@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import Protocol, cast
 
 import numpy as np
@@ -27,7 +27,6 @@ class CanGenerate(Protocol):
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
         """One completion per request, in any order."""
-        ...
 
 
 def generate_groups(
@@ -41,8 +40,8 @@ def generate_groups(
 ) -> Iterator[tuple[Problem, list[Completion]]]:
     """Yield each problem with its `num_generations` completions as soon as all are complete.
 
-    Problems are read one at a time when the engine has a free slot; None means that no problem is
-    available now.
+    The next problem is read when the engine has a free slot; None among the problems means that
+    none is available at the moment.
     """
     in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by number of the problem
 
@@ -89,49 +88,60 @@ def evaluate(
     answers: dict[int, list[Answer]] = {}
     failure: TaskError | None = None
     groups = generate_groups(
-        engine, tokenizer, problems, num_generations=num_generations, sampling=sampling,
+        engine,
+        tokenizer,
+        problems,
+        num_generations=num_generations,
+        sampling=sampling,
         between_steps=between_steps,
-    )  # fmt: skip
+    )
     for num_done, (problem, completions) in enumerate(groups, start=1):
         try:
-            scored = [
-                rollout_of(completion, reward(problem, completion.text))
+            answers[positions[id(problem)]] = [
+                Answer(
+                    problem.question,
+                    completion.text,
+                    rollout_of(completion, reward(problem, completion.text)).reward,
+                )
                 for completion in completions
             ]
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
-        else:
-            answers[positions[id(problem)]] = [
-                Answer(problem.question, completion.text, rollout.reward)
-                for completion, rollout in zip(completions, scored, strict=True)
-            ]
         reach(num_done)
     if failure is not None and not answers:
         raise failure
     return [(problems[position], answers[position]) for position in sorted(answers)]
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Raise ConfigError for a sampling that allows no token."""
-    if sampling.max_completion_length < 1:
-        raise ConfigError(
-            f"sampling.max_completion_length {sampling.max_completion_length} leaves no room for "
-            "a token; use 1 or more"
-        )
+def read_requests(
+    source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
+) -> tuple[list[Request], bool]:
+    """Up to `limit` requests, fewer if none is available now, and whether more may follow.
+
+    Raises ConfigError unless prompt and completion fit into `max_model_len` tokens.
+    """
+    batch: list[Request] = []
+    for request in islice(source, limit):
+        if request is None:
+            return batch, True
+        _check_lengths(len(request.prompt_ids), sampling.max_completion_length, max_model_len)
+        batch.append(request)
+    return batch, len(batch) == limit
 
 
-def check_request(request: Request, sampling: Sampling, max_model_len: int) -> None:
-    """Raise ConfigError unless prompt and completion fit into `max_model_len` tokens."""
-    num_prompt = len(request.prompt_ids)
-    needed = num_prompt + sampling.max_completion_length
+def _check_lengths(num_prompt: int, num_new: int, max_model_len: int) -> None:
     if num_prompt == 0:
         raise ConfigError("a prompt has no token; check the chat template of the tokenizer")
-    if needed > max_model_len:
+    if num_new < 1:
         raise ConfigError(
-            f"a prompt of {num_prompt} tokens and sampling.max_completion_length "
-            f"{sampling.max_completion_length} do not fit into {max_model_len} tokens; raise "
-            f"engine.max_model_len to {needed} if the model allows it, or shorten one of them"
+            f"sampling.max_completion_length {num_new} leaves no room for a token; use 1 or more"
+        )
+    if num_prompt + num_new > max_model_len:
+        raise ConfigError(
+            f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do not "
+            f"fit into {max_model_len} tokens; raise engine.max_model_len to "
+            f"{num_prompt + num_new} if the model allows it, or shorten one of them"
         )
 
 
@@ -145,9 +155,9 @@ def completion_of(
     policy_steps: NDArray[np.integer],
     ended: bool,
 ) -> Completion:
-    """The completion of one request; its text ends before a stop string.
+    """The completion of one request; its text ends before the first stop string.
 
-    `ended`: the last of `token_ids` is an end token.
+    `ended` is true if the last of `token_ids` is an end token.
     """
     text = decode(tokenizer, token_ids)
     stop_at = find_stop(text, sampling.stop)

@@ -55,18 +55,13 @@ class KVCache:
         self._set_width(0)
         self.drop_shared()
 
-    @property
-    def width(self) -> int:
-        """Current positions per row."""
-        return self._width
-
     def widen(self, length: int) -> None:
         """Make rows wide enough for `length` own tokens, keeping their content."""
         if length > self._capacity:
             raise ValueError(f"{length} tokens in a row of {self._capacity}")
-        if length <= self._width:
+        if length <= self.width:
             return
-        old_layers, width = self.layers, self._width
+        old_layers, width = self.layers, self.width
         self._set_width(length)
         for old_layer, layer in zip(old_layers, self.layers, strict=True):
             for old, new in zip(old_layer, layer, strict=True):
@@ -123,8 +118,8 @@ class KVCache:
     def _set_width(self, length: int) -> None:
         self.layout += 1
         num_rows, num_heads, head_dim = self._shape
-        self._width = min(self._capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
-        shape = (num_rows, num_heads, self._width, head_dim)
+        self.width = min(self._capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
+        shape = (num_rows, num_heads, self.width, head_dim)
         self._all = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)
         self.layers = [(layer[0], layer[1]) for layer in self._all]  # each [rows, H, W, D]
 

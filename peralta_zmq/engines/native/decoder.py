@@ -8,10 +8,8 @@ transformers' code with our attention and cache.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,15 +24,15 @@ from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, li
 from peralta_zmq.engines.native.linears import ModelWeights
 
 LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")  # differ in modules (head norms, biases) only
-ONE_MASK = ("gemma",)  # takes one mask; the others one per kind of layer
+ONE_MASK = ("gemma",)  # the model takes one mask; other models take one per kind of layer
 FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK, "gemma2", "gemma3_text")
-ATTENTION_NAME = "peralta_zmq"  # of our attention in transformers' registry
+ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 
 
 class Decoder:
     """A model, the KV cache of its rows, and its weights in packed form.
 
-    With `live` the weights belong to a trainer, which changes them: nothing is packed.
+    With `live` a trainer owns and changes the weights, so they are not packed.
     """
 
     def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
@@ -43,15 +41,14 @@ class Decoder:
         self._sliding_window = _sliding_window(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self.device, self.dtype = model.device, model.dtype
-        self.cache = KVCache(
-            **cache_shape(config), num_rows=num_rows, capacity=capacity,
-            dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+        memory = {"dtype": self.dtype, "device": self.device}
+        self.cache = KVCache(**cache_shape(config), num_rows=num_rows, capacity=capacity, **memory)
         self._positions = torch.arange(capacity, device=self.device)
         self._weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)
         self._library = _library_for(model)
-        self._graphs = _graphs_for(model)
+        capture = capture_for(model.device) if can_capture(self._model.model) else None
+        self._graphs = None if capture is None else GraphCache(capture, model.device)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with `weights` from now on.
@@ -70,9 +67,11 @@ class Decoder:
         inputs = tokens, positions, spans[:, :1], spans[:, 1:]
         if self._graphs is not None and tokens.shape[1] == 1:
             return self._graphs.run(
-                partial(self._step, first_row), torch.from_numpy(np.stack(inputs)),
-                key=(first_row, len(tokens)), layout=self.cache.layout,
-            )  # fmt: skip
+                lambda stacked: self._hidden(first_row, *stacked),
+                torch.from_numpy(np.stack(inputs)),  # [4, n, 1]
+                key=(first_row, len(tokens)),
+                layout=self.cache.layout,
+            )
         tensors = (torch.tensor(array, device=self.device) for array in inputs)
         return self._hidden(first_row, *tensors)
 
@@ -83,58 +82,51 @@ class Decoder:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
-    def _step(self, first_row: int, inputs: Tensor) -> Tensor:
-        """One token per row: ids, positions, start and end of the spans, [4, n, 1]."""
-        return self._hidden(first_row, *inputs)
-
     def _hidden(
         self,
         first_row: int,
         ids: Tensor,  # [n, S]
         positions: Tensor,  # [n, S]
-        start: Tensor,  # [n, 1]
+        start: Tensor,  # [n, 1], of the row's span in the shared part
         end: Tensor,  # [n, 1]
     ) -> Tensor:
-        columns = positions - (end - start)  # in the row's own part
+        columns = positions - (end - start)  # positions in the row's own part
         if self._config.model_type in LLAMA_FAMILIES:
             ops = self._layer_ops(first_row, positions, columns, start, end)
             return decoder_forward(self._model.model, ids, ops)
         masks: Any = self._masks(columns, start, end)
-        with self._our_attention():
-            out = self._model.model(
+        if self._config.model_type in ONE_MASK:
+            masks = masks["full_attention"]
+        previous = self._config._attn_implementation  # a trainer continues with this one
+        self._config._attn_implementation = ATTENTION_NAME
+        try:
+            return self._model.model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=RowWindow(self.cache, first_row, columns),
-                attention_mask=(
-                    masks["full_attention"] if self._config.model_type in ONE_MASK else masks
-                ),
+                attention_mask=masks,
                 use_cache=True,
-            )
-        return out.last_hidden_state
+            ).last_hidden_state
+        finally:
+            self._config._attn_implementation = previous
 
     def _layer_ops(
         self, first_row: int, positions: Tensor, columns: Tensor, start: Tensor, end: Tensor
-    ) -> LayerOps:
+    ) -> TorchLayerOps | CompiledLayerOps:
         if self._rotary_table is None:
-            like = torch.empty(0, dtype=self.dtype, device=self.device)
-            cosines, sines = self._model.model.rotary_emb(like, positions)
+            rotary = _rotary(self._model, positions)
         else:
-            cosines, sines = (table[positions] for table in self._rotary_table)
+            rotary = self._rotary_table[0][positions], self._rotary_table[1][positions]
         if self._library is not None and positions.shape[1] == 1:
+            span = start, end
             return CompiledLayerOps(
-                self._library, self.cache, first_row,
-                rotary=(cosines, sines), span=(start, end), columns=columns,
-            )  # fmt: skip
+                self._library, self.cache, first_row, rotary=rotary, span=span, columns=columns
+            )
         window = RowWindow(self.cache, first_row, columns)
-        masks = self._masks(columns, start, end)
-        return TorchLayerOps(RotaryEmbedding(cosines, sines), window, masks)
+        return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """Additive masks (0 or -inf) per kind of layer, [n, 1, S, P + W]: shared, then own part.
-
-        `columns` [n, S] are the new tokens' positions in their rows; `start` and `end` [n, 1] are
-        the rows' spans of the shared part.
-        """
+        """Additive masks (0 or -inf) per kind of layer, [n, 1, S, P + W]: shared, then own part."""
         shared = self._positions[: self.cache.shared[0][0].shape[1]]
         own = self._positions[: self.cache.width]
         foreign = (shared < start) | (shared >= end)  # [n, P]
@@ -151,26 +143,12 @@ class Decoder:
         zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(hidden, float("-inf"))[:, None]
 
-    @contextmanager
-    def _our_attention(self) -> Generator[None, None, None]:
-        previous = self._config._attn_implementation  # a trainer continues with this one
-        self._config._attn_implementation = ATTENTION_NAME
-        try:
-            yield
-        finally:
-            self._config._attn_implementation = previous
-
-
-def is_supported(model: models.Model) -> bool:
-    """Whether Decoder computes the model's family exactly."""
-    return cast(Any, model.config).model_type in FAMILIES
-
 
 def can_capture(model: Any) -> bool:
     """Whether the forward of a model (without its head) can be captured in a CUDA graph.
 
-    It must be `decoder_forward`, and must not read a number back from the GPU, as rotary embeddings
-    that grow with the longest sequence do.
+    The forward must be `decoder_forward` and must not read a number back from the GPU; rotary
+    embeddings that grow with the longest sequence do.
     """
     rope_type = getattr(model.rotary_emb, "rope_type", "default")
     grows = "dynamic" in rope_type or rope_type == "longrope"
@@ -181,16 +159,13 @@ def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None
     """Cosines and sines [capacity, D] of all positions; None if they may change or are not used."""
     if not can_capture(model.model):
         return None
-    like = torch.empty(0, dtype=model.dtype, device=model.device)
-    cosines, sines = model.model.rotary_emb(like, positions[None])
+    cosines, sines = _rotary(model, positions[None])
     return cosines[0], sines[0]
 
 
-def _graphs_for(model: Any) -> GraphCache | None:
-    capture = capture_for(model.device)
-    if capture is None or not can_capture(model.model):
-        return None
-    return GraphCache(capture, model.device)
+def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    return model.model.rotary_emb(like, positions)
 
 
 def _library_for(model: Any) -> ctypes.CDLL | None:
@@ -215,23 +190,7 @@ def _sliding_window(config: Any) -> int | None:
     return config.sliding_window if "sliding_attention" in kinds else None
 
 
-class LayerOps(Protocol):
-    """What a decoder layer computes between its matmuls."""
-
-    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, S, H]."""
-        ...
-
-    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of new tokens, [n, S, heads * D] each, in a layer of the given kind."""
-        ...
-
-    def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """Gated activation of [n, S, I] each."""
-        ...
-
-
-def decoder_forward(model: Any, ids: Tensor, ops: LayerOps) -> Tensor:
+def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
     """Last hidden states [n, S, H] of `ids` [n, S]; `model` has no head."""
     hidden = model.embed_tokens(ids)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.layers)
@@ -262,22 +221,22 @@ class RotaryEmbedding:
 
 
 class TorchLayerOps(NamedTuple):
-    """LayerOps with torch's operators."""
+    """The computations of a decoder layer between its matmuls, with torch's operators."""
 
     rotary: RotaryEmbedding
     window: RowWindow
     masks: Mapping[str, Tensor]  # per kind of layer
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """RMS norm of [n, S, H]."""
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """Gated activation of [n, S, I] each."""
         return mlp.act_fn(gates) * ups
 
     def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """Attention of new tokens, [n, S, heads * D] each, in a layer of the given kind."""
         query, key, value = (
             heads.unflatten(-1, (-1, module.head_dim)) for heads in (query, key, value)
         )
@@ -300,7 +259,7 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention: query heads of one key head are stacked, so no key is repeated."""
+    """Grouped-query attention: the query heads of a key head are stacked, so no key is repeated."""
     n, heads, num_new, width = query.shape
     group_size = heads // key.own.shape[1]
     stacked = query.reshape(n, key.own.shape[1], group_size * num_new, width)

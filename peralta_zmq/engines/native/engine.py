@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,16 +19,15 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native.cache import EMPTY_SPAN, check_memory
-from peralta_zmq.engines.native.decoder import Decoder, is_supported
+from peralta_zmq.engines.native.decoder import FAMILIES, Decoder
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
 from peralta_zmq.engines.native.sampler import sample
 from peralta_zmq.engines.requests import (
-    check_request,
-    check_sampling,
     completion_of,
     decode,
     end_token_ids,
     find_stop,
+    read_requests,
 )
 from peralta_zmq.errors import EngineError
 from peralta_zmq.rollout import Completion, Request, Sampling
@@ -74,19 +72,14 @@ class NativeEngine:
         Architectures that the native decoder does not support get transformers' engine.
         """
         model = models.load_model(folder, device=device, dtype=dtype)
-        tokenizer = models.load_tokenizer(folder)
-        if not is_supported(model):
-            return _fall_back(model, tokenizer, **options)
-        return cls(model, tokenizer, **options)
+        return _supporting_engine(model, models.load_tokenizer(folder), **options)
 
     @classmethod
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
     ) -> NativeEngine | HfEngine:
         """An engine on a model in training, without a second copy of its weights."""
-        if not is_supported(model):
-            return _fall_back(model, tokenizer, **options)
-        return cls(model, tokenizer, live=True, **options)
+        return _supporting_engine(model, tokenizer, live=True, **options)
 
     def apply(
         self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
@@ -120,7 +113,6 @@ class NativeEngine:
         ConfigError for a request that does not fit and EngineError for non-finite logits; the
         completions in flight are then lost.
         """
-        check_sampling(sampling)
         self._cancelled = False
         decoder = self._decoder or self._new_decoder()
         self._loop = loop = DecodeLoop(
@@ -128,10 +120,12 @@ class NativeEngine:
         )
         source, has_more = iter(requests), True
         try:
-            while not self._cancelled and (has_more or loop.num_running):
+            while not self._cancelled and (has_more or loop.rows.count):
                 if has_more:
-                    num_free = self._slots - loop.num_running
-                    batch, has_more = self._next_requests(source, sampling, num_free)
+                    num_free = self._slots - loop.rows.count
+                    batch, has_more = read_requests(
+                        source, sampling, limit=num_free, max_model_len=self._capacity
+                    )
                     loop.start(batch, step=self.step)
                     yield from loop.pop_ended()
                 loop.advance(step=self.step)
@@ -139,33 +133,21 @@ class NativeEngine:
                 if between_steps is not None:
                     between_steps()
         finally:
-            if self._loop is loop:  # a live engine releases its cache
-                self._loop = None
+            if self._loop is loop:  # no later call of generate has replaced it
+                self._loop = None  # releases the cache of a live engine
 
     def _new_decoder(self) -> Decoder:
-        return Decoder(
-            self._model, num_rows=self._slots + PROMPT_ROWS, capacity=self._capacity,
-            live=self._live,
-        )  # fmt: skip
-
-    def _next_requests(
-        self, source: Iterator[Request | None], sampling: Sampling, limit: int
-    ) -> tuple[list[Request], bool]:
-        """Requests for the free rows, and whether the source may have more."""
-        batch: list[Request] = []
-        for request in islice(source, limit):
-            if request is None:
-                return batch, True
-            check_request(request, sampling, self._capacity)
-            batch.append(request)
-        return batch, len(batch) == limit
+        num_rows = self._slots + PROMPT_ROWS
+        return Decoder(self._model, num_rows=num_rows, capacity=self._capacity, live=self._live)
 
 
-def _fall_back(model: models.Model, tokenizer: models.Tokenizer, **options: Any) -> HfEngine:
-    logger.info(
-        "engine native does not know %s: transformers' generate samples instead",
-        model.config.model_type,
-    )
+def _supporting_engine(
+    model: models.Model, tokenizer: models.Tokenizer, *, live: bool = False, **options: Any
+) -> NativeEngine | HfEngine:
+    family = cast(Any, model.config).model_type
+    if family in FAMILIES:
+        return NativeEngine(model, tokenizer, live=live, **options)
+    logger.info("engine native does not support %s; using transformers' generate", family)
     return HfEngine(model, tokenizer, **options)
 
 
@@ -182,53 +164,51 @@ class DecodeLoop:
     ) -> None:
         self._decoder, self._tokenizer, self._sampling = decoder, tokenizer, sampling
         self._end_ids = np.array(end_ids, np.int64)
-        self._rows = Rows(slots, sampling)
+        self.rows = Rows(slots, sampling)
         self.prefix_cache = PrefixCache(decoder, first_row=slots)
-
-    @property
-    def num_running(self) -> int:
-        """Completions in flight."""
-        return self._rows.count
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], *, step: int) -> None:
         """Give each request a row and sample its first token."""
         if not requests:
             return
-        first, logits = self._rows.count, list[Tensor]()
+        first, logits = self.rows.count, list[Tensor]()
         for number, request in enumerate(requests):
             if request.prompt_ids not in self.prefix_cache:
-                self.prefix_cache.compute(_distinct_prompts(requests[number:]))
-            row = self._rows.start(request)
+                self.prefix_cache.compute([later.prompt_ids for later in requests[number:]])
+            row = self.rows.start(request)
             logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
-        self._sample(np.arange(first, self._rows.count), torch.stack(logits), step)
+        self._sample(first, torch.stack(logits), step)
 
     @torch.inference_mode()
     def advance(self, *, step: int) -> None:
         """Sample one more token for every row."""
-        count = self._rows.count
-        if not count:
+        if not self.rows.count:
             return
-        tokens, positions = (column[:, None] for column in self._rows.newest())
+        tokens, positions = (column[:, None] for column in self.rows.newest())
         hidden = self._decoder.hidden(tokens, positions, first_row=0)
-        self._sample(np.arange(count), self._decoder.logits(hidden[:, -1]), step)
+        self._sample(0, self._decoder.logits(hidden[:, -1]), step)
 
     def pop_ended(self) -> Iterator[Completion]:
         """Yield the completions that ended in this step and free their rows."""
         for row in self._ended_rows():
             completion = self._completion(row)
-            last = self._rows.remove(row)
+            last = self.rows.remove(row)
             if last != row:
-                self._decoder.cache.copy(last, row, self._rows.length(row))
+                self._decoder.cache.copy(last, row, self.rows.length(row))
             self._decoder.cache.spans[last] = EMPTY_SPAN
             yield completion
 
-    def _sample(self, rows: np.ndarray, logits: Tensor, step: int) -> None:
+    def _sample(self, first: int, logits: Tensor, step: int) -> None:
+        """Sample a token for every row from `first` on."""
+        rows = np.arange(first, self.rows.count)
         tokens, logprobs = sample(
-            logits, self._sampling.at(step),
-            torch.from_numpy(self._rows.next_uniforms(rows)).to(logits.device),
-            seen=self._seen_tokens(rows, logits), banned=self._banned_tokens(rows, logits),
-        )  # fmt: skip
+            logits,
+            self._sampling.at(step),
+            torch.from_numpy(self.rows.next_uniforms(rows)).to(logits.device),
+            seen=self._seen_tokens(rows, logits),
+            banned=self._banned_tokens(rows, logits),
+        )
         values = logprobs.cpu().numpy()
         is_finite = np.isfinite(values)
         if not is_finite.all():
@@ -237,7 +217,7 @@ class DecodeLoop:
                 f"the weights of step {step} give logits that are not finite in "
                 f"{int((~is_finite).sum())} of {len(rows)} completions"
             )
-        self._rows.append(rows, tokens.cpu().numpy(), values, step=step)
+        self.rows.append(rows, tokens.cpu().numpy(), values, step=step)
 
     def _seen_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
         """[n, V], True for tokens of prompt and completion; None without a repetition penalty."""
@@ -245,13 +225,13 @@ class DecodeLoop:
             return None
         seen = np.zeros(logits.shape, np.bool_)
         for number, row in enumerate(rows):
-            seen[number, self._rows.requests[row].prompt_ids] = True
-            seen[number, self._rows.tokens[row, : self._rows.num_tokens[row]]] = True
+            seen[number, self.rows.requests[row].prompt_ids] = True
+            seen[number, self.rows.tokens[row, : self.rows.num_tokens[row]]] = True
         return torch.from_numpy(seen).to(logits.device)
 
     def _banned_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
         """[n, V], True for end tokens in rows shorter than min_tokens; None if there are none."""
-        is_short = self._rows.num_tokens[rows] < self._sampling.min_tokens
+        is_short = self.rows.num_tokens[rows] < self._sampling.min_tokens
         if not is_short.any():
             return None
         banned = np.zeros(logits.shape, np.bool_)
@@ -260,39 +240,31 @@ class DecodeLoop:
 
     def _ended_rows(self) -> list[int]:
         """Rows whose newest token is their last, in descending order."""
-        tokens, _ = self._rows.newest()
+        tokens, _ = self.rows.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
-        ended |= (self._rows.num_tokens == self._rows.limits)[: self._rows.count]
+        ended |= (self.rows.num_tokens == self.rows.limits)[: self.rows.count]
         if self._sampling.stop:
-            ended |= np.array([self._has_stopped(row) for row in range(self._rows.count)])
+            ended |= np.array([self._has_stopped(row) for row in range(self.rows.count)])
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
-        length = int(self._rows.num_tokens[row])
+        length = int(self.rows.num_tokens[row])
         if length < self._sampling.min_tokens:
             return False
-        text = decode(self._tokenizer, self._rows.tokens[row, :length])
+        text = decode(self._tokenizer, self.rows.tokens[row, :length])
         return find_stop(text, self._sampling.stop) is not None
 
     def _completion(self, row: int) -> Completion:
-        length = self._rows.num_tokens[row]
+        length = self.rows.num_tokens[row]
         return completion_of(
-            self._tokenizer, self._rows.requests[row], self._sampling,
-            token_ids=self._rows.tokens[row, :length],
-            logprobs=self._rows.logprobs[row, :length],
-            policy_steps=self._rows.steps[row, :length],
-            ended=bool((self._rows.tokens[row, length - 1] == self._end_ids).any()),
-        )  # fmt: skip
-
-
-def _distinct_prompts(requests: Sequence[Request]) -> list[np.ndarray]:
-    """The distinct prompts of the first requests, at most as many as are computed together."""
-    prompts: dict[bytes, np.ndarray] = {}
-    for request in requests:
-        prompts.setdefault(request.prompt_ids.tobytes(), request.prompt_ids)
-        if len(prompts) == PROMPT_ROWS:
-            break
-    return list(prompts.values())
+            self._tokenizer,
+            self.rows.requests[row],
+            self._sampling,
+            token_ids=self.rows.tokens[row, :length],
+            logprobs=self.rows.logprobs[row, :length],
+            policy_steps=self.rows.steps[row, :length],
+            ended=bool((self.rows.tokens[row, length - 1] == self._end_ids).any()),
+        )
 
 
 class Rows:
@@ -308,7 +280,7 @@ class Rows:
         self.steps = np.zeros(shape, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt = np.zeros(num_rows, np.int64)
-        self.limits = np.zeros(num_rows, np.int64)  # on num_tokens
+        self.limits = np.zeros(num_rows, np.int64)  # greatest allowed num_tokens
         self._uniforms = np.zeros(shape, np.float32)
 
     def start(self, request: Request) -> int:
@@ -345,11 +317,9 @@ class Rows:
         """Free a row by moving the last running row into it; returns the last row's number."""
         self.count -= 1
         last = self.count
-        for column in (
-            self.tokens, self.logprobs, self.steps, self._uniforms,
-            self.num_tokens, self.num_prompt, self.limits,
-        ):  # fmt: skip
-            column[row] = column[last]
+        tables = self.tokens, self.logprobs, self.steps, self._uniforms
+        for array in (*tables, self.num_tokens, self.num_prompt, self.limits):
+            array[row] = array[last]
         self.requests[row] = self.requests[last]
         self.requests.pop()
         return last

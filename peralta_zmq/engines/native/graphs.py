@@ -32,10 +32,10 @@ class GraphCache:
         self._graphs: dict[Hashable, _Graph | None] = {}
 
     def run(self, work: Work, inputs: Tensor, *, key: Hashable, layout: Hashable) -> Tensor:
-        """`work(inputs)`; the result is valid until the next run.
+        """Return `work(inputs)`; the result is valid until the next run.
 
         Work with the same key must do the same operations on tensors of equal shapes and must not
-        read a number back to the host. It is captured, and done twice, at its second run.
+        read a number back to the host. The second run captures the work, which executes it twice.
         """
         if layout != self._layout:
             self._layout, self._graphs = layout, {}
@@ -52,17 +52,17 @@ class GraphCache:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """The capture function of a device; None if it has no graphs."""
-    return _cuda_capture(device) if device.type == "cuda" else None
+    """The capture function of a device; None if the device has no graphs.
 
-
-def _cuda_capture(device: torch.device) -> Capture:
-    """One stream and one memory pool for all graphs: no result is read after the next replay."""
+    All graphs use one stream and one memory pool: no result is read after the next replay.
+    """
+    if device.type != "cuda":
+        return None
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # libraries initialize what a capture forbids
+        with torch.cuda.stream(stream):  # libraries initialize here, which a capture forbids
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

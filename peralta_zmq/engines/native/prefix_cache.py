@@ -8,6 +8,7 @@ prompts, from which the rows of its group are copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -41,7 +42,9 @@ class PrefixCache:
         return prompt.tobytes() in self._index
 
     def compute(self, prompts: Sequence[Int32Array]) -> None:
-        """Compute at most PROMPT_ROWS prompts together, replacing those computed before."""
+        """Compute the first PROMPT_ROWS distinct prompts, replacing those computed before."""
+        distinct = {prompt.tobytes(): prompt for prompt in prompts}
+        prompts = list(distinct.values())[:PROMPT_ROWS]
         start = self._prepare_prefix(prompts)
         longest = max(len(prompt) for prompt in prompts)
         tokens = np.zeros((len(prompts), longest - start), np.int64)
@@ -51,7 +54,7 @@ class PrefixCache:
         last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=hidden.device)
         hidden = hidden[torch.arange(len(prompts), device=hidden.device), last]
         self._logits = self._decoder.logits(hidden)
-        self._index = {prompt.tobytes(): index for index, prompt in enumerate(prompts)}
+        self._index = {key: index for index, key in enumerate(islice(distinct, PROMPT_ROWS))}
 
     def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
         """Copy a computed prompt to a row of the KV cache; returns the logits [V] after it."""

@@ -27,7 +27,13 @@ def sample(
     The logprob is that of the original logits at the sampling temperature (1 when greedy), before
     penalties, bans and truncation: the trainer computes the same.
     """
-    allowed = _penalize(logits, sampling, seen, banned)
+    allowed = logits
+    if seen is not None:
+        allowed, penalty = allowed.float(), sampling.repetition_penalty
+        penalized = torch.where(allowed < 0, allowed * penalty, allowed / penalty)
+        allowed = torch.where(seen, penalized, allowed)
+    if banned is not None:
+        allowed = allowed.masked_fill(banned, float("-inf"))
     if sampling.temperature == 0:
         tokens = allowed.argmax(-1)
     else:
@@ -38,28 +44,10 @@ def sample(
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) at `tokens` in fp32, [n]; a chunk of rows at a time."""
     num_rows = max(1, CHUNK // logits.shape[-1])
-    chunks = [
-        (rows.float() / temperature)
-        .log_softmax(-1)  # in one pass, twice as fast as logsumexp
-        .gather(-1, chosen)
-        for rows, chosen in zip(
-            logits.split(num_rows), tokens[:, None].split(num_rows), strict=True
-        )
-    ]
+    pairs = zip(logits.split(num_rows), tokens[:, None].split(num_rows), strict=True)
+    # log_softmax needs one pass: twice as fast as logsumexp.
+    chunks = [(rows.float() / temperature).log_softmax(-1).gather(-1, ids) for rows, ids in pairs]
     return torch.cat(chunks)[:, 0]
-
-
-def _penalize(
-    logits: Tensor, sampling: Sampling, seen: Tensor | None, banned: Tensor | None
-) -> Tensor:
-    if seen is not None:
-        penalty, logits = sampling.repetition_penalty, logits.float()
-        logits = torch.where(
-            seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
-        )
-    if banned is not None:
-        logits = logits.masked_fill(banned, float("-inf"))
-    return logits
 
 
 def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
@@ -76,14 +64,8 @@ def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tenso
     if sampling.min_p > 0:
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < threshold, 0)
-    index = _sample_index(probs, uniform)
-    return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]
-
-
-def _sample_index(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the index [n] at which the cumulated probs [n, k] exceed
-    `uniform` times their sum.
-    """
+    # Inverse transform sampling: the first index at which the cumulated probs exceed the target.
     cumulated = probs.cumsum(-1)
     target = uniform[:, None] * cumulated[:, -1:]  # below the sum: uniform is at most 1 - 2^-24
-    return (cumulated <= target).sum(-1)
+    index = (cumulated <= target).sum(-1)
+    return index if token_ids is None else token_ids.gather(-1, index[:, None])[:, 0]

@@ -614,7 +614,7 @@ def test_unsupported_architecture_falls_back_to_transformers(
     model = tiny_model(model_type="mistral")
     assert isinstance(NativeEngine.open_live(model, tokenizer), HfEngine)
     assert [each.getMessage() for each in caplog.records] == [
-        "engine native does not know mistral: transformers' generate samples instead"
+        "engine native does not support mistral; using transformers' generate"
     ]
 
 

@@ -274,7 +274,8 @@ def test_pack_does_not_use_panels_with_wrong_results(
         ctypes.memset(out, 0, 2 * num * sizes[1])
 
     wrong = SimpleNamespace(pack=lambda *_: None, multiply=multiply)
-    monkeypatch.setattr(compiler, "load", lambda *_: wrong)
+    monkeypatch.setattr(compiler, "_compiled", lambda *_: Path())
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: wrong)
     assert isinstance(gemm.pack(torch.ones(4, 4).bfloat16()), gemm.OnednnWeight)
     assert "gemm.c is not used, which is slower: its results differ" in caplog.text
 

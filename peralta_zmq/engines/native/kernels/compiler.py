@@ -28,29 +28,16 @@ POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctyp
 logger = logging.getLogger(__name__)
 
 
-def load_checked(
+def load(
     source: str,
     functions: Mapping[str, Sequence[Any]],
     defines: tuple[str, ...] = (),
     *,
     check: Callable[[ctypes.CDLL], bool],
 ) -> ctypes.CDLL | None:
-    """As `load`, but also None if `check` finds that the library computes wrong results."""
-    library = load(source, functions, defines)
-    if library is None or check(library):
-        return library
-    logger.warning(
-        "%s is not used, which is slower: its results differ from those of torch", source
-    )
-    return None
-
-
-def load(
-    source: str, functions: Mapping[str, Sequence[Any]], defines: tuple[str, ...] = ()
-) -> ctypes.CDLL | None:
     """The compiled library of `source`; `functions` maps names to argument types.
 
-    None if it cannot be compiled; the reason is logged.
+    None if it cannot be compiled or if `check` finds wrong results; the reason is logged.
     """
     if sys.platform != "linux":
         return None
@@ -62,11 +49,14 @@ def load(
         return None
     for name, argument_types in functions.items():
         getattr(library, name).argtypes = argument_types
-    return library
+    if check(library):
+        return library
+    logger.warning("%s is not used, which is slower: its results differ from torch's", source)
+    return None
 
 
 def processor() -> str:
-    """The CPU flags. Machines that share a home directory each need a library of their own."""
+    """The CPU flags, part of the library's key: machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux, or hidden
@@ -115,9 +105,9 @@ def _run(command: list[str]) -> None:
 
 
 def _openmp() -> Path:
-    """torch's own OpenMP library: threads of a second one would busy-wait beside torch's."""
+    """torch's own OpenMP library: the threads of a second one would compete with torch's."""
     packages = Path(torch.__file__).parent
     for folder in (packages / "lib", packages.with_name("torch.libs")):
         for library in sorted(folder.glob("libgomp*")):
             return library
-    raise FileNotFoundError("torch brings no libgomp")
+    raise FileNotFoundError("this build of torch has no libgomp")

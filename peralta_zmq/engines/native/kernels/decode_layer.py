@@ -1,6 +1,6 @@
 """Python binding of decode_layer.c: everything between the matmuls of a layer during decode.
 
-For one new token per row, torch needs about forty operations per layer and one product per row for
+For one new token per row, torch needs about forty operations per layer and one matmul per row for
 the row's own keys; the C code needs four calls. Without a C compiler torch's operators are used.
 """
 
@@ -25,7 +25,7 @@ DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 
 class _Attention(ctypes.Structure):
-    """The struct of the same name in decode_layer.c, where the fields are explained."""
+    """The struct `Attention` of decode_layer.c, where the fields are explained."""
 
     _fields_ = (
         *((name, INT64) for name in (
@@ -48,7 +48,7 @@ ARGUMENTS = {
 
 
 class CompiledLayerOps:
-    """`decoder.LayerOps` of a decode step, with one new token per row."""
+    """Replacement of `decoder.TorchLayerOps` for one new token per row."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CompiledLayerOps:
         *,
         rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
         span: tuple[Tensor, Tensor],  # start and end in the shared part, [n, 1]
-        columns: Tensor,  # [n, 1], where in their rows the new tokens go
+        columns: Tensor,  # [n, 1], positions of the new tokens in their rows
     ) -> None:
         self._library, self._cache, self._rows = library, cache, slice(first_row, None)
         self._threads = torch.get_num_threads()
@@ -70,25 +70,23 @@ class CompiledLayerOps:
         )  # fmt: skip
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """RMS norm of [n, 1, H]."""
         out = torch.empty_like(hidden)
-        self._library.norm(
-            hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), len(hidden),
-            hidden.shape[-1], norm.variance_epsilon, self._threads,
-        )  # fmt: skip
+        addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
+        num_rows, width = len(hidden), hidden.shape[-1]
+        self._library.norm(*addresses, num_rows, width, norm.variance_epsilon, self._threads)
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """SwiGLU of [n, 1, I] each."""
         out = gates.new_empty(gates.shape)
-        self._library.gate(
-            gates.data_ptr(), ups.data_ptr(), out.data_ptr(), len(gates), gates.stride(0),
-            gates.shape[-1], self._threads,
-        )  # fmt: skip
+        addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
+        num_rows, stride, width = len(gates), gates.stride(0), gates.shape[-1]
+        self._library.gate(*addresses, num_rows, stride, width, self._threads)
         return out
 
     def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As in LayerOps."""
+        """Attention of the new tokens, [n, 1, heads * D] each."""
         arguments, layer = self._arguments, module.layer_idx
         shared, own = self._cache.shared[layer], self._cache.layers[layer]
         arguments.heads, arguments.shared = shared[0].shape[:2]
@@ -120,23 +118,19 @@ def library_for(
     supported = not width % LANES and width <= MAX_WIDTH and queries_per_head <= MAX_GROUP
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
-    return compiler.load_checked(
-        "decode_layer.c", ARGUMENTS, DEFINES[dtype],
-        check=lambda library: _is_correct(library, dtype, queries_per_head, width),
-    )  # fmt: skip
+    check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, width=width)
+    return compiler.load("decode_layer.c", ARGUMENTS, DEFINES[dtype], check=check)
 
 
-def _is_correct(library: ctypes.CDLL, dtype: torch.dtype, group: int, width: int) -> bool:
+def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, width: int) -> bool:
     """Whether a norm, a gate, and attention of one row to a shared part match torch's."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    cache = KVCache(
-        num_layers=1, num_rows=1, num_heads=1, capacity=4, head_dim=width, dtype=dtype,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    sizes = {"num_layers": 1, "num_rows": 1, "num_heads": 1, "capacity": 4, "head_dim": width}
+    cache = KVCache(**sizes, dtype=dtype, device=torch.device("cpu"))
     cache.shared = [(random(1, 3, width), random(1, 3, width))]
     query, key, value = random(1, 1, group * width), random(1, 1, width), random(1, 1, width)
     no_rotation = torch.ones(1, 1, width, dtype=dtype), torch.zeros(1, 1, width, dtype=dtype)

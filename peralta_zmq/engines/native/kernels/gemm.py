@@ -2,8 +2,8 @@
 
 oneDNN multiplies a weight in its own order faster than a plain one. On processors with AVX512-BF16,
 gemm.c is faster than oneDNN for few rows and for many (claims products_vs_onednn_* of `bin/bench
-generation`). Both are tested before use: oneDNN's operators are private to torch, and gemm.c
-depends on the local compiler.
+generation`). Both are checked against a plain matmul before use: oneDNN's operators are private to
+torch, and gemm.c depends on the local compiler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,14 +28,6 @@ ARGUMENTS = {
 }
 
 
-class PackedWeight(Protocol):
-    """A copy of a weight [out, in] in another memory order."""
-
-    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] to [..., out]; `bias` is [out]."""
-        ...
-
-
 class OnednnWeight:
     """A weight in oneDNN's order, for every dtype that oneDNN supports."""
 
@@ -43,7 +35,7 @@ class OnednnWeight:
         self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, ONEDNN_ROWS)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """As in PackedWeight."""
+        """[..., in] to [..., out]; `bias` is [out]."""
         operators = cast(Any, torch.ops.mkldnn)
         return operators._linear_pointwise(rows, self._weight, bias, "none", [], "")
 
@@ -60,18 +52,23 @@ class PanelWeight:
         )
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """As in PackedWeight; raises RuntimeError, like a plain linear layer, for other rows."""
+        """[..., in] to [..., out]; `bias` is [out].
+
+        Raises RuntimeError, like a plain linear layer, for rows of another size or dtype.
+        """
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self._in:
             expected = f"[..., {self._in}] of torch.bfloat16"
             raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {expected}")
         plain = rows.contiguous()
         out = plain.new_empty(*rows.shape[:-1], self._out)
-        self._library.multiply(
-            plain.data_ptr(), self._panels.data_ptr(), None if bias is None else bias.data_ptr(),
-            out.data_ptr(), plain.numel() // self._in, self._in, self._out,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        bias_address = None if bias is None else bias.data_ptr()
+        addresses = plain.data_ptr(), self._panels.data_ptr(), bias_address, out.data_ptr()
+        sizes = plain.numel() // self._in, self._in, self._out
+        self._library.multiply(*addresses, *sizes, torch.get_num_threads())
         return out
+
+
+PackedWeight: TypeAlias = OnednnWeight | PanelWeight
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -103,13 +100,14 @@ def supports_panels(processor: str) -> bool:
 
 @functools.cache
 def panel_library() -> ctypes.CDLL | None:
-    """The library of gemm.c; None if the processor, the compiler or its result does not do."""
+    """The library of gemm.c; None if the processor does not support it or it is not usable."""
     if not supports_panels(compiler.processor()):
         return None
-    return compiler.load_checked(
-        "gemm.c", ARGUMENTS,
-        check=lambda library: _is_correct(functools.partial(PanelWeight, library), torch.bfloat16),
-    )  # fmt: skip
+
+    def check(library: ctypes.CDLL) -> bool:
+        return _is_correct(functools.partial(PanelWeight, library), torch.bfloat16)
+
+    return compiler.load("gemm.c", ARGUMENTS, check=check)
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
