@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 from peralta_zmq import build, models, registry, wire
-from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.engines import generate_groups
 from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_excluded
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces that the run is complete.
 
-    Waits for weights and for the trainer. Raises ConfigError and TaskError.
+    Waits for weights and for the trainer. Raises ConfigError, StoreError and TaskError.
     """
     models.keep_memory()
     threads = models.use_threads(config.generator.num_workers)
@@ -53,7 +52,7 @@ def run(config: Config) -> None:
     keys = wire.generator_keys(keys_folder, name) if keys_folder else None
     incarnation = os.urandom(8)
     with ExitStack() as stack:
-        environments = stack.enter_context(closing(open_environments(config, "train")))
+        environments = stack.enter_context(closing(build.open_environments(config, "train")))
         announcements = wire.AnnouncementSubscriber(wire.next_port(address), keys=keys)
         stack.enter_context(closing(announcements))
         subscriber = stack.enter_context(closing(open_subscriber(config, name)))
@@ -113,7 +112,7 @@ class Generator:
             oversampling_factor=config.curriculum.oversampling_factor,
             follow_step_size=config.train.token_batch_size is not None,
         )
-        self._samples = TrainingSamples(config, environments, connection)
+        self._samples = self._sample_problems()
         self._num_in_flight = 0  # groups in the engine
         self._evaluated_step = -1  # newest evaluation that this generator took part in
         self._num_failures = 0  # consecutive groups that could not be scored
@@ -133,7 +132,7 @@ class Generator:
         logger.info("run complete: groups=%d", self._connection.num_made)
 
     def _sample_training_groups(self) -> None:
-        """Until the run is complete or an evaluation is announced."""
+        """Sample until the run is complete or an evaluation is announced."""
         groups = generate_groups(
             self._engine, self._tokenizer, self._training_problems(),
             num_generations=self._config.sampling.num_generations,
@@ -155,7 +154,7 @@ class Generator:
             if self._may_start_group():
                 self._num_in_flight += 1
                 self._pacer.record_start()
-                yield self._samples.next_problem(self._engine.step)
+                yield next(self._samples)
             elif self._must_evaluate():
                 if self._config.eval.cancel_inflight_rollouts_on_eval:
                     self._engine.cancel()
@@ -163,6 +162,33 @@ class Generator:
             else:
                 self._wait()
                 yield None
+
+    def _sample_problems(self) -> Iterator[Problem]:
+        """This generator's endless sequence of training problems in one run.
+
+        Starts when the first problem is requested: with the first sample that no generator has
+        made, as announced by the trainer, or with an estimate from the number of optimizer steps.
+        """
+        config, environments, connection = self._config, self._environments, self._connection
+
+        def excluded(position: int) -> bool:
+            announcement = connection.announcement
+            return (
+                announcement is not None
+                and announcement.train_set_digest == environments.digest
+                and is_excluded(announcement.excluded, position)
+            )
+
+        announcement, estimate = connection.announcement, self._engine.step * config.groups_per_step
+        sizes = list(environments.sizes.values())
+        for sample_index, position in assigned_samples(
+            ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios),
+            index=config.generator.index,
+            count=config.generator.count,
+            start=estimate if announcement is None else announcement.next_sample_index,
+            excluded=excluded,
+        ):
+            yield replace(environments.problems[position], sample_index=sample_index)
 
     def _may_start_group(self) -> bool:
         self._refresh_weights()
@@ -187,7 +213,7 @@ class Generator:
             version = self._weights.version
             if version.run_id != previous.run_id:
                 self._connection.start_run()
-                self._samples = TrainingSamples(self._config, self._environments, self._connection)
+                self._samples = self._sample_problems()
             if version.run_id != previous.run_id or version.number > previous.number:
                 self._evaluated_step = -1  # a roll-back repeats evaluations; a rejection does not
             self._num_in_flight = 0
@@ -205,12 +231,12 @@ class Generator:
                 self._refresh_weights()
 
     def _between_steps(self) -> None:
-        """Called by the engine: a group may take long, weights and reports must not wait for it."""
+        """Keep weights and status reports current while a long group is sampled."""
         self._refresh_weights()
         self._connection.report_when_due()
 
     def _wait(self) -> None:
-        """Wait a moment for news, unless the engine has work."""
+        """Wait shortly for a new announcement if the engine has no group in flight."""
         if not self._num_in_flight:
             started = time.monotonic()
             self._connection.receive(timeout=IDLE_SECONDS)
@@ -231,7 +257,7 @@ class Generator:
         self._evaluated_step = step = announcement.evaluation_step
         self._num_in_flight = 0
         try:
-            held_out = open_environments(config, "eval", limit=config.eval.num_examples)
+            held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
             logger.warning("evaluation of step %d skipped: %s", step, error)
             return
@@ -251,8 +277,9 @@ class Generator:
     def _held_out_problems(
         self, step: int, problems: Sequence[Problem]
     ) -> Iterator[Problem | None]:
-        """Examples that nobody has answered, until the trainer ends the evaluation; None while
-        the outbox is full.
+        """This generator's examples without answers, until the trainer ends the evaluation.
+
+        Yields None while the outbox is full.
         """
         generator, connection = self._config.generator, self._connection
 
@@ -281,7 +308,7 @@ class Generator:
             yield problems[position]
 
     def _seed(self, purpose: str) -> int:
-        """A sampling seed that no other generator, run or restart has."""
+        """A sampling seed that differs between generators, runs and restarts."""
         text = f"{self._config.run.seed}/{self._connection.outbox.sender}/{purpose}"
         return zlib.crc32(text.encode())
 
@@ -327,44 +354,4 @@ class Generator:
                 sample_index=problem.sample_index,
                 evaluation_step=evaluation_step,
             )
-        )
-
-
-class TrainingSamples:
-    """This generator's sequence of training problems in one run.
-
-    Starts with the first sample that no generator has made, as announced by the trainer, or with
-    an estimate from the number of optimizer steps.
-    """
-
-    def __init__(
-        self, config: Config, environments: Environments, connection: TrainerConnection
-    ) -> None:
-        self._config, self._connection = config, connection
-        self._problems, self._digest = environments.problems, environments.digest
-        self._sampler = ProblemSampler(
-            list(environments.sizes.values()),
-            seed=config.run.seed, ratios=config.curriculum.env_ratios,
-        )  # fmt: skip
-        self._positions: Iterator[tuple[int, int]] | None = None  # sample indices and positions
-
-    def next_problem(self, step: int) -> Problem:
-        """The problem of the next sample; `step` is that of the weights in use."""
-        if self._positions is None:
-            generator, announcement = self._config.generator, self._connection.announcement
-            estimate = step * self._config.groups_per_step
-            self._positions = assigned_samples(
-                self._sampler, index=generator.index, count=generator.count,
-                start=estimate if announcement is None else announcement.next_sample_index,
-                excluded=self._is_excluded,
-            )  # fmt: skip
-        sample_index, position = next(self._positions)
-        return replace(self._problems[position], sample_index=sample_index)
-
-    def _is_excluded(self, position: int) -> bool:
-        announcement = self._connection.announcement
-        return (
-            announcement is not None
-            and announcement.train_set_digest == self._digest
-            and is_excluded(announcement.excluded, position)
         )

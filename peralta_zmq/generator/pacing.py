@@ -7,18 +7,19 @@ import time
 
 from peralta_zmq import wire
 
-STARVED_SECONDS = 0.25  # then a generator at its limit starts a group for a trainer that waits
-SILENCE_SECONDS = 30.0  # the same, for a trainer that sends no announcements
+# Time since its last start after which a generator at its limit starts one more group:
+STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of ours
+SILENCE_SECONDS = 30.0  # in any other case: announcements may be lost
 
 
 class SamplingPacer:
     """Keeps a generator within `max_async_level` optimizer steps of the newest weights.
 
-    A group may be started if the step that will consume it changes weights at most that many steps
-    newer than the generator's. It queues behind this generator's pending groups: those that no step
-    has consumed yet. No generator waits long because of a crashed sibling or a lost announcement:
-    a trainer that waits for groups and has received all of ours gets one more, and so does a
-    trainer that sends nothing.
+    A group may be started if the optimizer step that will consume it starts from weights at most
+    that many steps newer than the generator's. It queues behind this generator's pending groups,
+    which no step has consumed yet. So that a crashed sibling or a lost announcement does not block
+    a generator for long, it starts one more group for a trainer that waits for groups and has
+    received all of ours, and for a trainer that sends nothing.
 
     `oversampling_factor` scales `groups_per_step`. With `follow_step_size` the size of the newest
     step, as announced by the trainer, replaces `groups_per_step` (token-based batches).
@@ -43,8 +44,8 @@ class SamplingPacer:
     ) -> bool:
         """Whether a group sampled from the weights of `step` would be consumed in time.
 
-        `pending`: this generator's groups that no step has consumed. `undelivered`: those of them
-        that the trainer has not received. `announcement`: the newest one, None before the first.
+        `pending` counts this generator's groups that no step has consumed, `undelivered` those of
+        them that the trainer has not received. `announcement` is None before the first one.
         """
         if announcement is None:
             return self.allows(step=step, begun=step, pending=pending, generators=1, starved=False)
@@ -63,10 +64,10 @@ class SamplingPacer:
     def allows(
         self, *, step: int, begun: int, pending: int, generators: int, starved: bool
     ) -> bool:
-        """The same decision from plain numbers.
+        """Whether a group may be started, computed from plain numbers.
 
-        `begun`: optimizer steps begun by the trainer. `starved`: the trainer waits for groups and
-        has received all of ours.
+        `begun` is the number of optimizer steps that the trainer has begun, `generators` the number
+        of senders. `starved`: the trainer waits for groups and has received all of ours.
         """
         limit = STARVED_SECONDS if starved else SILENCE_SECONDS
         if time.monotonic() - self._last_start > limit:
@@ -76,5 +77,5 @@ class SamplingPacer:
         return begun + pending // share - step <= self._max_async_level
 
     def record_start(self) -> None:
-        """Note that a group was started."""
+        """Restart the time limits: a group was started."""
         self._last_start = time.monotonic()

@@ -31,8 +31,8 @@ class Throughput:
     """Counts since the previous status report."""
 
     num_tokens: int = 0
-    idle_seconds: float = 0.0  # without permission to sample
-    queue_seconds: float = 0.0  # waiting for room in the send queue
+    idle_seconds: float = 0.0  # time in which the pacer allowed no group
+    queue_seconds: float = 0.0  # time spent waiting for room in the send queue
     started: float = field(default_factory=time.monotonic)
 
 
@@ -40,7 +40,7 @@ class TrainerConnection:
     """Exchanges messages with the trainer and keeps groups until they are acknowledged.
 
     Each run that the generator samples for has its own incarnation and sequence numbers.
-    Announcements of other runs are ignored, but for their hints to newer weights.
+    Announcements of other runs are ignored, except that they trigger a poll for newer weights.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainerConnection:
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
-        """Begin a run: forget the groups of the previous one."""
+        """Begin a run: drop the groups of the previous one."""
         self.incarnation = incarnation or os.urandom(8)
         self.num_made = 0  # groups; also the sequence number of the next one
         self._num_consumed = 0
@@ -111,12 +111,12 @@ class TrainerConnection:
             "no announcement from the trainer for %.0f s; keeping finished groups until it returns",
             SILENCE_SECONDS,
         )
-        # The final announcement is easily missed: the last weights and silence end the run, too.
+        # The trainer exits soon after its final announcement, so a generator may miss it.
         if self._weights.version.step >= self._max_steps:
             self.is_run_complete = True
 
     def resend_lost(self) -> None:
-        """Send the groups again that the newest announcement shows to be lost."""
+        """Send again the groups that were lost according to the newest announcement."""
         for frame in self.outbox.frames_to_resend(self.announcement):
             if not self.is_run_complete:
                 self._send_frame(frame)

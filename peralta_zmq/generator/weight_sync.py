@@ -15,12 +15,12 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
 
-LOG_SECONDS = 5.0  # between two log lines about the same wait
+LOG_SECONDS = 5.0  # between two log lines of one wait
 logger = logging.getLogger(__name__)
 
 
 class StaleRunError(Exception):
-    """The weights now belong to another run or lineage: groups in flight are useless."""
+    """The weights now belong to another run or lineage, so groups in flight must be dropped."""
 
 
 class ServedWeights:
@@ -52,7 +52,7 @@ class ServedWeights:
         return self._ids[step]
 
     def hint(self, announcement: wire.Announcement) -> None:
-        """Look for the announced version now."""
+        """Poll for the announced version now instead of at the next interval."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
     def reject(self) -> None:
@@ -76,7 +76,7 @@ class ServedWeights:
         if version.run_id != previous.run_id:
             self._ids.clear()
             self._serve(version)
-            raise StaleRunError(f"another run: {version.run_id}; groups for the last one")
+            raise StaleRunError(f"another run: {version.run_id}; groups of the previous run")
         self._serve(version)
         if version.step == previous.step and version.field("result") == previous.field("result"):
             return  # the same weights, published again
