@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import psutil
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.polling import PollingObserver
@@ -23,7 +24,6 @@ from peralta_zmq.errors import ConfigError, StoreError
 LEASE, READ_MARK, PROBE_FILE = ".lease-", ".reading-", "doctor-"
 LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
 READ_MARK_SECONDS = 3600.0  # until a mark is ignored: a killed reader does not remove its mark
-MOUNTS = Path("/proc/mounts")
 REMOTE_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
 
@@ -301,16 +301,11 @@ class _NewNames(FileSystemEventHandler):
             self._on_change()
 
 
-def filesystem_of(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Type of the folder's file system, e.g. ext4 or nfs4; '' if unknown (Linux only)."""
-    try:
-        lines = mounts.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    path, types = str(folder.absolute()), dict[int, str]()
-    for line in lines:
-        _, mount_point, filesystem, *_ = line.split(" ")
-        mount_point = mount_point.replace("\\040", " ")
-        if path == mount_point or path.startswith(mount_point.rstrip("/") + "/"):
-            types[len(mount_point)] = filesystem
-    return types[max(types)] if types else ""
+def filesystem_of(folder: Path) -> str:
+    """Type of the folder's file system, e.g. ext4 or nfs4; '' if unknown."""
+    types = dict[str, str]()  # by mount point; the latest mount hides earlier ones
+    with contextlib.suppress(OSError):
+        types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    path = folder.absolute()
+    mount_points = (str(parent) for parent in (path, *path.parents) if str(parent) in types)
+    return types.get(next(mount_points, ""), "")

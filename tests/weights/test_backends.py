@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from peralta_zmq.errors import ConfigError, StoreError
@@ -124,15 +125,19 @@ def test_watcher_of_a_missing_folder_is_refused(tmp_path: Path) -> None:
      ("/my nas/w", True), ("/home", False)],
 )  # fmt: skip
 def test_filesystem_is_that_of_the_innermost_mount(
-    tmp_path: Path, folder: str, remote: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, remote: bool
 ) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(
         "/dev/a / ext4 rw 0 0\nnas:/w /mnt/nas nfs4 rw 0 0\n/dev/b /mnt/nas/disk ext4 rw 0 0\n"
         "u@h:/ /my\\040nas fuse.sshfs rw 0 0\n"
     )
-    assert filesystem_of(Path(folder), mounts).startswith(REMOTE_FILESYSTEMS) is remote
+    assert filesystem_of(Path(folder)).startswith(REMOTE_FILESYSTEMS) is remote
 
 
-def test_filesystem_without_a_mount_table_is_unknown(tmp_path: Path) -> None:
-    assert filesystem_of(tmp_path, tmp_path / "missing") == ""
+def test_filesystem_without_a_mount_table_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert filesystem_of(tmp_path) == ""
