@@ -51,12 +51,13 @@ class Retention:
     seconds: float = 0.0  # also, for this long, every version that became obsolete
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Snapshot:
     step: int
     tensors: Tensors
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
     stall_seconds: float
+    keyframe: bool  # required for this snapshot or for one that it replaces
 
 
 class WeightPublisher:
@@ -83,7 +84,6 @@ class WeightPublisher:
         self._base: tuple[Version, Tensors] | None = None  # of the next delta
         self._spare: Tensors = {}  # buffers for the next copy
         self._waiting: _Snapshot | None = None
-        self._keyframe_requested = False
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
@@ -109,8 +109,8 @@ class WeightPublisher:
         copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
         stall = time.monotonic() - started
         with self._changed:
-            self._keyframe_requested |= keyframe
-            self._waiting = _Snapshot(step, copies, wait_for_copies, stall)
+            keyframe = keyframe or (replaced is not None and replaced.keyframe)
+            self._waiting = _Snapshot(step, copies, wait_for_copies, stall, keyframe)
             self._backing_off = False
             self._changed.notify_all()
         return stall
@@ -149,24 +149,20 @@ class WeightPublisher:
     def _run(self) -> None:
         try:
             delay = FIRST_DELAY
-            while (request := self._next()) is not None:
-                snapshot, keyframe = request
-                if self._publish(snapshot, keyframe=keyframe):
+            while (snapshot := self._next()) is not None:
+                if self._publish(snapshot):
                     delay = FIRST_DELAY
                     self._prepare_spare()
                 else:
-                    self._back_off(snapshot, delay, keyframe=keyframe)
+                    self._back_off(snapshot, delay)
                     delay = min(LONGEST_DELAY, 2 * delay)
         except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
                 self._failure, self._publishing = error, False
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[_Snapshot, bool] | None:
-        """The next snapshot and whether it must be a keyframe; None when closing.
-
-        Renews the publishing lease while it waits.
-        """
+    def _next(self) -> _Snapshot | None:
+        """The next snapshot; None when closing. Renews the publishing lease while it waits."""
         while True:
             with self._changed:
                 self._publishing = False
@@ -177,13 +173,12 @@ class WeightPublisher:
                 if self._closing:
                     return None
                 if snapshot := self._waiting:
-                    keyframe, self._keyframe_requested = self._keyframe_requested, False
                     self._waiting, self._publishing = None, True
-                    return snapshot, keyframe
+                    return snapshot
             with contextlib.suppress(OSError):  # the store may be unreachable for now
                 self._store.backend.renew_lease()
 
-    def _publish(self, snapshot: _Snapshot, *, keyframe: bool) -> bool:
+    def _publish(self, snapshot: _Snapshot) -> bool:
         snapshot.wait_for_copies()
         started, encode_timer = time.monotonic(), _IteratorTimer()
         version, reason = None, ""
@@ -193,7 +188,7 @@ class WeightPublisher:
                 snapshot.tensors,
                 companions=self._companions,
                 about=self._about,
-                base=None if keyframe else self._base_for(snapshot),
+                base=self._base_for(snapshot),
                 stream=lambda pieces: self._rate_limit.apply(encode_timer.measure(pieces)),
             )
             self._on_published(version)
@@ -214,7 +209,9 @@ class WeightPublisher:
 
     def _base_for(self, snapshot: _Snapshot) -> tuple[Version, Tensors] | None:
         """The base for a delta; None if the snapshot must be a keyframe."""
-        if self._base is None or self._base[0].depth + 1 >= self._keyframe_interval:
+        if snapshot.keyframe or self._base is None:
+            return None
+        if self._base[0].depth + 1 >= self._keyframe_interval:
             return None
         reason = delta.unsuitable(snapshot.tensors)
         if reason and reason != self._logged_reason:
@@ -232,17 +229,17 @@ class WeightPublisher:
             with self._changed:
                 self._spare = self._spare or spare
 
-    def _back_off(self, snapshot: _Snapshot, delay: float, *, keyframe: bool) -> None:
+    def _back_off(self, snapshot: _Snapshot, delay: float) -> None:
         """Wait `delay` seconds, less if a newer snapshot arrives; then retry, with the newest."""
         with self._changed:
             self._backing_off = True
-            self._keyframe_requested |= keyframe
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._closing, delay)
             self._backing_off = False
             if self._waiting is None:
                 self._waiting = snapshot
             else:
+                self._waiting.keyframe |= snapshot.keyframe
                 self._spare = self._spare or snapshot.tensors
 
 
