@@ -10,7 +10,6 @@ from peralta_zmq import build, models, registry, wire
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
@@ -57,7 +56,7 @@ class ServedWeights:
 
     def reject(self) -> None:
         """Quarantine the served version; `refresh` then applies the newest other one."""
-        self._subscriber.reject_accepted()
+        self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
         """Apply the newest pending version in place, if there is one and it may be applied now.
@@ -101,7 +100,7 @@ def apply_newest(
             raise ValueError("it is an adapter for another base model than the one in use")
         engine.apply(pending.tensors, step=pending.version.step, folder=pending.folder)
     except ValueError as error:
-        subscriber.reject()
+        subscriber.reject(pending.version)
         logger.warning("refused version=%d reason=%s", pending.version.number, error)
         return current
     subscriber.accept()
@@ -121,9 +120,8 @@ def _log_loaded(pending: PendingWeights, *, apply_seconds: float) -> None:
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
     """Subscribe to the run's weight store; the local replica outlives the process."""
     address = config.weights_address
-    backend = open_backend(address, token=read_private_token(config.weights.token_file))
     return WeightSubscriber(
-        WeightStore(backend),
+        WeightStore.open(address, token=read_private_token(config.weights.token_file)),
         config.run_folder / "copies" / name,
         poll_seconds=config.weights.poll_seconds,
         watch=None if "://" in address else config.weights_folder,

@@ -12,7 +12,6 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
-from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.http_backend import WeightServer
 from peralta_zmq.weights.publisher import PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
@@ -130,4 +129,4 @@ def open_store(config: Config) -> WeightStore:
             "which weights.serve_port serves"
         )
     read_private_token(config.weights.token_file)  # raises before anything is written
-    return WeightStore(open_backend(config.weights_address))
+    return WeightStore.open(config.weights_address)

@@ -25,7 +25,6 @@ from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import adapter_files, checkpoint, journal
 from peralta_zmq.trainer.run_folder import run_id_of
-from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
@@ -241,4 +240,4 @@ def _published(config: Config) -> dict[int, str]:
 
 
 def _open_store(config: Config) -> WeightStore:
-    return WeightStore(open_backend(config.weights_address))
+    return WeightStore.open(config.weights_address)

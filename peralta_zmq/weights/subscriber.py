@@ -104,21 +104,18 @@ class WeightSubscriber:
             self._changed.notify_all()
         self._wake.set()  # a newer version may have waited for this
 
-    def reject(self) -> None:
-        """Quarantine the version polled last, so that the newest other version is offered."""
-        with self._changed:
-            assert self._polled is not None
-            self._store.quarantine(self._polled.version)
-            self._polled = None
-            self._changed.notify_all()
-        self._wake.set()
+    def reject(self, version: Version) -> None:
+        """Quarantine the polled or the accepted version, so that the newest other one is offered.
 
-    def reject_accepted(self) -> None:
-        """Quarantine the accepted version, because it failed in use; see `reject`."""
+        An accepted version is rejected when it fails in use.
+        """
+        self._store.quarantine(version)
         with self._changed:
-            assert self._accepted is not None
-            self._store.quarantine(self._accepted)
-            self._accepted = None
+            if self._polled and self._polled.version is version:
+                self._polled = None
+            elif self._accepted is version:
+                self._accepted = None
+            self._changed.notify_all()
         self._wake.set()
 
     def close(self) -> None:

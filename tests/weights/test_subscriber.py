@@ -181,8 +181,7 @@ def test_rejected_version_is_not_offered_again(store: WeightStore, subscribe: Op
     first = publish(store, 0)
     assert accepts(subscriber, first)
     publish(store, 1, base=first)
-    pending(subscriber)
-    subscriber.reject()
+    subscriber.reject(pending(subscriber).version)
     assert subscriber.poll(timeout=0.3) is None
     assert accepts(subscriber, publish(store, 2))
 
@@ -193,8 +192,9 @@ def test_rejecting_the_accepted_version_offers_the_one_before(
     first = publish(store, 0)
     second = publish(store, 1)
     subscriber = subscribe()
-    assert accepts(subscriber, second)
-    subscriber.reject_accepted()
+    newest = accepted(subscriber)
+    assert newest.number == second.number
+    subscriber.reject(newest)
     assert accepts(subscriber, first)
 
 
@@ -202,10 +202,11 @@ def test_rejecting_the_accepted_version_keeps_the_polled_one(
     store: WeightStore, subscribe: Opener
 ) -> None:
     subscriber = subscribe()
-    assert accepts(subscriber, publish(store, 0))
+    publish(store, 0)
+    first = accepted(subscriber)
     second = publish(store, 1)
     weights = pending(subscriber)
-    subscriber.reject_accepted()
+    subscriber.reject(first)
     assert subscriber.poll() is weights
     assert accepts(subscriber, second)
 
