@@ -14,8 +14,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -126,21 +125,14 @@ class Verifier:
                 HTTPStatus.NOT_FOUND, f"no problem {problem_id!r:.40} in {env!r:.40}"
             )
         problem, environments = self._problems[env, problem_id]
-        with self._locked_rewards():
-            try:
-                return {"reward": environments.reward(problem, completion)}
-            except PeraltaError as error:
-                raise _RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
-
-    @contextmanager
-    def _locked_rewards(self) -> Generator[None]:
-        """Exclusive use of the reward functions. Raises 503, after which the client retries."""
         if not self._reward_lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
-            raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")
+            raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")  # the client retries
         try:
             if self._closed:
                 raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "stopped")
-            yield
+            return {"reward": environments.reward(problem, completion)}
+        except PeraltaError as error:
+            raise _RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
         finally:
             self._reward_lock.release()
 

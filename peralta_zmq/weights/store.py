@@ -133,10 +133,9 @@ class WeightStore:
         StoreError if the backend is missing, full or read-only; nothing partial remains.
         """
         try:
-            number, fields = self._next_version(step, tensors, companions)
+            fields = {**(about or {}), **self._next_version(step, tensors, companions)}
             failpoint("publish.identity")
-            fields = {**(about or {}), **fields}
-            version = self._write(number, fields, tensors, companions, base, stream)
+            version = self._write(fields, tensors, companions, base, stream)
         except OSError as error:
             reason = error.strerror or str(error)
             raise StoreError(f"cannot publish step {step} to {self.address}: {reason}") from None
@@ -145,8 +144,8 @@ class WeightStore:
 
     def _next_version(
         self, step: int, tensors: Mapping[str, torch.Tensor], companions: Mapping[str, bytes]
-    ) -> tuple[int, dict[str, Any]]:
-        """The number of the next version, and the manifest fields of all versions."""
+    ) -> dict[str, Any]:
+        """The manifest fields of the next version that keyframes and deltas have."""
         if (run_id := self.run_id) is None:  # e.g. an empty mount point
             raise OSError(f"{RUN_FILE} is gone; is it mounted?")
         specs = sets.specs_of(tensors)
@@ -154,14 +153,13 @@ class WeightStore:
         if free < needed:
             raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
         number = max([step, *(used + 1 for used in self.numbers())])
-        return number, {
+        return {
             "format": FORMAT, "run_id": run_id, "number": number, "step": step,
             "model": sets.fingerprint(specs), "tokenizer": _tokenizer_hash(companions),
         }  # fmt: skip
 
     def _write(
         self,
-        number: int,
         fields: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         companions: Mapping[str, bytes],
@@ -170,7 +168,7 @@ class WeightStore:
     ) -> Version:
         checksums: dict[str, int] = {}  # filled while the weights are written
         specs = sets.specs_of(tensors)
-        name = folder_name(number)
+        name = folder_name(fields["number"])
 
         def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
             def about() -> dict[str, Any]:
