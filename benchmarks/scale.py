@@ -40,6 +40,7 @@ from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
+from peralta_zmq.wire.validation import encode_fields
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4
@@ -189,7 +190,7 @@ def trainer(settings: dict[str, Any]) -> None:
         result = {
             **measurement.summary(count),
             "memory": own_bytes(os.getpid()),
-            "announcement": len(wire.encode_announcement(publisher.announcement)),
+            "announcement": len(encode_fields(publisher.announcement)),
         }
     sys.stdout.write(json.dumps(result) + "\n")
 

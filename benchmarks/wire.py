@@ -161,7 +161,9 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
     parts: dict[str, Callable[[], object]] = {
         "unpack": lambda: validation.unpack(frame),
         "envelope": lambda: messages._read_fields(message, frame),  # pyright: ignore[reportPrivateUsage]
-        "rollouts": lambda: decode_rollouts(group.policy_step, VOCAB_SIZE, *columns),
+        "rollouts": lambda: decode_rollouts(
+            columns, policy_step=group.policy_step, vocab_size=VOCAB_SIZE
+        ),
     }
 
     def microseconds(part: Callable[[], object]) -> float:

@@ -19,12 +19,9 @@ from peralta_zmq.wire.announcements import (
     Announcement,
     AnnouncementPublisher,
     AnnouncementSubscriber,
-    decode_announcement,
-    encode_announcement,
 )
 from peralta_zmq.wire.auth import (
     CurveAuthenticator,
-    GeneratorKeys,
     accepts_connection,
     generator_keys,
 )
@@ -32,8 +29,6 @@ from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
     GeneratorStatusReceiver,
     GeneratorStatusSender,
-    decode_generator_status,
-    encode_generator_status,
 )
 from peralta_zmq.wire.messages import decode_group, encode_group
 from peralta_zmq.wire.outbox import Outbox
@@ -50,7 +45,6 @@ __all__ = [
     "AnnouncementPublisher",
     "AnnouncementSubscriber",
     "CurveAuthenticator",
-    "GeneratorKeys",
     "GeneratorStatus",
     "GeneratorStatusReceiver",
     "GeneratorStatusSender",
@@ -61,11 +55,7 @@ __all__ = [
     "RolloutReceiver",
     "RolloutSender",
     "accepts_connection",
-    "decode_announcement",
-    "decode_generator_status",
     "decode_group",
-    "encode_announcement",
-    "encode_generator_status",
     "encode_group",
     "generator_keys",
     "next_port",

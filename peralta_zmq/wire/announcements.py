@@ -19,7 +19,6 @@ from peralta_zmq.wire.validation import decode_fields, encode_fields
 
 ANNOUNCE_SECONDS = 1.0
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; with 4,096 senders of the longest names it has 2.7 million
-MAX_SENDERS = 1 << 14  # in one announcement
 MAX_BITS = 1 << 19  # problems of a bit field
 logger = logging.getLogger(__name__)
 
@@ -56,19 +55,14 @@ class Announcement:
     """Bit field of the held-out examples that need no further answer in this evaluation."""
 
 
-def encode_announcement(announcement: Announcement) -> bytes:
-    """One announcement as one msgpack map."""
-    return encode_fields(announcement)
-
-
 def decode_announcement(frame: bytes) -> Announcement:
-    """The announcement in a frame; unknown fields are ignored.
+    """The announcement in a frame of `encode_fields`; unknown fields are ignored.
 
     Raises WireError if it is too large, `run_id` is missing or a field has a wrong type.
     """
     if len(frame) > MAX_ANNOUNCEMENT:
         raise WireError(f"announcement of {len(frame)} bytes")
-    return decode_fields(frame, Announcement, _check, max_map_len=MAX_SENDERS)
+    return decode_fields(frame, Announcement, _check, max_map_len=1 << 14)
 
 
 def _check(announcement: Announcement) -> None:
@@ -87,22 +81,21 @@ class AnnouncementPublisher:
         self._changed = threading.Condition()
         self._newest: bytes | None = None  # guarded by _changed, as the following
         self._is_new = self._closed = False
-        self._linger_seconds = 0.0
         self._socket, self.address = open_server(zmq.PUB, address, authenticator)
         self._thread = threading.Thread(target=self._work, name="announcements", daemon=True)
         self._thread.start()
 
     def publish(self, announcement: Announcement) -> None:
         """Replace the announcement and publish it now; never blocks."""
-        frame = encode_announcement(announcement)
+        frame = encode_fields(announcement)
         with self._changed:
             self._newest, self._is_new = frame, True
             self._changed.notify()
 
-    def close(self, linger_seconds: float = 0.5) -> None:
-        """Publish the last announcement once more and close after up to `linger_seconds`."""
+    def close(self) -> None:
+        """Publish the last announcement once more and close; returns before it is delivered."""
         with self._changed:
-            self._closed, self._linger_seconds = True, linger_seconds
+            self._closed = True
             self._changed.notify()
         self._thread.join()
 
@@ -114,7 +107,7 @@ class AnnouncementPublisher:
                 frame, closed, self._is_new = self._newest, self._closed, False
             if frame is not None:
                 self._socket.send(frame)  # PUB drops messages, it never blocks
-        self._socket.close(linger=int(self._linger_seconds * 1000))
+        self._socket.close(linger=500)  # milliseconds, in the background
 
 
 class AnnouncementSubscriber:

@@ -30,10 +30,10 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
 DOMAIN = b"peralta"
-POLL_SECONDS = 0.2  # until a closed authenticator ends
-READ_SECONDS = 1.0  # between two reads of the key folder, however many clients connect
-HANDSHAKE_SECONDS = 5.0  # until libzmq disconnects a client without an answer from ZAP
-# A client reports a wrong server key after this time and number of disconnected handshakes.
+POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
+READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
+HANDSHAKE_SECONDS = 5.0  # after this time without a ZAP reply libzmq disconnects the client
+# A client reports a wrong server key after this many seconds and disconnected handshakes.
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -59,11 +59,6 @@ class GeneratorKeys:
     name: str
     secret: bytes
     trainer: bytes  # public key of the trainer
-
-    @property
-    def public(self) -> bytes:
-        """The public key that belongs to `secret`."""
-        return zmq.curve_public(self.secret)
 
 
 def make_keys(folder: Path, name: str) -> bool:
@@ -186,7 +181,8 @@ class CurveAuthenticator:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.refused, self._num_unknown = 0, 0  # clients; those with an unknown key
+        self.refused = 0  # clients
+        self._logged_unknown = False
         self._secret = trainer_secret(folder)
         self._folder = folder
         self._names: dict[bytes, str] | None = known_generators(folder)  # None = unreadable
@@ -219,7 +215,7 @@ class CurveAuthenticator:
         server.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def close(self) -> None:
-        """Accept no client any more."""
+        """Stop; from now on every new client is refused."""
         self._closed.set()
         self._thread.join(timeout=2.0)  # a read in a dead mount can block it
 
@@ -248,11 +244,9 @@ class CurveAuthenticator:
         self.refused += 1
         if names is None:
             return None
-        self._num_unknown += 1
-        logger.log(
-            logging.WARNING if self._num_unknown == 1 else logging.DEBUG,
-            "client refused: reason=unknown_key address=%s", address.decode(errors="replace"),
-        )  # fmt: skip
+        level = logging.DEBUG if self._logged_unknown else logging.WARNING
+        self._logged_unknown = True
+        logger.log(level, "client refused: reason=unknown_key address=%s", address.decode("ascii"))
         return [version, number, b"400", b"unknown key", b"", b""]
 
     def _known_names(self) -> dict[bytes, str] | None:
@@ -274,7 +268,7 @@ def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
     if keys is not None:
         client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
         client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        client.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        client.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
 
 
 class HandshakeMonitor:
@@ -338,18 +332,16 @@ class HandshakeMonitor:
         it during the handshake. A trainer that is down, stopped or suspended is waited for.
         """
         now = time.monotonic()  # failures during the probe count the next time
-        if self._keys is None or not accepts_connection(
-            self._address, timeout=0.5, greeting=b"\xff"
-        ):
+        is_up = accepts_connection(self._address, timeout=0.5, greeting=b"\xff")
+        if self._keys is None or not is_up:
             self._failures = 0
             return None
         if not self._failures:
             failures, self._first_failure = 1, now  # the time of earlier ones is unknown
         self._failures += failures
         elapsed = now - self._first_failure
-        if self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
-            return None
-        if elapsed / self._failures > HANDSHAKE_SECONDS / 2:  # it cannot read its key folder
+        is_slow = elapsed / self._failures > HANDSHAKE_SECONDS / 2  # it cannot read its key folder
+        if is_slow or self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
             return None
         return (
             f"the trainer at {self._address} closes every connection: trainer.public is not its "

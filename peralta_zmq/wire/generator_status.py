@@ -15,25 +15,14 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
+from peralta_zmq.wire import validation
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
-from peralta_zmq.wire.validation import (
-    check_facts,
-    check_incarnation,
-    check_name,
-    check_owner,
-    decode_fields,
-    encode_fields,
-)
 
 STATUS_SECONDS = 2.0
 MAX_SENDERS = 4096  # remembered; the one without a message for longest is forgotten first
 MAX_AT_ONCE = 1000  # messages read in one call
 MAX_STATUS = 1 << 16  # bytes; a queue of them waits while the trainer computes
-COUNTERS = (
-    "made", "lost", "resent", "unjudged", "step", "tokens_per_s", "blocked_frac", "queue_frac",
-    "reload_s",
-)  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
@@ -64,26 +53,20 @@ class GeneratorStatus:
         return sender_of(self.generator_id, self.incarnation)
 
 
-def encode_generator_status(status: GeneratorStatus) -> bytes:
-    """One status as one msgpack map."""
-    return encode_fields(status)
-
-
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
-    """The status in a frame; unknown fields are ignored.
+    """The status in a frame of `encode_fields`; unknown fields are ignored.
 
     Raises WireError if an identity is missing, a field has a wrong type or a number is invalid.
     """
-    return decode_fields(frame, GeneratorStatus, _check)
+    return validation.decode_fields(frame, GeneratorStatus, _check)
 
 
 def _check(status: GeneratorStatus) -> None:
-    check_name(status.generator_id)
-    check_incarnation(status.incarnation)
-    for name in COUNTERS:
-        if not 0 <= getattr(status, name) < math.inf:  # false for NaN, too
-            raise ValueError(f"{name} is negative or not finite")
-    check_facts(status.worker_info)
+    validation.check_identity(status.generator_id, status.incarnation)
+    for name, value in validation.fields_of(status).items():
+        if type(value) in (int, float) and not 0 <= value < math.inf:  # a NaN is refused, too
+            raise ValueError(f"{name} {value} is negative or not finite")
+    validation.check_facts(status.worker_info)
 
 
 class GeneratorStatusSender:
@@ -107,7 +90,7 @@ class GeneratorStatusSender:
     def send(self, status: GeneratorStatus) -> None:
         """Send now."""
         self._due = time.monotonic() + STATUS_SECONDS
-        self._socket.send(encode_generator_status(status))
+        self._socket.send(validation.encode_fields(status))
 
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close after sending the last status for up to `linger_seconds`."""
@@ -158,7 +141,8 @@ class GeneratorStatusReceiver:
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)
-        check_owner(status.generator_id, str(frames[0]["User-Id"]) if self._has_keys else None)
+        owner = str(frames[0]["User-Id"]) if self._has_keys else None
+        validation.check_owner(status.generator_id, owner)
         if status.run_id != self._run_id:
             raise WireError(f"generator status of another run, {status.run_id[:40]!a}")
         self.latest.pop(status.sender, None)

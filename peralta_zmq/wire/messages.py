@@ -21,14 +21,14 @@ A prompt that all rollouts share is sent once. Values that are constant on conte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
 from struct import Struct, pack
 from struct import error as StructError
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, cast, overload
 
 import msgpack
 import numpy as np
@@ -42,6 +42,7 @@ from peralta_zmq.wire import validation
 FORMAT = 3
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))
+MAX_SAMPLE_INDEX = 2**53
 CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by their own CRC-32
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 NO_STEP = pack("<i", -1)
@@ -55,7 +56,6 @@ COLUMNS = {
     "policy_steps": bytes, "rewards": bytes, "reward_names": str, "reward_values": bytes,
     "finish_reasons": bytes,
 }  # fmt: skip
-TEXTS = ("run_id", "generator_id", "problem_id", "task", "weights_id", "reward_names")
 SCHEMA = validation.Schema(
     {**ENVELOPE, **COLUMNS, "format": int, "crc32": bytes}, sample_index=-1, evaluation_step=-1
 )
@@ -63,17 +63,6 @@ _envelope_of = attrgetter(*ENVELOPE)
 
 
 # Encoding.
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """The arrays of all rollouts, cut into pieces."""
-
-    turns: list[int] = field(default_factory=list[int])
-    spans: list[int] = field(default_factory=list[int])
-    tokens: list[bytes] = field(default_factory=list[bytes])  # one for each rollout
-    logprobs: list[bytes] = field(default_factory=list[bytes])  # one for each turn
-    policy_steps: list[bytes] = field(default_factory=list[bytes])  # one for each turn
 
 
 def encode_group(group: RolloutGroup) -> bytes:
@@ -91,63 +80,61 @@ def _encode(group: RolloutGroup) -> bytes:
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
-    validation.check_envelope(
-        group.generator_id, group.incarnation, group.sequence, group.policy_step,
-        group.min_sequence, group.sample_index, group.evaluation_step,
-    )  # fmt: skip
+    envelope = _envelope_of(group)
+    _check_envelope(envelope)
     validation.check_rewards(group.rewards)
-    buffers = _buffers_of(rollouts)
-    prompt = _shared_prompt(buffers)
-    names = _reward_names(rollouts)
-    message: dict[str, Any] = dict(zip(ENVELOPE, _envelope_of(group), strict=True))
+    turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
+    tokens = [_bytes(rollout.token_ids, INT) for rollout in rollouts]
+    prompt = tokens[0][: 4 * spans[0]]
+    if not all([content.startswith(prompt) for content in tokens]):
+        prompt = b""
+    reward_names, reward_values = _encode_named_rewards(rollouts)
+    message: dict[str, Any] = dict(zip(ENVELOPE, envelope, strict=True))
     message |= {
         "format": FORMAT,
-        "turns": pack(f"<{len(rollouts)}H", *buffers.turns),
-        "spans": pack(f"<{len(buffers.spans)}I", *buffers.spans),
+        "turns": pack(f"<{len(turns)}H", *turns),
+        "spans": pack(f"<{len(spans)}I", *spans),
         "prompt": prompt,
-        "tokens": b"".join([tokens[len(prompt) :] for tokens in buffers.tokens]),
-        "logprobs": b"".join(buffers.logprobs),
-        "policy_steps": _encode_runs(b"".join(buffers.policy_steps), group.policy_step),
+        "tokens": b"".join([content[len(prompt) :] for content in tokens]),
+        "logprobs": logprobs,
+        "policy_steps": _encode_runs(policy_steps, group.policy_step),
         "rewards": pack(f"<{len(rollouts)}d", *group.rewards),
-        "reward_names": "".join([f"{name}\0" for name in names]),
-        "reward_values": _encode_named_rewards(rollouts, names) if names else b"",
+        "reward_names": reward_names,
+        "reward_values": reward_values,
         "finish_reasons": bytes([FINISH_REASONS.index(each.finish_reason) for each in rollouts]),
         "crc32": bytes(4),
     }
     frame = cast(bytes, msgpack.packb(message))[:-4]
-    _check_size(message, num_bytes=len(frame) + 4, num_tokens=sum(buffers.spans))
+    _check_size(message, num_bytes=len(frame) + 4, num_tokens=sum(spans))
     return frame + pack("<I", crc32(frame))
 
 
-def _buffers_of(rollouts: Sequence[Rollout]) -> _Buffers:
-    buffers = _Buffers()
+def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
+    """The columns `turns` and `spans`, and logprobs and policy steps of all generated tokens."""
+    turns: list[int] = []
+    spans: list[int] = []
+    all_logprobs: list[bytes] = []
+    all_policy_steps: list[bytes] = []
     for rollout in rollouts:
-        mask, first_span = rollout.loss_mask.tobytes(), len(buffers.spans)
+        mask, first_span = rollout.loss_mask.tobytes(), len(spans)
         logprobs = _bytes(rollout.logprobs, FLOAT)
         policy_steps = _bytes(rollout.policy_steps, INT)
         end, length = 0, len(mask)
         while end < length:
             start = mask.find(1, end) % (length + 1)  # -1 (not found) becomes the end
             stop = mask.find(0, start) % (length + 1)
-            buffers.spans += (start - end, stop - start)
-            buffers.logprobs.append(logprobs[4 * start : 4 * stop])
-            buffers.policy_steps.append(policy_steps[4 * start : 4 * stop])
+            spans += (start - end, stop - start)
+            all_logprobs.append(logprobs[4 * start : 4 * stop])
+            all_policy_steps.append(policy_steps[4 * start : 4 * stop])
             end = stop
-        if not (buffers.spans[first_span] and buffers.spans[first_span + 1]):
+        if not (spans[first_span] and spans[first_span + 1]):
             raise ValueError("a rollout without prompt or completion")
-        buffers.turns.append((len(buffers.spans) - first_span) // 2)
-        buffers.tokens.append(_bytes(rollout.token_ids, INT))
-    return buffers
+        turns.append((len(spans) - first_span) // 2)
+    return turns, spans, b"".join(all_logprobs), b"".join(all_policy_steps)
 
 
 def _bytes(array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
-
-
-def _shared_prompt(buffers: _Buffers) -> bytes:
-    """The first context span of the first rollout, if all rollouts begin with the same tokens."""
-    prompt = buffers.tokens[0][: 4 * buffers.spans[0]]
-    return prompt if all([tokens.startswith(prompt) for tokens in buffers.tokens]) else b""
 
 
 def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
@@ -161,18 +148,17 @@ def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
     return pack(f"<{runs.size}I", *runs.ravel().tolist())
 
 
-def _reward_names(rollouts: Sequence[Rollout]) -> list[str]:
-    names = list(dict.fromkeys([name for rollout in rollouts for name in rollout.rewards]))
+def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
+    """The columns `reward_names` and `reward_values`."""
+    names = dict.fromkeys([name for rollout in rollouts for name in rollout.rewards])
+    if not names:
+        return "", b""
     if any("\0" in name for name in names):
         raise ValueError("the name of a reward contains NUL")
-    return names
-
-
-def _encode_named_rewards(rollouts: Sequence[Rollout], names: Sequence[str]) -> bytes:
     for rollout in rollouts:
         validation.check_rewards(tuple(rollout.rewards.values()))
     values = [rollout.rewards.get(name, math.nan) for rollout in rollouts for name in names]
-    return pack(f"<{len(values)}d", *values)
+    return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
 
 def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> None:
@@ -188,17 +174,31 @@ def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> 
         )
     if len(message["reward_values"]) > 8 * validation.MAX_VALUES:
         raise ValueError(f"more than {validation.MAX_VALUES} named rewards")
-    for name in TEXTS:  # a character has four bytes at most
-        text, limit = message[name], validation.MAX_TEXT
-        if 4 * len(text) > limit and len(text.encode()) > limit:
-            raise ValueError(f"{name} is longer than {limit} bytes; shorten it")
+    for name, value in message.items():
+        if type(value) is str and len(value.encode()) > validation.MAX_TEXT:
+            raise ValueError(f"{name} is longer than {validation.MAX_TEXT} bytes; shorten it")
+
+
+def _check_envelope(envelope: tuple[Any, ...]) -> None:
+    """Raise ValueError for a value of ENVELOPE out of bounds."""
+    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
+    min_sequence, sample_index, evaluation_step = last
+    validation.check_identity(generator_id, incarnation)
+    if not 0 <= min_sequence <= sequence:
+        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
+    if not 0 <= policy_step <= validation.MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    if not (
+        -1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= validation.MAX_STEP
+    ):
+        raise ValueError("sample_index or evaluation_step out of bounds")
 
 
 # Decoding.
 
 
 class InvalidGroupError(WireError):
-    """A sound envelope with invalid rollouts; `group` is the group without rollouts."""
+    """A valid envelope with invalid rollouts; `group` is the group without rollouts."""
 
     def __init__(self, reason: str, group: RolloutGroup) -> None:
         super().__init__(reason)
@@ -219,16 +219,13 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         envelope, columns = _read_fields(message, frame)
     except MALFORMED as error:
         raise WireError(_malformed(error)) from None
-    identity, (min_sequence, sample_index, evaluation_step) = envelope[:8], envelope[8:]
+    identity, acceptance = envelope[:8], envelope[8:]  # the fields before and after `rollouts`
     try:
-        rollouts = _decode_rollouts(message["policy_step"], vocab_size, *columns)
+        rollouts = _decode_rollouts(columns, policy_step=envelope[6], vocab_size=vocab_size)
     except MALFORMED as error:
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
+        group = RolloutGroup(*identity, rollouts=(), min_sequence=envelope[8])
         raise InvalidGroupError(_malformed(error), group) from None
-    return RolloutGroup(
-        *identity, rollouts=rollouts, min_sequence=min_sequence, sample_index=sample_index,
-        evaluation_step=evaluation_step, summary=rollouts.summary,
-    )  # fmt: skip
+    return RolloutGroup(*identity, rollouts, *acceptance, rollouts.summary)
 
 
 def _malformed(error: Exception) -> str:
@@ -242,55 +239,44 @@ def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...]
     values = SCHEMA.read(message)
     if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
-    _, generator_id, incarnation, sequence, _, _, policy_step, _, *rest = values[:11]
-    validation.check_envelope(generator_id, incarnation, sequence, policy_step, *rest)
-    return values[:11], values[11:-2]
+    envelope, columns = values[:11], values[11:-2]
+    _check_envelope(envelope)
+    return envelope, columns
 
 
-def _unpacker(letter: str) -> Callable[[int], Callable[[bytes], tuple[Any, ...]]]:
-    """A function from a count to the unpacker of a buffer of `count` numbers."""
-
-    @lru_cache(maxsize=256)  # halves the cost of a count that was seen before
-    def unpack_count(count: int) -> Callable[[bytes], tuple[Any, ...]]:
-        return Struct(f"<{count}{letter}").unpack
-
-    return unpack_count
-
-
-_unpack_u2, _unpack_u4, _unpack_f8 = map(_unpacker, "HId")
+@lru_cache(maxsize=1024)  # halves the cost of a count that was seen before
+def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
+    """The function that unpacks exactly `count` numbers of a type of `struct`."""
+    return Struct(f"<{count}{letter}").unpack
 
 
 def _decode_rollouts(
-    policy_step: int, vocab_size: int, turn_bytes: bytes, span_bytes: bytes, prompt: bytes,
-    tokens: bytes, logprobs: bytes, run_bytes: bytes, reward_bytes: bytes, reward_names: str,
-    reward_values: bytes, finish_reasons: bytes,
-) -> LazyRollouts:  # fmt: skip
-    if max(len(turn_bytes) >> 1, len(span_bytes) >> 3) > validation.MAX_COUNT:
+    columns: tuple[Any, ...], *, policy_step: int, vocab_size: int
+) -> LazyRollouts:
+    turns, spans, prompt, tokens, logprobs, runs, rewards, names, values, finish_reasons = columns
+    if max(len(turns) >> 1, len(spans) >> 3) > validation.MAX_COUNT:
         raise ValueError(f"more than {validation.MAX_COUNT} rollouts or turns")
-    turns = _unpack_u2(len(turn_bytes) >> 1)(turn_bytes)
-    spans = _unpack_u4(len(span_bytes) >> 2)(span_bytes)
+    turns = _unpacker(len(turns) >> 1, "H")(turns)
+    spans = _unpacker(len(spans) >> 2, "I")(spans)
     validation.check_lengths(turns, spans, prompt, tokens, logprobs)
     validation.check_tokens(prompt + tokens, vocab_size)
     validation.check_logprobs(logprobs)
-    rewards = _unpack_f8(len(turns))(reward_bytes)
+    rewards = _unpacker(len(turns), "d")(rewards)
     validation.check_rewards(rewards)
     if len(finish_reasons) != len(rewards) or finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
-    named: list[dict[str, float]] = []
-    if reward_names or reward_values:
-        named = _decode_named_rewards(reward_names, reward_values, len(rewards))
-    runs = _decode_runs(run_bytes, policy_step, len(logprobs))
+    named = _decode_named_rewards(names, values, len(rewards)) if names or values else []
+    runs = _decode_runs(runs, policy_step, len(logprobs))
     return LazyRollouts(
-        _Columns(turns, spans, prompt, tokens, logprobs, policy_step, runs, rewards, named,
-                 finish_reasons)
-    )  # fmt: skip
+        turns, spans, prompt, tokens, logprobs, policy_step, runs, rewards, named, finish_reasons
+    )
 
 
 def _decode_runs(content: bytes, policy_step: int, num_bytes: int) -> tuple[int, ...]:
     """Policy steps above `policy_step`, each followed by its number of generated tokens."""
     if len(content) > 8 * validation.MAX_COUNT:
         raise ValueError(f"more than {validation.MAX_COUNT} changes of the policy step")
-    runs = _unpack_u4(len(content) >> 2)(content)
+    runs = _unpacker(len(content) >> 2, "I")(content)
     if len(runs) % 2 or 4 * sum(runs[1::2]) != num_bytes:
         raise ValueError("policy steps and spans of unequal length")
     if policy_step + max(runs[::2]) > validation.MAX_STEP:
@@ -303,7 +289,7 @@ def _decode_named_rewards(text: str, values: bytes, count: int) -> list[dict[str
     *names, rest = text.split("\0")
     if count * len(names) > validation.MAX_VALUES:
         raise ValueError(f"more than {validation.MAX_VALUES} named rewards")
-    numbers = iter(_unpack_f8(count * len(names))(values))
+    numbers = iter(_unpacker(count * len(names), "d")(values))
     if rest:
         raise ValueError("the last reward name does not end with NUL")
     named = [
@@ -315,8 +301,13 @@ def _decode_named_rewards(text: str, values: bytes, count: int) -> list[dict[str
     return named
 
 
-class _Columns(NamedTuple):
-    """The validated columns of a group."""
+@dataclass(slots=True, eq=False)
+class LazyRollouts(Sequence[Rollout]):
+    """The rollouts of a received group, built from its validated columns on first access.
+
+    Admission needs only the rewards and policy steps, so the socket is emptied sooner and the
+    rollouts of a dropped group are never built.
+    """
 
     turns: tuple[int, ...]
     spans: tuple[int, ...]
@@ -326,31 +317,17 @@ class _Columns(NamedTuple):
     policy_step: int
     runs: tuple[int, ...]  # policy step minus `policy_step`, then the number of tokens
     rewards: tuple[float, ...]
-    named: list[dict[str, float]]  # empty when no reward has a name
+    named_rewards: list[dict[str, float]]  # empty when no reward has a name
     finish_reasons: bytes
-
-
-class LazyRollouts(Sequence[Rollout]):
-    """The rollouts of a received group, built from its columns on first access.
-
-    Admission needs only the rewards and policy steps, so the socket is emptied sooner and the
-    rollouts of a dropped group are never built.
-    """
-
-    __slots__ = ("_columns", "_rollouts")
-
-    def __init__(self, columns: _Columns) -> None:
-        self._columns = columns
-        self._rollouts: tuple[Rollout, ...] | None = None
+    _rollouts: tuple[Rollout, ...] | None = None
 
     @property
     def summary(self) -> tuple[tuple[float, ...], int]:
-        """Rewards and newest policy step, as RolloutGroup takes them."""
-        columns = self._columns
-        return columns.rewards, columns.policy_step + max(columns.runs[::2])
+        """Rewards and newest policy step, the argument `summary` of RolloutGroup."""
+        return self.rewards, self.policy_step + max(self.runs[::2])
 
     def __len__(self) -> int:
-        return len(self._columns.turns)
+        return len(self.turns)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
@@ -358,53 +335,40 @@ class LazyRollouts(Sequence[Rollout]):
     def __getitem__(self, index: slice) -> tuple[Rollout, ...]: ...
     def __getitem__(self, index: int | slice) -> Rollout | tuple[Rollout, ...]:
         if self._rollouts is None:
-            self._rollouts = tuple(_build_rollouts(self._columns))
+            self._rollouts = _build_rollouts(self)
         return self._rollouts[index]
 
 
-def _build_rollouts(columns: _Columns) -> Iterator[Rollout]:
-    tokens, masks, logprobs, steps, offsets = _join(columns)
-    named = columns.named or [{} for _ in columns.turns]
-    for start, end, reward, reason, rewards in zip(
-        offsets[:-1], offsets[1:], columns.rewards, columns.finish_reasons, named, strict=True
-    ):
-        yield Rollout(
-            tokens[start:end], masks[start:end], logprobs[start:end], steps[start:end],
-            reward, FINISH_REASONS[reason], rewards,
-        )  # fmt: skip
-
-
-def _join(
-    columns: _Columns,
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32], list[int]]:
-    """The arrays of all rollouts concatenated, and the offset of each rollout in them."""
+def _build_rollouts(columns: LazyRollouts) -> tuple[Rollout, ...]:
+    """The rollouts as slices of the concatenated arrays of all rollouts."""
     runs = zip(columns.runs[::2], columns.runs[1::2], strict=True)
     generated_steps = b"".join(
         [pack("<i", columns.policy_step + above) * count for above, count in runs]
     )
-    tokens: list[bytes] = []
-    masks: list[bytes] = []
-    logprobs: list[bytes] = []
-    steps: list[bytes] = []
-    offsets = [0]
+    token_pieces: list[bytes] = []
+    mask_pieces: list[bytes] = []
+    logprob_pieces: list[bytes] = []
+    step_pieces: list[bytes] = []
+    slices: list[slice] = []  # of each rollout in the concatenated arrays
     spans = zip(columns.spans[::2], columns.spans[1::2], strict=True)
     generated_at = tokens_at = end = 0  # positions: bytes of the columns, tokens of the result
     for num_turns in columns.turns:
         start = end
         for context, generated in islice(spans, num_turns):
             stop = generated_at + 4 * generated
-            masks += (bytes(context), b"\1" * generated)
-            logprobs += (bytes(4 * context), columns.logprobs[generated_at:stop])
-            steps += (NO_STEP * context, generated_steps[generated_at:stop])
+            mask_pieces += (bytes(context), b"\1" * generated)
+            logprob_pieces += (bytes(4 * context), columns.logprobs[generated_at:stop])
+            step_pieces += (NO_STEP * context, generated_steps[generated_at:stop])
             generated_at, end = stop, end + context + generated
         stop = tokens_at + 4 * (end - start) - len(columns.prompt)
-        tokens += (columns.prompt, columns.tokens[tokens_at:stop])
+        token_pieces += (columns.prompt, columns.tokens[tokens_at:stop])
         tokens_at = stop
-        offsets.append(end)
-    return (
-        np.frombuffer(b"".join(tokens), INT).astype(np.int32, copy=False),
-        np.frombuffer(b"".join(masks), np.bool_),
-        np.frombuffer(b"".join(logprobs), FLOAT).astype(np.float32, copy=False),
-        np.frombuffer(b"".join(steps), INT).astype(np.int32, copy=False),
-        offsets,
-    )
+        slices.append(slice(start, end))
+    tokens = np.frombuffer(b"".join(token_pieces), INT).astype(np.int32, copy=False)
+    mask = np.frombuffer(b"".join(mask_pieces), np.bool_)
+    logprobs = np.frombuffer(b"".join(logprob_pieces), FLOAT).astype(np.float32, copy=False)
+    steps = np.frombuffer(b"".join(step_pieces), INT).astype(np.int32, copy=False)
+    named = columns.named_rewards or [{} for _ in slices]
+    reasons = [FINISH_REASONS[code] for code in columns.finish_reasons]
+    arrays = [(tokens[part], mask[part], logprobs[part], steps[part]) for part in slices]
+    return tuple(map(Rollout, *zip(*arrays, strict=True), columns.rewards, reasons, named))

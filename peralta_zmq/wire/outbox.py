@@ -6,8 +6,8 @@ import time
 
 from peralta_zmq.wire.announcements import Announcement
 
-RESEND_SECONDS = 2.0  # until an announcement can acknowledge groups that were sent again
-IDLE_SECONDS = 5.0  # a waiting trainer that received nothing for so long has lost groups
+RESEND_SECONDS = 2.0  # minimum interval of resending: an announcement must have time to arrive
+IDLE_SECONDS = 5.0  # a trainer that waits and receives nothing for this time has lost groups
 
 
 class Outbox:
@@ -44,7 +44,7 @@ class Outbox:
         return len(self._frames) + in_progress < self._limit
 
     def add(self, sequence: int, frame: bytes) -> int | None:
-        """Keep a frame; sequences ascend. Returns the oldest sequence if it was dropped for it."""
+        """Keep a frame; sequences ascend. Returns the sequence that a full outbox dropped."""
         dropped = None
         if len(self._frames) == self._limit:
             dropped = self.min_sequence
@@ -79,7 +79,7 @@ class Outbox:
         durable = announcement.durable.get(self.sender, -1)
         before = -1 if restarted else self._received  # a restart loses what was only received
         self._received = max(before, durable, announcement.received.get(self.sender, -1))
-        self._frames = {number: each for number, each in self._frames.items() if number > durable}
+        self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
 
     def _is_idle(self, announcement: Announcement) -> bool:
         """Whether this is a new announcement of a trainer that waits and receives nothing."""

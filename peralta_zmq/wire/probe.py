@@ -22,7 +22,7 @@ from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMo
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 from peralta_zmq.wire.validation import check_facts, decode_fields, encode_fields, unpack
 
-POLL_SECONDS = 0.2  # until a closed server ends, and between two checks for a refusal
+POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refusal
 MAX_REQUEST = 256 << 10  # bytes
 CHUNK = 64 << 10  # bytes of one request of a throughput measurement
 NUM_IN_FLIGHT = 8  # requests of a throughput measurement without a reply
@@ -56,13 +56,8 @@ def decode_probe_request(frame: bytes) -> ProbeRequest:
     return cast(ProbeRequest, request)
 
 
-def encode_probe_reply(reply: ProbeReply) -> bytes:
-    """A reply as one msgpack map."""
-    return encode_fields(reply)
-
-
 def decode_probe_reply(frame: bytes) -> ProbeReply:
-    """The reply in a frame; unknown fields are ignored.
+    """The reply in a frame of `encode_fields`; unknown fields are ignored.
 
     Raises WireError if `run` is missing or a field has a wrong type or is too long.
     """
@@ -76,7 +71,7 @@ def _check(reply: ProbeReply) -> None:
 
 
 class ProbeServer:
-    """Answers probes in a thread, so that it does while the trainer computes. Use with `closing`.
+    """Answers probes in a thread, also while the trainer computes. Use with `closing`.
 
     Each answer is `reply` with the time. `create_file` creates a file in the weights folder and
     returns its name; it may raise OSError.
@@ -118,7 +113,7 @@ class ProbeServer:
             return b""
         name, error = self._new_file() if request == "create_file" else ("", "")
         reply = replace(self.reply, time=time.time(), created_file=name, error=error)
-        return encode_probe_reply(reply)
+        return encode_fields(reply)
 
     def _new_file(self) -> tuple[str, str]:
         """The name of a new file, or an error."""
@@ -166,7 +161,7 @@ class ProbeClient:
         self._socket.close(linger=0)
 
     def _send(self, frame: bytes, deadline: float) -> None:
-        self._wait(zmq.POLLOUT, deadline)  # never comes if the connection was refused
+        self._wait(zmq.POLLOUT, deadline)  # a refused connection never becomes writable
         self._socket.send_multipart([b"", frame])
 
     def _receive(self, deadline: float) -> ProbeReply:

@@ -181,12 +181,17 @@ class RolloutReceiver:
 
         A group with invalid rollouts is returned without rollouts, so that it can be accounted for.
         """
-        message = self._receive_message(timeout)
-        if message is None:
+        self._timeout.set(timeout)  # half the cost of polling when the queue is often empty
+        try:
+            first = self._socket.recv(copy=False)  # a Frame has RCVMORE without a system call
+        except zmq.Again:
             return None
+        last, count = first, 1
+        while last.more:
+            last, count = self._socket.recv(copy=False), count + 1
         failpoint("wire.receive")
         try:
-            return self._check_message(*message)
+            return self._check_message(first, count)
         except WireError as error:
             self._refuse(error)
             return None
@@ -195,31 +200,15 @@ class RolloutReceiver:
         """Close at once; queued groups are lost."""
         self._socket.close(linger=0)
 
-    def _receive_message(self, timeout: float) -> tuple[bytes, int, str | None] | None:
-        """The first frame of a message, the number of frames and the owner of the sender's key."""
-        self._timeout.set(timeout)  # half the cost of polling when the queue is often empty
-        try:
-            frame = self._socket.recv(copy=False)  # a Frame has RCVMORE without a system call
-        except zmq.Again:
-            return None
-        owner = str(frame["User-Id"]) if self._has_keys else None
-        first, more, count = frame.bytes, frame.more, 1
-        while more:
-            more = self._socket.recv(copy=False).more
-            count += 1
-        return first, count, owner
-
-    def _check_message(
-        self, frame: bytes, count: int, owner: str | None
-    ) -> tuple[RolloutGroup, bytes]:
+    def _check_message(self, first: zmq.Frame, count: int) -> tuple[RolloutGroup, bytes]:
         if count > 1:
             raise WireError(f"{count} frames instead of one")
-        invalid = None
+        frame, invalid = first.bytes, None
         try:
             group = decode_group(frame, vocab_size=self._vocab_size)
         except InvalidGroupError as error:
             group, invalid = error.group, error
-        check_owner(group.generator_id, owner)
+        check_owner(group.generator_id, str(first["User-Id"]) if self._has_keys else None)
         if group.run_id != self._run_id:
             raise WireError(f"group of another run, {group.run_id[:40]!a}")
         if invalid is not None:

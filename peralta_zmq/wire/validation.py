@@ -30,7 +30,6 @@ MAX_TOKENS = 1 << 20  # a shared prompt could make a small message large
 MAX_COUNT = 1 << 12  # rollouts, turns, changes of the policy step
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
 MAX_STEP = 2**31 - 1
-MAX_SAMPLE_INDEX = 2**53
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
 
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
@@ -114,10 +113,14 @@ class Schema:
         return values
 
 
+def fields_of(message: Any) -> dict[str, Any]:
+    """The fields of a dataclass: name -> value."""
+    return {field.name: getattr(message, field.name) for field in fields(message)}
+
+
 def encode_fields(message: Any) -> bytes:
     """A dataclass of plain values as one msgpack map."""
-    values = {field.name: getattr(message, field.name) for field in fields(message)}
-    return cast(bytes, msgpack.packb(values))
+    return cast(bytes, msgpack.packb(fields_of(message)))
 
 
 def decode_fields(
@@ -164,14 +167,10 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
 # Names.
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for a generator name that is too long for announcements and file names."""
-    if len(name.encode()) > MAX_NAME:
+def check_identity(generator_id: str, incarnation: bytes) -> None:
+    """Raise ValueError for a name too long for file names, or an incarnation not of 8 bytes."""
+    if len(generator_id.encode()) > MAX_NAME:
         raise ValueError(f"generator name of more than {MAX_NAME} bytes; shorten it")
-
-
-def check_incarnation(incarnation: bytes) -> None:
-    """Raise ValueError unless it has 8 bytes."""
     if len(incarnation) != 8:
         raise ValueError(f"incarnation of {len(incarnation)} bytes instead of 8")
 
@@ -194,26 +193,6 @@ def check_facts(facts: dict[str, str]) -> None:
 
 
 # A group.
-
-
-def check_envelope(
-    generator_id: str,
-    incarnation: bytes,
-    sequence: int,
-    policy_step: int,
-    min_sequence: int,
-    sample_index: int,
-    evaluation_step: int,
-) -> None:
-    """Raise ValueError for an identity or a number out of bounds."""
-    check_name(generator_id)
-    check_incarnation(incarnation)
-    if not 0 <= min_sequence <= sequence:
-        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= policy_step <= MAX_STEP:
-        raise ValueError("policy step out of bounds")
-    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
-        raise ValueError("sample_index or evaluation_step out of bounds")
 
 
 def check_lengths(

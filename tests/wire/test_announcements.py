@@ -27,7 +27,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
-from peralta_zmq.wire import announcements
+from peralta_zmq.wire import announcements, validation
 
 
 def open_pair(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
@@ -95,18 +95,18 @@ def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscribe
 )  # fmt: skip
 def test_malformed_announcement_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        wire.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
+        announcements.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
 
 
 @pytest.mark.parametrize("message", [[1], None, {}])
 def test_message_that_is_no_announcement_is_refused(message: object) -> None:
     with pytest.raises(WireError):
-        wire.decode_announcement(msgpack.packb(message))
+        announcements.decode_announcement(msgpack.packb(message))
 
 
 def test_announcement_of_a_later_version_is_read() -> None:
     frame = msgpack.packb({"run_id": RUN, "step": 4, "added": "later"})
-    assert wire.decode_announcement(frame) == wire.Announcement(RUN, step=4)
+    assert announcements.decode_announcement(frame) == wire.Announcement(RUN, step=4)
 
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
@@ -116,12 +116,12 @@ def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
         "x" * 1024, received=senders, durable=senders, highest_received=senders,
         consumed=senders, excluded=bits, answered=bits,
     )  # fmt: skip
-    frame = wire.encode_announcement(announcement)
-    assert wire.decode_announcement(frame) == announcement
+    frame = validation.encode_fields(announcement)
+    assert announcements.decode_announcement(frame) == announcement
     spare = bytes(announcements.MAX_ANNOUNCEMENT - len(frame))
     larger = msgpack.packb({**msgpack.unpackb(frame), "added": spare})
     with pytest.raises(WireError, match=f"announcement of {len(larger)} bytes"):
-        wire.decode_announcement(larger)
+        announcements.decode_announcement(larger)
 
 
 def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
@@ -132,7 +132,7 @@ def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
     valid = wire.Announcement(RUN, step=1)
 
     def publish() -> wire.Announcement | None:
-        raw.send(wire.encode_announcement(valid))
+        raw.send(validation.encode_fields(valid))
         raw.send(b"\xc1")
         return subscriber.receive(timeout=0.1)
 

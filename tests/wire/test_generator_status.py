@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import generator_status, validation
+from peralta_zmq.wire import announcements, generator_status, validation
 
 STATUS = wire.GeneratorStatus(
     RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unjudged=2, step=4,
@@ -52,15 +52,15 @@ def send_until_received(
 
 
 def test_status_round_trip_keeps_every_field() -> None:
-    assert wire.decode_generator_status(wire.encode_generator_status(STATUS)) == STATUS
+    assert generator_status.decode_generator_status(validation.encode_fields(STATUS)) == STATUS
 
 
 def test_status_of_another_version_is_read() -> None:
     later = {**dataclasses.asdict(STATUS), "added": "later"}
-    assert wire.decode_generator_status(msgpack.packb(later)) == STATUS
+    assert generator_status.decode_generator_status(msgpack.packb(later)) == STATUS
     earlier = dataclasses.asdict(STATUS)
     del earlier["last"]
-    read = wire.decode_generator_status(msgpack.packb(earlier))
+    read = generator_status.decode_generator_status(msgpack.packb(earlier))
     assert read == dataclasses.replace(STATUS, last=False)
 
 
@@ -188,27 +188,27 @@ ANNOUNCEMENT_FIELDS = [field.name for field in dataclasses.fields(wire.Announcem
 @settings(max_examples=200, deadline=None, database=None)
 def test_decode_status_raises_only_wire_error(fields: dict[str, Any]) -> None:
     try:
-        status = wire.decode_generator_status(
+        status = generator_status.decode_generator_status(
             msgpack.packb({**dataclasses.asdict(STATUS), **fields})
         )
     except WireError:
         return
-    assert wire.decode_generator_status(wire.encode_generator_status(status)) == status
+    assert generator_status.decode_generator_status(validation.encode_fields(status)) == status
 
 
 @given(fields=st.dictionaries(st.sampled_from(ANNOUNCEMENT_FIELDS), ANY_VALUE, min_size=1))
 @settings(max_examples=200, deadline=None, database=None)
 def test_decode_announcement_raises_only_wire_error(fields: dict[str, Any]) -> None:
     try:
-        announcement = wire.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
+        announcement = announcements.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
     except WireError:
         return
-    assert wire.decode_announcement(wire.encode_announcement(announcement)) == announcement
+    assert announcements.decode_announcement(validation.encode_fields(announcement)) == announcement
 
 
 @given(st.binary(max_size=80))
 @settings(max_examples=200, deadline=None, database=None)
 def test_decoders_refuse_random_bytes(frame: bytes) -> None:
-    for decode in (wire.decode_generator_status, wire.decode_announcement):
+    for decode in (generator_status.decode_generator_status, announcements.decode_announcement):
         with pytest.raises(WireError):
             decode(frame)

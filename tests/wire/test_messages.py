@@ -26,6 +26,8 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.learning import admission
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire import messages, probe, validation
+from peralta_zmq.wire.announcements import decode_announcement
+from peralta_zmq.wire.generator_status import decode_generator_status
 
 FRAME = wire.encode_group(GROUP)
 FIELDS = list(msgpack.unpackb(FRAME))
@@ -77,7 +79,7 @@ def test_admission_builds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
 
 
-def test_round_trip_keeps_parts_and_finish_reasons() -> None:
+def test_round_trip_keeps_reward_names_and_finish_reasons() -> None:
     rollouts = (
         rollout_with(1.5, policy_step=3, rewards={"right": 1.0, "short": 0.5}),
         rollout_with(0.0, policy_step=4, finish_reason="length"),
@@ -105,17 +107,17 @@ def test_generator_name_has_one_limit_in_all_messages() -> None:
     longest = "ü" * 64
     group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
     announcement = wire.Announcement(RUN, received={group.sender: 5})
-    assert wire.decode_announcement(wire.encode_announcement(announcement)) == announcement
+    assert decode_announcement(validation.encode_fields(announcement)) == announcement
     status = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
-    assert wire.decode_generator_status(wire.encode_generator_status(status)).sender == group.sender
+    assert decode_generator_status(validation.encode_fields(status)).sender == group.sender
     longer = longest + "x"
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         decoded(changed(generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
-        wire.decode_generator_status(
-            wire.encode_generator_status(dataclasses.replace(status, generator_id=longer))
+        decode_generator_status(
+            validation.encode_fields(dataclasses.replace(status, generator_id=longer))
         )
 
 
@@ -160,7 +162,7 @@ def test_round_trip_keeps_weights_that_change_within_a_completion() -> None:
     assert equal(decoded(wire.encode_group(group)), group)
 
 
-def test_round_trip_keeps_which_rollout_has_which_parts() -> None:
+def test_round_trip_keeps_the_reward_names_of_each_rollout() -> None:
     rollouts = (
         rollout_with(1.0, policy_step=3, rewards={"right": 1.0}),
         rollout_with(0.5, policy_step=3, rewards={"short": 0.5, "right": 0.0}),
@@ -187,7 +189,7 @@ def test_round_trip_keeps_any_group(
     incarnation: bytes,
     turns: list[tuple[int, int]],
 ) -> None:
-    mask = np.concatenate([np.arange(context + own) >= context for context, own in turns])
+    mask = np.concatenate([np.arange(context + length) >= context for context, length in turns])
     group = group_of(
         rewards, lengths=[len(mask) - 1] * len(rewards), num_prompt=1,
         sequence=sequence, policy_step=step, generator_id=name, incarnation=incarnation, task=name,
@@ -264,8 +266,8 @@ def test_encode_refuses_text_that_is_not_unicode() -> None:
 
 
 def test_encode_limits_the_number_of_named_rewards() -> None:
-    parts = {f"{number:x}": 0.0 for number in range(256)}
-    one = dataclasses.replace(GROUP.rollouts[0], rewards=parts)
+    rewards = {f"{number:x}": 0.0 for number in range(256)}
+    one = dataclasses.replace(GROUP.rollouts[0], rewards=rewards)
     decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 256)))
     with pytest.raises(WireError, match="named rewards"):
         wire.encode_group(dataclasses.replace(GROUP, rollouts=(one,) * 257))
@@ -460,7 +462,7 @@ def test_decode_detects_any_damaged_byte() -> None:
     ],
     ids=lambda frame: f"{len(frame)}_bytes",
 )
-def test_decode_refuses_what_is_no_message(frame: bytes) -> None:
+def test_decode_refuses_bytes_that_are_no_map(frame: bytes) -> None:
     with pytest.raises(WireError):
         decoded(frame)
 
@@ -535,21 +537,21 @@ def test_any_field_value_raises_only_wire_error(fields: dict[str, Any]) -> None:
 BOMBS = {
     "empty maps": lambda: b"\xdf\x00\x00\x00\x40" + b"\x80" * (validation.MAX_MESSAGE - 10),
     "maps of maps": lambda: maps_of(maps_of(maps_of(b"\x80"))),
-    "maps in a depth": lambda: b"\x81\xa1x" * 4_000_000,
+    "deeply nested maps": lambda: b"\x81\xa1x" * 4_000_000,
     "empty lists": lambda: maps_of(b"\x90"),
     "a long list": lambda: b"\x81\xa1v\xdd\x00\xff\xff\xff" + b"\x01" * 0xFFFF,
     "one long version": lambda: changed(format=bytes(validation.MAX_MESSAGE - 2000)),
     "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, validation.MAX_MESSAGE),
     "one long name": lambda: changed(run_id=bytes(validation.MAX_MESSAGE - 2000)),
     "a long name": lambda: changed(run_id="x" * (validation.MAX_MESSAGE - 2000)),
-    "a prompt for thousands": lambda: prompt_for_thousands(256),
+    "a prompt of thousands of rollouts": lambda: thousands_of_rollouts(256),
     "a prompt of millions": lambda: changed(
         turns=shorts(*[1] * 16), spans=longs(*[2**21, 1] * 16), prompt=bytes(4 * 2**21),
         tokens=bytes(4 * 16), logprobs=bytes(4 * 16), policy_steps=longs(0, 16),
     ),
     "millions of rollouts": lambda: changed(turns=b"\1\0" * 8_000_000),
     "millions of spans": lambda: changed(spans=longs(1, 1) * 2_000_000),
-    "millions of parts": lambda: changed(
+    "millions of named rewards": lambda: changed(
         turns=shorts(*[1] * 4000), spans=longs(*[1, 1] * 4000), prompt=b"", tokens=bytes(8 * 4000),
         logprobs=bytes(4 * 4000), policy_steps=longs(0, 4000), rewards=bytes(8 * 4000),
         reward_names="a\0" * 500, reward_values=bytes(8 * 500 * 4000), finish_reasons=bytes(4000),
@@ -557,7 +559,7 @@ BOMBS = {
 }  # fmt: skip
 
 
-def prompt_for_thousands(length: int) -> bytes:
+def thousands_of_rollouts(length: int) -> bytes:
     """4096 rollouts of `length` + 1 tokens."""
     return changed(
         turns=shorts(*[1] * 4096), spans=longs(*[length, 1] * 4096), prompt=bytes(4 * length),
@@ -585,7 +587,7 @@ def open_maps(key: str, count: int, size: int) -> bytes:
 
 
 OTHER_DECODERS: dict[str, Callable[[bytes], object]] = {
-    "announcement": wire.decode_announcement, "status": wire.decode_generator_status,
+    "announcement": decode_announcement, "status": decode_generator_status,
     "reply": probe.decode_probe_reply, "request": probe.decode_probe_request,
 }  # fmt: skip
 OPEN_MAPS = {
@@ -625,7 +627,7 @@ def test_decode_group_refuses_a_bomb_within_50_mb(name: str) -> None:
 
 
 def test_largest_group_decodes_within_50_mb() -> None:
-    frame = prompt_for_thousands(255)
+    frame = thousands_of_rollouts(255)
     tracemalloc.start()
     assert sum(len(each.token_ids) for each in decoded(frame).rollouts) == 1 << 20
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,4 +1,4 @@
-"""Outbox: what it keeps, what it sends again, and when."""
+"""Outbox: retention and resending of groups that are not yet durable."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_outbox_counts_unacknowledged_frames_as_in_flight() -> None:
     assert frames.in_flight == 3
 
 
-def test_outbox_remembers_received_when_the_trainer_omits_the_sender() -> None:
+def test_outbox_keeps_received_when_the_trainer_omits_the_sender() -> None:
     frames = outbox_with(0, 1, 2)
     frames.frames_to_resend(acknowledging(0, received=2))
     frames.frames_to_resend(Announcement("run", incarnation=b"1"))
@@ -71,7 +71,7 @@ def test_outbox_does_not_resend_received_frames_for_a_later_gap() -> None:
     assert frames.resent == 2
 
 
-def test_outbox_resends_what_a_restarted_trainer_only_received() -> None:
+def test_outbox_resends_groups_that_a_restarted_trainer_lost() -> None:
     frames = outbox_with(0, 1, 2, 3)
     frames.frames_to_resend(acknowledging(0, received=3))
     assert frames.frames_to_resend(acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
@@ -121,7 +121,7 @@ def test_outbox_does_not_resend_frames_that_may_still_arrive(clock: list[float],
         assert frames.frames_to_resend(old if case == "no announcement" else new) == []
 
 
-def test_outbox_takes_the_first_trainer_for_no_restarted_one() -> None:
+def test_outbox_resends_nothing_at_the_first_announcement() -> None:
     assert outbox_with(0, 1).frames_to_resend(Announcement("run", incarnation=b"1")) == []
 
 

@@ -57,7 +57,7 @@ def test_probe_reports_why_a_file_was_not_created(stack: ExitStack) -> None:
     assert reply.created_file == "" and "No space left" in reply.error
 
 
-def test_measure_throughput_counts_what_the_server_received(stack: ExitStack) -> None:
+def test_measure_throughput_waits_for_every_reply(stack: ExitStack) -> None:
     prober = client(stack, server(stack).address)
     assert prober.measure_throughput(seconds=0.1, timeout=DEADLINE) > 1e5  # bytes/s, on loopback
     prober.request("info", timeout=DEADLINE)

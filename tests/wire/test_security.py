@@ -100,7 +100,7 @@ def test_group_of_a_known_generator_is_received(
     ],
     ids=["no key", "unknown key", "wrong server key"],
 )
-def test_refused_client_delivers_nothing_and_knows_the_reason(
+def test_refused_client_delivers_nothing_and_reports_the_reason(
     folder: Path,
     receiver: wire.RolloutReceiver,
     stack: ExitStack,
@@ -302,7 +302,7 @@ def test_incomplete_key_file_does_not_affect_other_keys(
     assert received(receiver).generator_id == "ann"
 
 
-def test_unreadable_key_folder_is_waited_for(
+def test_client_waits_while_the_key_folder_is_unreadable(
     folder: Path,
     authenticator: wire.CurveAuthenticator,
     stack: ExitStack,
@@ -324,9 +324,8 @@ def test_unreadable_key_folder_is_waited_for(
         return authenticator.refused >= tries
 
     eventually(tried_again)
-    assert (
-        monotonic() - started > (tries - 1) * auth.HANDSHAKE_SECONDS
-    )  # none was disconnected at once
+    # No client was disconnected at once.
+    assert monotonic() - started > (tries - 1) * auth.HANDSHAKE_SECONDS
     moved.rename(folder)
     client.send(numbered(5))
     assert received(receiver).generator_id == "ann"
@@ -433,7 +432,7 @@ def test_known_generators_refuses_one_key_with_two_names(folder: Path) -> None:
         known_generators(folder)
 
 
-def test_known_generators_leaves_out_the_trainer(folder: Path) -> None:
+def test_known_generators_omits_the_trainer(folder: Path) -> None:
     assert set(known_generators(folder).values()) == {"ann", "bob"}
     assert auth.TRAINER == "trainer" and GROUP.generator_id == "ann"
 
@@ -455,7 +454,7 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
             break
     (reason,) = opened.refused
     assert reason == r"group of another run, 'other\ntrainer: forged line'"
-    report = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
-    counters = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    status = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
+    other = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        counters._accept([zmq.Frame(wire.encode_generator_status(report))])
+        other._accept([zmq.Frame(validation.encode_fields(status))])
