@@ -18,14 +18,14 @@ from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.failpoints import failpoint
-from peralta_zmq.learning.distributed import SINGLE, SingleRank
+from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.trainer import evaluation, publishing, run_folder
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.policy import Policy, final_weights, open_policy
-from peralta_zmq.trainer.ranks import TrainerRanks, join, run_follower, shutdown
+from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
 from peralta_zmq.trainer.step import StepTrainer
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
     """
     config, ranks = join(config)
     models.keep_memory()
-    if not isinstance(ranks, SingleRank) and ranks.rank > 0:
+    if isinstance(ranks, DistributedRanks) and ranks.rank > 0:
         return run_follower(config, ranks)
     with ExitStack() as stack:
         trainer = Trainer(config, stack, ranks)
@@ -56,7 +56,7 @@ def run(config: Config) -> None:
 class Trainer:
     """One session of a run."""
 
-    def __init__(self, config: Config, stack: ExitStack, ranks: TrainerRanks = SINGLE) -> None:
+    def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
         """Open everything; `stack` closes it. Nothing is written before the run folder is open."""
         stop = StopSignal()
         previous_config = earlier_config(config, config.run_folder)

@@ -29,7 +29,7 @@ class WeightPublishing:
     ) -> None:
         self.store = store
         self._session, self._model = session, policy.model
-        self._manifest_fields: dict[str, str | int] = {**policy.companions.about}
+        self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None
         weights, token = (
             session.config.weights,
@@ -43,7 +43,7 @@ class WeightPublishing:
             stack.enter_context(closing(server))
         self._publisher = WeightPublisher(
             store,
-            companions=policy.companions.companions,
+            companions=policy.companions,
             about=self._manifest_fields,
             dtype=models.DTYPES[weights.dtype],
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),

@@ -9,25 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from peralta_zmq import build, models, wire
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
-from peralta_zmq.learning.distributed import SINGLE, SingleRank
+from peralta_zmq.learning import distributed
+from peralta_zmq.learning.distributed import SINGLE, Command, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
 
-if TYPE_CHECKING:
-    from peralta_zmq.learning.distributed import Command, DistributedRanks
-
-TrainerRanks: TypeAlias = "SingleRank | DistributedRanks"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun sets them
 
 
@@ -56,7 +51,7 @@ def placement_of(environment: Mapping[str, str]) -> RankPlacement:
         ) from None
 
 
-def join(config: Config) -> tuple[Config, TrainerRanks]:
+def join(config: Config) -> tuple[Config, Ranks]:
     """Connect to the other ranks, if there are any; returns rank 0's settings and the ranks.
 
     A rank's own settings are only its device and the number of workers on its machine.
@@ -66,8 +61,6 @@ def join(config: Config) -> tuple[Config, TrainerRanks]:
     models.use_threads(config.train.num_workers * placement.num_local)
     if placement.num_ranks == 1:
         return config, SINGLE
-    from peralta_zmq.learning import distributed
-
     device = models.choose_device(config.model.device)
     if device.type == "cuda":
         device = torch.device("cuda", placement.local_rank)
@@ -76,7 +69,10 @@ def join(config: Config) -> tuple[Config, TrainerRanks]:
     if ranks.rank == 0:
         ranks.send_command({"do": "begin"}, [config.model_dump_json().encode()])
         return config, ranks
-    return _follower_config(ranks.receive_command(), config, device), ranks
+    leading = Config.model_validate_json(ranks.receive_command().payloads[0])
+    model = leading.model.model_copy(update={"device": str(device)})
+    train = leading.train.model_copy(update={"num_workers": config.train.num_workers})
+    return leading.model_copy(update={"model": model, "train": train}), ranks
 
 
 def check_shared(config: Config, device: torch.device) -> None:
@@ -93,90 +89,55 @@ def check_shared(config: Config, device: torch.device) -> None:
         )
 
 
-def _follower_config(command: Command, own: Config, device: torch.device) -> Config:
-    leading = Config.model_validate_json(command.payloads[0])
-    model = leading.model.model_copy(update={"device": str(device)})
-    train = leading.train.model_copy(update={"num_workers": own.train.num_workers})
-    return leading.model_copy(update={"model": model, "train": train})
-
-
-def shutdown(ranks: TrainerRanks) -> None:
+def shutdown(ranks: Ranks) -> None:
     """End the followers. Called by rank 0."""
-    if not isinstance(ranks, SingleRank):
+    if isinstance(ranks, DistributedRanks):
         ranks.send_command({"do": "end"})
         ranks.close()
 
 
-def leader(learner: Learner, ranks: TrainerRanks, model: models.Model) -> Learner | Leader:
-    """The learner itself on one rank, else rank 0's proxy for the learners of all ranks.
+class Leader:
+    """Steps, checkpoints and restores of the learners of all ranks, called by rank 0.
 
     If the ranks share the parameters, `model` holds the whole weights after each step.
     """
-    return learner if isinstance(ranks, SingleRank) else Leader(learner, ranks, model)
 
-
-class Leader:
-    """Rank-0 proxy with the Learner interface; forwards each call to all ranks."""
-
-    def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
-        self._learner, self._ranks = learner, ranks
+    def __init__(self, learner: Learner, ranks: Ranks, model: models.Model) -> None:
+        self._learner = learner
+        self._ranks = ranks if isinstance(ranks, DistributedRanks) else None
         self._parameters = lora.trained_parameters(model)
-
-    @property
-    def step(self) -> int:
-        """Steps taken."""
-        return self._learner.step
-
-    @property
-    def skip_reason(self) -> str:
-        """Why the last step was skipped, if it was."""
-        return self._learner.skip_reason
-
-    @property
-    def advantages(self) -> Sequence[Sequence[float]]:
-        """`Learner.advantages`."""
-        return self._learner.advantages
-
-    @property
-    def mismatch(self) -> dict[str, Mismatch]:
-        """`Learner.mismatch`, over the tokens of all ranks."""
-        return self._learner.mismatch
-
-    @property
-    def learning_rate(self) -> Callable[[int], float]:
-        """The learning rate as a function of the step."""
-        return self._learner.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, schedule: Callable[[int], float]) -> None:
-        self._learner.learning_rate = schedule
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
-        rate = self.learning_rate(self.step + 1)
-        frames = [wire.encode_group(group) for group in groups]
-        self._ranks.send_command({"do": "learn", "rate": rate}, frames)
+        if self._ranks is not None:
+            rate = self._learner.learning_rate(self._learner.step + 1)
+            frames = [wire.encode_group(group) for group in groups]
+            self._ranks.send_command({"do": "learn", "rate": rate}, frames)
         metrics = self._learner.learn(groups)
         self._gather()
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
         """`Learner.state`: whole tensors, which any number of ranks can restore."""
-        if self._ranks.lockstep:
+        if self._ranks is not None and self._ranks.lockstep:
             self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore `state` on all ranks. Raises ValueError, with nothing changed."""
         self._learner.restore(step, tensors)
-        specs = [(name, str(value.dtype)[6:], list(value.shape)) for name, value in tensors.items()]
-        self._ranks.send_command({"do": "restore", "step": step, "tensors": specs})
-        self._ranks.broadcast(tensors.values())
+        if self._ranks is not None:
+            specs = [
+                (name, str(each.dtype)[6:], list(each.shape)) for name, each in tensors.items()
+            ]
+            self._ranks.send_command({"do": "restore", "step": step, "tensors": specs})
+            self._ranks.broadcast(tensors.values())
         self._gather()
 
     @torch.no_grad()
     def _gather(self) -> None:
-        if self._ranks.lockstep:
+        """Collect the sharded weights of all ranks in rank 0's model."""
+        if self._ranks is not None and self._ranks.lockstep:
             for name, tensor in self._learner.weights():
                 self._parameters[name].copy_(tensor)
 
@@ -206,13 +167,13 @@ def _execute(
 ) -> None:
     fields = command.fields
     if fields["do"] == "learn":
-        learner.learning_rate = partial(_constant, fields["rate"])
+        learner.learning_rate = lambda step: fields["rate"]
         learner.learn(
             [wire.decode_group(frame, vocab_size=vocab_size) for frame in command.payloads]
         )
     elif fields["do"] == "restore":
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype))
-                   for name, dtype, shape in fields["tensors"]}  # fmt: skip
+        specs = fields["tensors"]
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, dt)) for name, dt, shape in specs}
         ranks.broadcast(tensors.values())
         learner.restore(fields["step"], tensors)
     else:
@@ -221,7 +182,3 @@ def _execute(
     if ranks.lockstep:  # takes part in rank 0's `_gather`
         for _ in learner.weights():
             pass
-
-
-def _constant(rate: float, step: int) -> float:
-    return rate

@@ -22,7 +22,7 @@ from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import adapter_files, checkpoint
+from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, steps_in
 from peralta_zmq.trainer.policy import Policy
@@ -98,13 +98,18 @@ class Recovery:
             self._check_journal_start()
             return
         try:
-            self._learner.restore(saved.step, saved.tensors)
+            self._policy.leader.restore(saved.step, saved.tensors)
         except ValueError as error:
             raise JournalError(
                 f"checkpoint of step {saved.step} in {folder} does not fit ({error}); "
                 "choose another --run.name, or the model and optimizer it was made with"
             ) from None
-        adapter_files.check_base(self._policy.companions, saved.progress, where=folder)
+        base, own_base = saved.progress.get("adapts"), self._policy.manifest_fields.get("adapts")
+        if base != own_base:
+            raise JournalError(
+                f"the checkpoint in {folder} has adapters for {saved.progress.get('adapts_name')} "
+                f"({base}), but model.name is another model ({own_base}); choose another --run.name"
+            )
         self._collector.restore(saved.progress)
         self._steps.progress, self._steps.saved_step = saved.progress, saved.step
 

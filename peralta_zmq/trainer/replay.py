@@ -23,7 +23,8 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import adapter_files, checkpoint, journal
+from peralta_zmq.trainer import checkpoint, journal
+from peralta_zmq.trainer.policy import write_merged
 from peralta_zmq.trainer.run_folder import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore
@@ -144,9 +145,9 @@ def _export(config: Config, step: int, target: Path) -> Version:
     folder = build.base_folder(config, version)
     base = models.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     with load_version(store, version) as local:
-        adapter_files.write_merged(
+        write_merged(
             target, models.weights_of(base), MappedTensors(local / WEIGHTS),
-            companions=models.companion_files(folder), dtype=models.DTYPES[config.weights.dtype],
+            model_folder=folder, dtype=models.DTYPES[config.weights.dtype],
         )  # fmt: skip
     return version
 

@@ -40,7 +40,7 @@ class StepTrainer:
         generators: GeneratorRegistry,
     ) -> None:
         self.progress: dict[str, Any] = {
-            "ledger": None, "duplicates": 0, **policy.companions.about
+            "ledger": None, "duplicates": 0, **policy.manifest_fields
         }  # fmt: skip
         self.saved_step = -1
         self._session, self._policy = session, policy
@@ -53,13 +53,13 @@ class StepTrainer:
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take the next optimizer step and make its groups durable; returns the step's metrics."""
         learner, run_log = self._policy.learner, self._session.run_log
-        metrics = learner.learn(groups)
+        metrics = self._policy.leader.learn(groups)
         failpoint("trainer.learned")
         self._collector.commit()  # before the step is announced or published
         if reason := learner.skip_reason:
             run_log.event("skip", step=learner.step, reason=reason)
             run_log.note(f"step {learner.step} skipped: {reason}")
-        self.progress = {**self._collector.state(), **self._policy.companions.about}
+        self.progress = {**self._collector.state(), **self._policy.manifest_fields}
         self._mismatch.update(learner.mismatch)
         return metrics | mismatch_metrics(learner.mismatch)
 
@@ -103,7 +103,7 @@ class StepTrainer:
         folder = self._session.folder / "checkpoints"
         checkpoint.save(
             folder,
-            checkpoint.Checkpoint(step, self._policy.learner.state(), self.progress),
+            checkpoint.Checkpoint(step, self._policy.leader.state(), self.progress),
             run_id=self._session.run_id,
             keep_last=rules.keep_last,
             keep_interval=rules.keep_interval,

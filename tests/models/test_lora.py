@@ -29,7 +29,7 @@ from peralta_zmq.generator.weight_sync import apply_newest
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
-from peralta_zmq.trainer import adapter_files, checkpoint
+from peralta_zmq.trainer import checkpoint, policy
 from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -64,9 +64,9 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    files = adapter_files.companion_files(config, models.EMBEDDED, model)
+    companions, fields = policy.companion_files(config, models.EMBEDDED, model)
     weights = lora.published_weights(model)
-    return store.publish(step, weights, companions=files.companions, about=files.about)
+    return store.publish(step, weights, companions=companions, about=fields)
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits.detach()
     for _ in range(2):  # the same run may end twice
-        merged = adapter_files.export_adapter(config, tmp_path, models.EMBEDDED, model)
+        merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model)
     cpu = torch.device("cpu")
     whole = models.load_model(merged, device=cpu, dtype=torch.float32)
     assert not lora.has_adapters(whole)
