@@ -72,7 +72,7 @@ def _prunable(
 
 
 def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None if the folder has none; removes leftovers.
+    """Remove half-written folders, then return the newest checkpoint that verifies, if any.
 
     Raises JournalError if it belongs to another run, or if there are some but none verifies.
     """
@@ -117,11 +117,6 @@ def move_after(folder: Path, step: int, target: Path) -> None:
         if later > step:
             os.rename(checkpoints[later], target / checkpoints[later].name)
     atomic_files.sync_folder(folder)
-
-
-def oldest_step(folder: Path) -> int:
-    """The step of the oldest checkpoint, 0 if there is none."""
-    return min(atomic_files.steps_in(folder), default=0)
 
 
 def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:

@@ -189,14 +189,16 @@ class BatchCollector:
         return {
             "ledger": ledger.saved(),
             "duplicates": self.admission.duplicates,
-            **self.curriculum.state(),
+            "pools": self.curriculum.pools.saved(),
+            "next_sample_index": self.curriculum.next_sample_index,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         self.admission.ledger = Ledger(state["ledger"])
         self.admission.duplicates = state["duplicates"]
-        self.curriculum.restore(state)
+        self.curriculum.pools.restore(state["pools"])
+        self.curriculum.next_sample_index = state["next_sample_index"]
         self.acknowledgements.begin_step(0)
 
     def accounting(self) -> dict[str, int]:
@@ -260,15 +262,6 @@ class Curriculum:
                     "no problem is left between curriculum.hard_threshold and easy_threshold; "
                     f"all {returned} are sampled again"
                 )
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
-        return {"pools": self.pools.saved(), "next_sample_index": self.next_sample_index}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.pools.restore(state.get("pools", {}))
-        self.next_sample_index = state.get("next_sample_index", 0)
 
 
 class Acknowledgements:

@@ -36,12 +36,13 @@ class GeneratorRegistry:
     ) -> None:
         self.statuses: dict[str, wire.GeneratorStatus] = {}
         self.keyframe_requested = False  # by a generator that cannot load the newest version
+        # Sender of a final status -> groups that it has made, also those of earlier sessions.
+        self.num_made = dict(run_log.last_reports)
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
         self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
         # Liveness is measured up to here: nothing is received while the trainer computes.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
-        self._num_made = dict(run_log.last_reports)  # ended sender -> groups it has made
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> None:
         """Process the statuses that have arrived; wait up to `timeout` seconds for the first."""
@@ -62,25 +63,16 @@ class GeneratorRegistry:
             if status.last:
                 self._record_final(sender, status.made)
 
-    def clear_keyframe_request(self) -> bool:
-        """Return `keyframe_requested` and reset it: the next version answers all requests."""
-        requested, self.keyframe_requested = self.keyframe_requested, False
-        return requested
-
     def wait_for_final_statuses(self, *, step: int) -> None:
         """Wait for the status that each live generator sends when it learns that the run ended."""
         deadline = time.monotonic() + FINAL_STATUS_SECONDS
         self.live()  # removes silent senders, which send no final status
         self.receive_status(step=step)
-        while self._last_message.keys() - self._num_made.keys():
+        while self._last_message.keys() - self.num_made.keys():
             timeout = deadline - time.monotonic()
             if timeout <= 0.0:
                 return
             self.receive_status(step=step, timeout=timeout)
-
-    def made_by_ended(self) -> dict[str, int]:
-        """Groups made by each sender that sent a final status, in earlier sessions too."""
-        return dict(self._num_made)
 
     def mark_alive(
         self, sender: str, *, step: int, worker_info: Mapping[str, str] | None = None
@@ -89,8 +81,7 @@ class GeneratorRegistry:
 
         The info comes with the status, which may arrive after the first group.
         """
-        name, _, incarnation = sender.rpartition("/")
-        facts = {"generator": name, "incarnation": incarnation, "step": step}
+        name, facts = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
         is_new = sender not in self._last_message
         if is_new:
             starts = [other for other in self._last_message if other.rpartition("/")[0] == name]
@@ -100,7 +91,11 @@ class GeneratorRegistry:
                 return
             self._with_info &= self._last_message.keys()
             self._run_log.event("join", **facts, hello=dict(worker_info or {}))
-            self._warn_same_name(name)
+            live = self.live(within=SAME_NAME_SECONDS)
+            if any(other.startswith(f"{name}/") for other in live):
+                self._run_log.note(
+                    f"two generators are called {name}; if both run, give one --generator.name"
+                )
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
             self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
@@ -108,18 +103,11 @@ class GeneratorRegistry:
                 self._run_log.event("hello", **facts, hello=dict(worker_info))
         self._last_message[sender] = time.monotonic()
 
-    def _warn_same_name(self, name: str) -> None:
-        if any(sender.startswith(f"{name}/") for sender in self.live(within=SAME_NAME_SECONDS)):
-            self._run_log.note(
-                f"two generators are called {name}; if both run, give one --generator.name"
-            )
-
     def _record_final(self, sender: str, made: int) -> None:
-        is_known = sender in self._last_message and sender not in self._num_made
-        if is_known and len(self._num_made) < MAX_FINAL_STATUSES:
-            self._num_made[sender] = made
-            name, _, incarnation = sender.rpartition("/")
-            self._run_log.event("last_report", generator=name, incarnation=incarnation, made=made)
+        is_known = sender in self._last_message and sender not in self.num_made
+        if is_known and len(self.num_made) < MAX_FINAL_STATUSES:
+            self.num_made[sender] = made
+            self._run_log.event("last_report", **_sender_fields(sender), made=made)
 
     def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
         """Senders with a message in the last `within` seconds; removes silent ones."""
@@ -131,8 +119,7 @@ class GeneratorRegistry:
 
     def _remove(self, sender: str) -> None:
         del self._last_message[sender]
-        name, _, incarnation = sender.rpartition("/")
-        self._run_log.event("leave", generator=name, incarnation=incarnation)
+        self._run_log.event("leave", **_sender_fields(sender))
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
         """gen/NAME/STATISTIC of every live generator, from its newest status.
@@ -149,7 +136,7 @@ class GeneratorRegistry:
 
     def num_outstanding(self, seen: Mapping[str, int]) -> int:
         """Groups that were made after the highest sequence received from each sender (`seen`)."""
-        made = self._num_made | {sender: each.made for sender, each in self.statuses.items()}
+        made = self.num_made | {sender: each.made for sender, each in self.statuses.items()}
         return sum(max(0, count - seen.get(sender, -1) - 1) for sender, count in made.items())
 
 
@@ -173,21 +160,21 @@ class LogprobMismatchMonitor:
     def flag(self, *, step: int) -> None:
         """Report each sender above the bound, once."""
         for sender in self._statistics.flag_senders():
-            name, _, incarnation = sender.rpartition("/")
-            mean = self._statistics.flagged[sender]
-            self._run_log.event(
-                "mismatch", generator=name, incarnation=incarnation, step=step, mismatch_kl=mean,
-                dropped=self._drops,
-            )  # fmt: skip
+            name, mean = sender.rpartition("/")[0], self._statistics.flagged[sender]
+            fields = {**_sender_fields(sender), "step": step, "mismatch_kl": mean}
+            self._run_log.event("mismatch", **fields, dropped=self._drops)
+            remedy = "Start it with another model.dtype or device, or set train.on_mismatch = drop"
+            if self._drops:
+                self._admission.flagged.add(sender)
+                remedy = f"Its groups are dropped until {name} is started with another model.dtype"
             self._run_log.note(
                 f"generator {name} disagrees with the trainer about logprobs: mismatch_kl "
                 f"{mean:.3g} over its last {WINDOW} steps, bound {self._bound:g} "
-                f"(train.max_mismatch_kl). {self._remedy(name)}"
+                f"(train.max_mismatch_kl). {remedy}"
             )
-            if self._drops:
-                self._admission.flagged.add(sender)
 
-    def _remedy(self, name: str) -> str:
-        if self._drops:
-            return f"Its groups are dropped until {name} is started with another model.dtype"
-        return "Start it with another model.dtype or device, or set train.on_mismatch = drop"
+
+def _sender_fields(sender: str) -> dict[str, str]:
+    """The fields of an event that identify a sender."""
+    name, _, incarnation = sender.rpartition("/")
+    return {"generator": name, "incarnation": incarnation}

@@ -78,7 +78,8 @@ class Journal:
             self._step, self._size = step, None
         if not self._waiting:
             self._waiting_since = time.monotonic()
-        self._waiting.append(_encode(JournalRecord(kind, content)))
+        header = HEADER.pack(len(content), crc32(content, kind), kind)
+        self._waiting.append(header + content)
 
     def begin_commit(self) -> None:
         """Write the waiting records in a thread; the caller's `commit` waits for it."""
@@ -227,11 +228,6 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
 def file_of(folder: Path, step: int) -> Path:
     """Path of a step's file."""
     return folder / f"step_{step:06d}.msgpack"
-
-
-def _encode(record: JournalRecord) -> bytes:
-    kind, content = record
-    return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
 def _record_at(content: bytes, offset: int) -> JournalRecord | None:

@@ -138,7 +138,9 @@ class Trainer:
 
     def publish(self) -> float:
         """Publish the newest step in the background; returns the seconds that the copy took."""
-        return self.publishing.publish(self.step, keyframe=self.generators.clear_keyframe_request())
+        # One keyframe serves all requests up to now.
+        keyframe, self.generators.keyframe_requested = self.generators.keyframe_requested, False
+        return self.publishing.publish(self.step, keyframe=keyframe)
 
     def finish(self) -> None:
         """Save; then close a complete run with its evaluation, or report how to resume it."""
@@ -163,7 +165,7 @@ class Trainer:
         run_log.close_run(
             final_weights(self.session.config, self.policy, self.publishing.store),
             self.collector.accounting(),
-            self.generators.made_by_ended(),
+            self.generators.num_made,
         )
 
     def _between_groups(self, idle: bool) -> None:

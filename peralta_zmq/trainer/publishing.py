@@ -31,10 +31,8 @@ class WeightPublishing:
         self._session, self._model = session, policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None
-        weights, token = (
-            session.config.weights,
-            read_private_token(session.config.weights.token_file),
-        )
+        weights = session.config.weights
+        token = read_private_token(weights.token_file)
         if weights.serve_port:
             server = WeightServer(
                 session.config.weights_folder,

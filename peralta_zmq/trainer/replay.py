@@ -11,7 +11,6 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -22,14 +21,13 @@ from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on
-from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.policy import write_merged
 from peralta_zmq.trainer.run_folder import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
-from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version import WEIGHTS
 
 USAGE = """\
 bin/replay RUN [--from K] [--to N] [--section.name VALUE ...]
@@ -52,26 +50,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", dest="last", type=int, help="last step (default: all there are)")
     options, settings = parser.parse_known_args(arguments)
     run: Path = options.run
-    config, run_config = _load_configs(run, settings)
+    config, run_config = _load_config(run, settings), _load_config(run)
     rates = _recorded_rates(run)
     schedule = build.learning_rate_schedule
     is_same = schedule(config).keywords == schedule(run_config).keywords
-    steps = replay(
-        config, run, first=options.first, last=options.last, rates=rates if is_same else {}
-    )
+    steps = replay(config, run, options.first, options.last, rates if is_same else {})
     published = _published(config) if config == run_config else {}
     unrecorded = [step for step in journal.steps_in(run / "journal") if step not in rates]
     num_different = 0
     for step, metrics, digest in steps:
         result = ""
         if step in published:
-            result = "  as published"
-            if digest != published[step]:
-                missing = next((other for other in unrecorded if other <= step), None)
-                num_different += missing is None
-                result = "  NOT as published" if missing is None else (
-                    f"  not compared: {METRICS} lacks the learning rate of step {missing}"
-                )  # fmt: skip
+            missing = next((other for other in unrecorded if other <= step), None)
+            if digest == published[step]:
+                result = "  as published"
+            elif missing is None:
+                result, num_different = "  NOT as published", num_different + 1
+            else:
+                result = f"  not compared: {METRICS} lacks the learning rate of step {missing}"
         numbers = "  ".join(f"{name}={metrics[name]:.6g}" for name in PRINTED)
         sys.stdout.write(f"step={step}  {numbers}  weights={digest[:16]}{result}\n")
         sys.stdout.flush()
@@ -81,10 +77,9 @@ def main(arguments: Sequence[str]) -> int:
 def replay(
     config: Config,
     folder: Path,
-    *,
-    first: int | None = None,
-    last: int | None = None,
-    rates: Mapping[int, float] = MappingProxyType({}),
+    first: int | None,
+    last: int | None,
+    rates: Mapping[int, float],
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Yield each step with its metrics and the sha256 of the weights it would publish.
 
@@ -96,11 +91,7 @@ def replay(
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
     schedule = build.learning_rate_schedule(config)
-
-    def learning_rate(step: int) -> float:
-        return rates.get(step, schedule(step))
-
-    learner.learning_rate = learning_rate
+    learner.learning_rate = lambda step: rates.get(step, schedule(step))
     steps = journal.steps_in(folder / "journal")
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
@@ -108,48 +99,58 @@ def replay(
     begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
     with progress_on("replaying", end - begin) as progress:
         while last is None or learner.step < last:
-            groups = _read_groups(folder, learner.step + 1, int(model.config.vocab_size))
+            step = learner.step + 1
+            records, _ = journal.read_records(folder / "journal", step)
+            groups = [
+                wire.decode_group(record.content, vocab_size=int(model.config.vocab_size))
+                for record in records
+                if record.kind == journal.GROUP
+            ]
             if not build.is_full(config, groups):
-                _check_last(folder, learner.step + 1, steps, empty=not groups)
+                if step < max(steps):
+                    larger = " (or train.batch_size is larger than the run's)" if groups else ""
+                    raise JournalError(
+                        f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups"
+                        f"{larger}, and there are later steps; put a copy back, or replay only the "
+                        "steps before it (--to) or after a later checkpoint (--from)"
+                    )
                 break
             metrics = learner.learn(groups)
             progress.hide()
-            if first is None or learner.step >= first:
-                yield learner.step, metrics, fingerprint(lora.published_weights(model))
-            progress.update(learner.step - begin)
+            if first is None or step >= first:
+                yield step, metrics, fingerprint(lora.published_weights(model))
+            progress.update(step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write one published version as a folder that transformers can load."""
+    """Write one published version as a folder that transformers can load.
+
+    A version of adapters is merged into its base model.
+    """
     parser = argparse.ArgumentParser(prog="bin/replay export", usage=USAGE)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("step", type=int, help="optimizer step")
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     options = parser.parse_args(arguments)
-    config, _ = _load_configs(options.run, [])
-    version = _export(config, options.step, options.folder)
-    sys.stdout.write(f"step {version.step}, version {version.number}: {options.folder}\n")
-    return 0
-
-
-def _export(config: Config, step: int, target: Path) -> Version:
-    """Export a version as published, or an adapter merged into its base."""
+    config, target = _load_config(options.run), options.folder
     store = _open_store(config)
-    version = store.version_of_step(step)
+    version = store.version_of_step(options.step)
     if version.field("adapts") is None:
-        return export_step(store, step, target)
-    if target.exists():
-        raise StoreError(f"{target} is there already; name a new folder")
-    folder = build.base_folder(config, version)
-    base = models.load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-    with load_version(store, version) as local:
-        write_merged(
-            target, models.weights_of(base), MappedTensors(local / WEIGHTS),
-            model_folder=folder, dtype=models.DTYPES[config.weights.dtype],
-        )  # fmt: skip
-    return version
+        export_step(store, options.step, target)
+    elif target.exists():
+        raise StoreError(f"{target} exists; choose a new folder")
+    else:
+        base_folder = build.base_folder(config, version)
+        base = models.load_model(base_folder, device=torch.device("cpu"), dtype=torch.float32)
+        with load_version(store, version) as local:
+            write_merged(
+                target, models.weights_of(base), MappedTensors(local / WEIGHTS),
+                model_folder=base_folder, dtype=models.DTYPES[config.weights.dtype],
+            )  # fmt: skip
+    sys.stdout.write(f"step {version.step}, version {version.number}: {target}\n")
+    return 0
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
@@ -162,13 +163,12 @@ def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def _load_configs(run: Path, settings: Sequence[str]) -> tuple[Config, Config]:
-    """The run's config with `settings` applied, and as it is."""
-    if not (run / RESOLVED).exists():
+def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
+    """The run's config with `settings` applied."""
+    file = run / RESOLVED
+    if not file.exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
-    file = ["@", str(run / RESOLVED)]
-    config = load_config("bin/replay RUN", [*file, *settings])
-    return config, load_config("bin/replay RUN", file)
+    return load_config("bin/replay RUN", ["@", str(file), *settings])
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:
@@ -202,26 +202,6 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
         raise JournalError(
             f"{folder}/journal begins with step {earliest} and no checkpoint fits before it; "
             "train with --checkpoint.keep-journal to keep all"
-        )
-
-
-def _read_groups(folder: Path, step: int, vocab_size: int) -> list[RolloutGroup]:
-    records, _ = journal.read_records(folder / "journal", step)
-    contents = [record.content for record in records if record.kind == journal.GROUP]
-    return [wire.decode_group(content, vocab_size=vocab_size) for content in contents]
-
-
-def _check_last(folder: Path, step: int, steps: Sequence[int], *, empty: bool) -> None:
-    """Raise JournalError if an incomplete step is not the last one.
-
-    With some groups (not `empty`) the cause may also be a larger batch than the run's.
-    """
-    if step < max(steps):
-        larger = "" if empty else " (or train.batch_size is larger than the run's)"
-        raise JournalError(
-            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups{larger}, and "
-            "there are later steps; put a copy back, or replay only what comes before it (--to) or "
-            "after a later checkpoint (--from)"
         )
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from peralta_zmq import models
+from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
@@ -39,9 +38,7 @@ class StepTrainer:
         collector: BatchCollector,
         generators: GeneratorRegistry,
     ) -> None:
-        self.progress: dict[str, Any] = {
-            "ledger": None, "duplicates": 0, **policy.manifest_fields
-        }  # fmt: skip
+        self.progress = {**collector.state(), **policy.manifest_fields}
         self.saved_step = -1
         self._session, self._policy = session, policy
         self._collector, self._generators = collector, generators
@@ -110,7 +107,7 @@ class StepTrainer:
         )
         self.saved_step = step
         if not rules.keep_journal:
-            self._collector.journal.prune(checkpoint.oldest_step(folder) + 1)
+            self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
 
 
 class StepRecorder:

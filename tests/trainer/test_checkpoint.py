@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peralta_zmq.errors import JournalError
-from peralta_zmq.trainer.checkpoint import Checkpoint, oldest_step, restore, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
 
 LEDGER = {"ann/0011": 17}
 
@@ -131,15 +131,6 @@ def test_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, keep_last=2)
     assert sorted(os.listdir(tmp_path)) == ["step_000020", "step_000030"]
-
-
-def test_oldest_step_is_that_of_the_oldest_kept_checkpoint(tmp_path: Path) -> None:
-    saved(tmp_path, 10, 20, 30, keep_last=2)
-    assert oldest_step(tmp_path) == 20
-
-
-def test_oldest_step_of_nothing_is_zero(tmp_path: Path) -> None:
-    assert oldest_step(tmp_path) == 0
 
 
 def test_full_disk_is_reported_and_keeps_the_older_checkpoint(

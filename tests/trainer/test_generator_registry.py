@@ -95,7 +95,7 @@ def test_final_statuses_of_invented_starts_are_bounded(
     for number in range(10):
         registry.mark_alive(f"bob/{number:016x}", step=1)
         registry._record_final(f"bob/{number:016x}", 1)
-    assert list(registry.made_by_ended()) == [f"bob/{number:016x}" for number in range(3)]
+    assert list(registry.num_made) == [f"bob/{number:016x}" for number in range(3)]
 
 
 def test_metrics_have_the_reported_statistics(registry: GeneratorRegistry) -> None:
@@ -160,7 +160,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
     late = threading.Timer(0.3, sender.send, [replace(STATUS, made=7, last=True)])
     late.start()
     empty.wait_for_final_statuses(step=2)
-    assert empty.made_by_ended() == {f"ann/{INCARNATION.hex()}": 7}
+    assert empty.num_made == {f"ann/{INCARNATION.hex()}": 7}
     empty.mark_alive("bob/00", step=2)
     monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.6)
     started = time.monotonic()

@@ -291,7 +291,7 @@ def saved_by(
     """A checkpoint of step 0 of this trainer's run."""
     folder = trainer.session.folder / "checkpoints"
     state = {**trainer.policy.learner.state(), **tensors}
-    progress = {"ledger": ledger.saved(), "duplicates": duplicates}
+    progress = trainer.collector.state() | {"ledger": ledger.saved(), "duplicates": duplicates}
     run_id = run_id or trainer.session.run_id
     checkpoint.save(folder, checkpoint.Checkpoint(0, state, progress), run_id=run_id, keep_last=1)
 

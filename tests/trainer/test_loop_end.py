@@ -48,7 +48,7 @@ def send_final_status(trainer: Trainer, *, made: int) -> None:
     address = f"tcp://127.0.0.1:{trainer.session.config.wire.port}"
     last = wire.GeneratorStatus(trainer.session.run_id, "ann", INCARNATION, made=made, last=True)
     with closing(wire.GeneratorStatusSender(wire.next_port(address, 2))) as sender:
-        while not trainer.generators.made_by_ended():
+        while not trainer.generators.num_made:
             sender.send(last)  # lost until the sockets are connected
             trainer.generators.receive_status(step=4, timeout=0.2)
 
