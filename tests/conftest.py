@@ -37,6 +37,15 @@ def context() -> Iterator[None]:
     assert not left, f"sockets left open: {left}"
 
 
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Restore the signal handlers that a trainer replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """An ExitStack that is closed at the end of the test."""

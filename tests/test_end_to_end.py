@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import test_resume
 import torch
 
 from benchmarks.throttle import Link
@@ -31,7 +30,6 @@ from peralta_zmq.trainer.loop import Trainer
 from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parent.parent
-signals = test_resume.signals  # some tests open a trainer in this process
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--train.num-workers", "2", "--generator.num-workers", "2")  # fmt: skip
@@ -67,8 +65,8 @@ class Program:
         """Both streams."""
         return self._log.read_text()
 
-    def ends(self, *, timeout: float | None = None) -> int:
-        """Its exit code."""
+    def wait(self, *, timeout: float | None = None) -> int:
+        """Wait for the end of the program; returns its exit code."""
         return self.process.wait(timeout)
 
 
@@ -103,7 +101,7 @@ class Machine:
     def published_step(self) -> int:
         """Step of the newest version; publishing in the background may lag behind the rows."""
         return max(
-            (int(each.name[5:]) for each in (self.run / "weights").glob("step_*")), default=-1
+            (int(folder.name[5:]) for folder in (self.run / "weights").glob("step_*")), default=-1
         )
 
     def close(self) -> None:
@@ -121,7 +119,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def until(condition: Callable[[], bool], *programs: Program) -> None:
-    """Wait for another process; the timeout of the test limits the wait."""
+    """Wait for a condition while the programs run, at most until the timeout of the test."""
     while not condition():
         for program in programs:
             assert program.process.poll() is None, program.printed
@@ -141,8 +139,8 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     # The sockets are bound before this file exists, so the first status arrives in time.
     until((machine.run / "config.toml").exists, trainer)
     generator = machine.start("generator")
-    assert trainer.ends() == 0, trainer.printed
-    assert generator.ends() == 0, generator.printed
+    assert trainer.wait() == 0, trainer.printed
+    assert generator.wait() == 0, generator.printed
     replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert [missing_keys(row) for row in machine.rows()] == [set()] * 3
@@ -165,14 +163,14 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     model = models.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = models.load_tokenizer(weights)
     prompt = models.chat_prompt(tokenizer, [Message("user", "add 2 to the product of 3 and 4.")])
-    said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
-    assert "3" in models.text_of(tokenizer, said[0, len(prompt) :].numpy())
+    completion = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
+    assert "3" in models.text_of(tokenizer, completion[0, len(prompt) :].numpy())
 
-    assert replayed.ends() == 0, replayed.printed
+    assert replayed.wait() == 0, replayed.printed
     assert "step=3" in replayed.printed and "  as published" in replayed.printed
     assert "step=1" not in replayed.printed
-    others = ["--train.learning-rate", "0.01", "--train.num-workers", "1"]
-    assert replay.main([str(machine.run), *others]) == 0
+    settings = ["--train.learning-rate", "0.01", "--train.num-workers", "1"]
+    assert replay.main([str(machine.run), *settings]) == 0
     printed = capsys.readouterr().out
     assert "step=3" in printed and "published" not in printed
 
@@ -206,15 +204,13 @@ def test_killed_trainer_resumes_with_a_bit_identical_replay(
     generator = machine.start("generator")
     until(lambda: machine.published_step() == len(machine.rows()) >= 3, trainer, generator)
     trainer.process.send_signal(signal.SIGKILL)
-    trainer.ends()
+    trainer.wait()
     generator.process.send_signal(signal.SIGSTOP)
     newest = max((machine.run / "weights").glob("step_*"))
     published = digest_of_weights(newest)
     shutil.rmtree(newest)  # the restarted trainer publishes it again, from the journal
     journal, after = machine.run / "journal", int(newest.name[5:]) + 1
-    num_deleted = len(
-        read_records(journal, after)[0]
-    )  # with a full batch the trainer would continue
+    num_deleted = len(read_records(journal, after)[0])  # a full batch would be trained
     (journal / f"step_{after:06d}.msgpack").unlink(missing_ok=True)
 
     trainer = machine.start("trainer", "--train.max-steps", "7")
@@ -222,7 +218,7 @@ def test_killed_trainer_resumes_with_a_bit_identical_replay(
     assert digest_of_weights(newest) == published
 
     generator.process.send_signal(signal.SIGCONT)
-    assert trainer.ends() == 0, trainer.printed
+    assert trainer.wait() == 0, trainer.printed
     assert [row["step"] for row in machine.rows()] == [1, 2, 3, 4, 5, 6, 7]
     events = [row["event"] for row in read_rows(machine.run / "events.jsonl")]
     assert events.count("resume") == 1
@@ -247,7 +243,7 @@ def test_run_completes_after_a_killed_generator(machine: Machine) -> None:
     until(lambda: len(machine.rows()) >= 2, trainer, first)
     first.process.kill()
     machine.start("generator", "--generator.name", "next")
-    assert trainer.ends() == 0, trainer.printed
+    assert trainer.wait() == 0, trainer.printed
     assert machine.rows()[-1]["step"] == 6
     assert all(row["dropped/invalid"] == 0 for row in machine.rows())
 
@@ -256,13 +252,13 @@ def test_run_completes_after_a_killed_generator(machine: Machine) -> None:
 def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
     machine: Machine, tmp_path: Path
 ) -> None:
-    elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
-    generator = machine.start("generator", *elsewhere)  # prints after five seconds
+    other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
+    generator = machine.start("generator", *other_run)  # prints after five seconds
     trainer = machine.start("trainer")
     until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
     until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
     trainer.process.send_signal(signal.SIGINT)
-    assert trainer.ends(timeout=20) == 0, trainer.printed  # in 3 s: tests/chaos
+    assert trainer.wait(timeout=20) == 0, trainer.printed  # in 3 s: tests/chaos
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
     until(lambda: "no TCP answer" in generator.printed, generator)
@@ -271,9 +267,9 @@ def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
     generator.process.send_signal(signal.SIGTERM)
-    assert generator.ends(timeout=20) == -signal.SIGTERM, generator.printed  # likewise
-    for each in (trainer, generator):
-        assert "Traceback" not in each.printed
+    assert generator.wait(timeout=20) == -signal.SIGTERM, generator.printed
+    for program in (trainer, generator):
+        assert "Traceback" not in program.printed
 
 
 @pytest.mark.slow
@@ -288,10 +284,10 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
         "--weights.keyframe-interval", str(interval), "--train.max-off-policy-steps", "8",
     )  # fmt: skip
     with closing(Link(port, mbit_per_s=20, delay=0.06)) as link:
-        elsewhere = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
-        generator = machine.start("generator", *elsewhere)
-        assert trainer.ends() == 0, trainer.printed
-        assert generator.ends() == 0, generator.printed
+        other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
+        generator = machine.start("generator", *other_run)
+        assert trainer.wait() == 0, trainer.printed
+        assert generator.wait() == 0, generator.printed
     loaded = re.findall(
         r"loaded .*step=(\d+) .*bytes=(\d+) visible_seconds=(\S+)", generator.printed
     )
@@ -323,7 +319,7 @@ def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path
     steps = ("--train.max-steps", "1", "--wire.hwm", "12")
     trainer = machine.start("trainer", *original, *steps)
     machine.start("generator", *original, *steps)
-    assert trainer.ends() == 0, trainer.printed
+    assert trainer.wait() == 0, trainer.printed
     (row,) = machine.rows()
     assert row["num_rollouts"] == 48
     assert row["completions/mean_length"] == pytest.approx(48, abs=24)
@@ -334,14 +330,14 @@ def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path
 def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> None:
     trainer = machine.start("trainer", "--no-eval.eval-base-model")
     until(lambda: machine.published_step() == 0, trainer)
-    found = machine.start("doctor", "--role", "generator")
-    assert found.ends() == 0, found.printed
-    for said in ("the trainer of run run answers in", "the same folder as the trainer's",
+    doctor = machine.start("doctor", "--role", "generator")
+    assert doctor.wait() == 0, doctor.printed
+    for text in ("the trainer of run run answers in", "the same folder as the trainer's",
                  "of the newest version; a whole model takes", "all is well"):  # fmt: skip
-        assert said in found.printed
-    here = machine.start("doctor", "--role", "trainer")
-    assert here.ends() == 0, here.printed
-    assert "the trainer of run run has" in here.printed
+        assert text in doctor.printed
+    doctor = machine.start("doctor", "--role", "trainer")
+    assert doctor.wait() == 0, doctor.printed
+    assert "the trainer of run run has" in doctor.printed
     trainer.process.terminate()
-    assert trainer.ends() == 0, trainer.printed
+    assert trainer.wait() == 0, trainer.printed
     assert not list((machine.run / "weights").glob("doctor-*"))

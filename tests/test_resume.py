@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.publishing import WeightPublishing
 from tools.link_proxy import free_ports
 
-DURABLE = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
+FAILPOINTS = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
 STEPS = 8
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
@@ -43,24 +43,15 @@ SETTINGS = (
 )
 
 
-FALLING = (
+CONTINUED_SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=8", "--train.learning-rate=0.01"),
     *("--no-eval.eval-base-model", "--eval.num-examples=1", "--train.num-workers=1"),
     *("--checkpoint.keep-journal", "--no-dashboard.enabled"),
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restore the signal handlers that a trainer replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def groups_for(trainer: Trainer) -> list[RolloutGroup]:
-    """More than enough for all steps; some are filtered, some exclude their problem."""
+    """More groups than all steps need; some are filtered, some exclude their problem."""
     rng = random.Random(7)
     ids = list(trainer.collector.curriculum.pools._positions)
     return [
@@ -74,8 +65,8 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
     ]  # fmt: skip
 
 
-def start(folder: Path, plan: str) -> None:
-    """Start a trainer in a child process, to be killed at the failpoints of `plan`."""
+def recover(folder: Path, plan: str) -> None:
+    """Open and recover a trainer that the failpoints of `plan` kill; runs in a child process."""
     failpoints._remaining = failpoints.parse(plan)
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
@@ -84,27 +75,27 @@ def start(folder: Path, plan: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=() if place == "atomic_files.opened" else pytest.mark.chaos)
-     for place in DURABLE],
+    "name",
+    [pytest.param(name, marks=() if name == "atomic_files.opened" else pytest.mark.chaos)
+     for name in FAILPOINTS],
 )  # fmt: skip
 def test_first_start_killed_at_any_write_is_completed_by_the_next(
-    place: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     for count in range(1, 7):  # the first four are files of the run, the rest of weights
         folder = tmp_path / str(count)
-        code = exit_code(start, folder, f"{place}:{count}")
+        code = exit_code(recover, folder, f"{name}:{count}")
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        assert exit_code(start, folder, "") == 0
-        assert (folder / "demo" / RESOLVED).exists(), f"killed at {place}:{count}"
+        assert exit_code(recover, folder, "") == 0
+        assert (folder / "demo" / RESOLVED).exists(), f"killed at {name}:{count}"
         assert (folder / "demo" / "weights" / "step_00000000" / atomic_files.STABLE).exists()
     assert count > 1
 
 
 class Session:
-    """A trainer that receives all groups from the first on, as a generator resends them."""
+    """A trainer that receives all groups again from the first one, like resends of a generator."""
 
     def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
         port = free_ports()
@@ -117,7 +108,7 @@ class Session:
             assert sender.send(wire.encode_group(group), timeout=5)
 
     def advance(self) -> dict[str, Any]:
-        """The state after one more step."""
+        """Take one step; returns the state after it."""
         self.trainer.advance()
         learner = self.trainer.policy.learner
         return {
@@ -142,24 +133,24 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     if more:
         pytest.importorskip("peft", reason="the extra lora is not installed")
     with ExitStack() as stack:
-        whole = Session(stack, tmp_path / "whole", *more)
-        expected = [whole.advance() for _ in range(STEPS)]
+        uninterrupted = Session(stack, tmp_path / "uninterrupted", *more)
+        expected = [uninterrupted.advance() for _ in range(STEPS)]
     assert expected[-1]["pools"]["easy"] and expected[-1]["pools"]["hard"]
     assert expected[-1]["outcomes"]["filtered"] > 0
     with ExitStack() as stack:
-        first = Session(stack, tmp_path / "cut", *more)
+        first = Session(stack, tmp_path / "resumed", *more)
         for _ in range(3):  # the checkpoint is of step 2: step 3 comes from the journal
             first.advance()
     with ExitStack() as stack:
-        second = Session(stack, tmp_path / "cut", *more)
+        second = Session(stack, tmp_path / "resumed", *more)
         assert second.trainer.policy.learner.step == 3
-        found = [second.advance() for _ in range(5)]
-    for before, after in zip(expected[3:], found, strict=True):
-        tensors, again = before.pop("tensors"), after.pop("tensors")
+        resumed = [second.advance() for _ in range(5)]
+    for before, after in zip(expected[3:], resumed, strict=True):
+        tensors, restored = before.pop("tensors"), after.pop("tensors")
         assert after == before
-        assert again.keys() == tensors.keys()
+        assert restored.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert torch.equal(again[name], tensor), f"{name} at step {before['step']}"
+            assert torch.equal(restored[name], tensor), f"{name} at step {before['step']}"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +167,8 @@ def test_resumed_step_is_evaluated_once_if_configured(
             first.advance()
     with ExitStack() as stack:
         second = Session(stack, tmp_path, setting)
-        said = second.trainer.session.status.announcement
-        assert said.evaluation_step == evaluated
+        announcement = second.trainer.session.status.announcement
+        assert announcement.evaluation_step == evaluated
         assert len(second.trainer.evaluations._held_out.problems) == 2
         if evaluated < 0:
             return
@@ -186,7 +177,7 @@ def test_resumed_step_is_evaluated_once_if_configured(
                               evaluation_step=3, run_id=second.trainer.session.run_id)  # fmt: skip
             second.trainer.evaluations.receive(answer)
         assert second.trainer.session.run_log.has_evaluation(3)
-    with ExitStack() as stack:  # only once
+    with ExitStack() as stack:  # not again at the third start
         assert (
             Session(stack, tmp_path, setting).trainer.session.status.announcement.evaluation_step
             == -1
@@ -213,16 +204,16 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait(30)
         assert 3 not in replay._published(second.trainer.session.config)
-        assert [each.lineage for each in second.trainer.publishing.store.versions()][-1] == 1
+        assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
         late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
         assert second.trainer.collector.admission.admit(late, step=5) == "abandoned"
-    with ExitStack() as stack:  # only once
+    with ExitStack() as stack:  # not again at the third start
         assert Session(stack, tmp_path).trainer.session.run_log.last_step == 4
     run = tmp_path / "demo"
     assert [row["step"] for row in read_rows(run / METRICS)] == [1, 2, 3, 3, 4]
-    backs = [row["step"] for row in read_rows(run / EVENTS) if row["event"] == "roll_back"]
-    assert backs == [2]
+    roll_backs = [row["step"] for row in read_rows(run / EVENTS) if row["event"] == "roll_back"]
+    assert roll_backs == [2]
 
 
 def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Path) -> None:
@@ -231,10 +222,13 @@ def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Pat
         for _ in range(2):
             first.advance()
         first.trainer.steps.save()
-    for more in (("--checkpoint.resume-step=2",), ()):  # only once
+    for more in (("--checkpoint.resume-step=2",), ()):  # the second start rolls nothing back
         with ExitStack() as stack:
             versions = Session(stack, tmp_path, *more).trainer.publishing.store.versions()
-            assert [(each.step, each.lineage) for each in versions][-2:] == [(2, 0), (2, 1)]
+            assert [(version.step, version.lineage) for version in versions][-2:] == [
+                (2, 0),
+                (2, 1),
+            ]
             assert versions[-1].field("result") == versions[-2].field("result")
 
 
@@ -242,8 +236,10 @@ def test_abandoned_weights_of_a_step_are_not_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = lose_step_3(tmp_path)
-    with ExitStack() as stack, monkeypatch.context() as away:
-        away.setattr(WeightPublishing, "publish", lambda *_, **__: 0.0)  # the folder is unavailable
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        patched.setattr(
+            WeightPublishing, "publish", lambda *_, **__: 0.0
+        )  # the folder is unavailable
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:
         third = Session(stack, tmp_path).trainer
@@ -270,24 +266,26 @@ class Continued:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "demo"
-        self._arguments = [*FALLING, "--run.dir", str(folder)]
+        self._arguments = [*CONTINUED_SETTINGS, "--run.dir", str(folder)]
 
     def open(self, stack: ExitStack, *more: str, max_steps: int) -> Trainer:
-        """A trainer that has not recovered yet."""
+        """Open a trainer that has not recovered yet."""
         port = free_ports()
-        own = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
-        trainer = Trainer(load_config("bin/trainer", [*self._arguments, *own, *more]), stack)
+        session_settings = ["--train.max-steps", str(max_steps), "--wire.port", str(port)]
+        trainer = Trainer(
+            load_config("bin/trainer", [*self._arguments, *session_settings, *more]), stack
+        )
         self._sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
         stack.enter_context(closing(self._sender))
         return trainer
 
     def train(self, trainer: Trainer, *, until: int) -> None:
-        """Recover, and take steps up to this one."""
+        """Recover and take steps until `until`."""
         trainer.recover()
         self.feed(trainer, groups_for(trainer), until=until)
 
     def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
-        """Send groups and take steps up to this one; each is published."""
+        """Send groups and take steps until `until`; publish each step."""
         for group in groups:
             assert self._sender.send(wire.encode_group(group), timeout=5)
         while trainer.policy.learner.step < until:
@@ -408,7 +406,7 @@ def test_continued_run_without_room_for_a_checkpoint_is_refused(
     assert (continued.folder / RESOLVED).read_bytes() == before
 
 
-def test_resume_returns_shares_of_the_pools(tmp_path: Path) -> None:
+def test_resume_returns_the_configured_fraction_of_excluded_problems(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path)
         pools = [first.advance() for _ in range(4)][-1]["pools"]
@@ -416,7 +414,7 @@ def test_resume_returns_shares_of_the_pools(tmp_path: Path) -> None:
     port = free_ports()
     arguments = [*SETTINGS, "--run.dir", str(tmp_path), "--wire.port", str(port)]
     with ExitStack() as stack:
-        chosen = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
-        again = Trainer(chosen, stack)
+        config = load_config("bin/trainer", [*arguments, "--curriculum.easy-fraction=1"])
+        again = Trainer(config, stack)
         again.recover()
         assert again.collector.curriculum.pools.saved() == {"easy": [], "hard": pools["hard"]}

@@ -28,7 +28,7 @@ class Checkpoint:
 
     step: int
     tensors: dict[str, torch.Tensor]  # fp32 masters, optimizer state, RNG
-    progress: dict[str, Any]  # ledger, curriculum, base of the adapters; as JSON
+    progress: dict[str, Any]  # JSON: ledger, curriculum, base of the adapters
 
 
 def save(
@@ -41,8 +41,8 @@ def save(
 ) -> None:
     """Write `folder/step_N` atomically, then prune older checkpoints.
 
-    Keeps the newest `keep_last` and every `keep_interval`-th step; with neither, all.
-    Raises JournalError when the disk refuses; the older checkpoints stay.
+    Keeps the newest `keep_last` and every `keep_interval`-th step; keeps all if both are None.
+    Raises JournalError if it cannot be written; the older checkpoints stay.
     """
     final = folder / f"step_{checkpoint.step:06d}"
     files = {
@@ -52,7 +52,7 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         failpoint("checkpoint.write")
-        atomic_files.remove_folder(final)  # one that did not verify at the restart
+        atomic_files.remove_folder(final)  # a checkpoint that did not verify at the restart
         atomic_files.write_folder(final, files, {"run_id": run_id, "step": checkpoint.step})
     except OSError as error:
         raise JournalError(f"cannot write checkpoint {final}: {error.strerror}") from None

@@ -28,21 +28,24 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher
 
-# A commit is due at these limits: one fsync for many groups, yet short outboxes at the generators.
+# A commit is due at either limit. Larger limits save fsyncs, but generators keep groups longer.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
-# An announcement lists every live generator and is sent to each of them. Between two that only
-# acknowledge groups lie this many seconds times the square of their number: 20 ms at 100.
+# Each announcement lists all n live generators and is sent to all of them, which costs O(n^2).
+# Announcements that only acknowledge groups are ACKNOWLEDGE_SECONDS * n^2 apart: 20 ms for n = 100.
 ACKNOWLEDGE_SECONDS, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
-WARNING_SECONDS = 20.0  # without a group, between two warnings
+WARNING_SECONDS = 20.0  # interval of warnings while no group is admitted
 MAX_SAMPLES_AHEAD = 1 << 20  # a group that claims a larger jump of its sample index is ignored
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # of a commit to a full disk
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = (
+    1.0,
+    60.0,
+)  # delay between attempts to commit to a full disk
 
 
 class BatchCollector:
     """Collects the batch of one step at a time.
 
-    `batch` holds the groups admitted so far, `journal_seconds` the time spent on the journal since
-    the step began.
+    `batch` holds the groups admitted so far; `journal_seconds` is the time spent on journal commits
+    for the current step.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class BatchCollector:
         )
         self._session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
-        self._size = 0  # of the batch, in the unit of build.step_size; summed up incrementally
+        self._size = 0  # sum of build.size_of over the batch
 
     @property
     def is_full(self) -> bool:
@@ -80,9 +83,9 @@ class BatchCollector:
     ) -> tuple[list[RolloutGroup], int]:
         """Receive until the batch of `step` is full; return it and the initial queue depth.
 
-        Returns no groups if a stop is requested. The last journal commit runs while the step
-        computes and ends with the caller's `commit`. `between_groups` is called between any two
-        groups, with True if none has arrived for 0.2 s.
+        Returns no groups if a stop is requested. The last journal commit runs in the background
+        while the step computes; the caller ends it with `commit`. `between_groups` is called before
+        each receive, with True if the previous one timed out after 0.2 s.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -117,7 +120,7 @@ class BatchCollector:
         return groups
 
     def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
-        """Admit a received group to the batch or drop it; journal either."""
+        """Admit a received group to the batch or drop it; journal the group or the drop."""
         failpoint("trainer.received")
         self._generators.mark_alive(group.sender, step=step)
         decision = self.admission.admit(group, step=step)
@@ -154,7 +157,7 @@ class BatchCollector:
             self.commit()
 
     def commit(self) -> None:
-        """Make all journaled groups durable; retry, with a report, while the disk refuses.
+        """Make all journaled groups durable; report and retry while the disk is full.
 
         Raises JournalError if a stop is requested meanwhile.
         """
@@ -177,7 +180,7 @@ class BatchCollector:
         self.journal_seconds += time.monotonic() - started
 
     def restore_batch(self, groups: list[RolloutGroup]) -> None:
-        """Set the batch to groups that the journal already holds."""
+        """Set the batch to groups read from the journal."""
         self.batch = groups
         self._size = sum(build.size_of(self._session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
@@ -216,7 +219,7 @@ class BatchCollector:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Dropped groups and pool sizes of the run so far."""
+        """Number of dropped groups by reason since the run began, and the pool sizes."""
         outcomes, pools = self.admission.ledger.outcomes, self.curriculum.pools
         reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
         return {
@@ -227,7 +230,7 @@ class BatchCollector:
         }
 
     def _acknowledge(self, step: int) -> None:
-        if self.acknowledgements.is_due:
+        if time.monotonic() >= self.acknowledgements.next_publish:
             self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
     def _warn_if_idle(self, last_group: float, last_warning: float) -> float:
@@ -243,15 +246,15 @@ class BatchCollector:
 
 
 class Curriculum:
-    """What received groups reveal of their problems: difficulty pools, the next sample index."""
+    """Sampling state that received groups update: difficulty pools and the next sample index."""
 
     def __init__(self, pools: DifficultyPools, run_log: RunLog) -> None:
         self.pools = pools
-        self.next_sample_index = 0  # above that of every received group
+        self.next_sample_index = 0  # greater than the sample index of every received group
         self._run_log = run_log
 
     def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
-        """Process one group, received now or read from the journal."""
+        """Update the state with one group, received or read from the journal."""
         if group.sample_index <= self.next_sample_index + MAX_SAMPLES_AHEAD:
             self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
@@ -277,14 +280,9 @@ class Acknowledgements:
         self.durable: dict[str, int] = {}  # sender -> last sequence on disk
         self._consumed: dict[str, int] = {}  # sender -> last sequence in a begun step or dropped
         self._groups_in_step = 0  # of the newest step
-        self._next_publish = 0.0  # monotonic seconds
+        self.next_publish = 0.0  # monotonic seconds: earliest time of the next acknowledgement
         self._status, self._admission = status, admission
         self._generators, self._curriculum = generators, curriculum
-
-    @property
-    def is_due(self) -> bool:
-        """True if the last announcement is old enough for another one."""
-        return time.monotonic() >= self._next_publish
 
     def publish(
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
@@ -306,7 +304,7 @@ class Acknowledgements:
             excluded=self._curriculum.pools.excluded,
         )
         seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_SECONDS * len(live) ** 2)
-        self._next_publish = time.monotonic() + seconds
+        self.next_publish = time.monotonic() + seconds
 
     def begin_step(self, num_groups: int) -> None:
         """Count all received groups as consumed: a step with `num_groups` of them begins."""
@@ -326,7 +324,7 @@ class Acknowledgements:
 
 
 def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
-    """Warning that no group was admitted; `dropped` are generators above the mismatch bound."""
+    """Text of the warning that no group is admitted; `dropped` are generators above the bound."""
     names = ", ".join(dropped)
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: bin/generator{files_given()}"

@@ -1,4 +1,8 @@
-"""Evaluation on the held-out problems: by the trainer at both ends, by generators in between."""
+"""Evaluation on the held-out problems.
+
+The trainer evaluates the first and the last step itself; generators evaluate the steps between
+while the training continues.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,14 @@ from peralta_zmq.trainer.session import Session
 
 
 class EvaluationCoordinator:
-    """Runs at most one evaluation at a time, and each step's only once."""
+    """Runs at most one evaluation at a time, and one evaluation per step."""
 
     def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
         self._session, self._held_out, self._policy = session, held_out, policy
-        self._current: Evaluation | None = None  # by the generators
+        self._current: Evaluation | None = None  # evaluation in progress by the generators
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the trainer's own model, unless the run log has this step's evaluation.
+        """Evaluate the trainer's own model, unless this step is evaluated already.
 
         Returns False, with nothing recorded, if a stop is requested before the last answer.
         """
@@ -113,7 +117,7 @@ class EvaluationCoordinator:
 
 
 def check_size(config: Config, held_out: Environments) -> None:
-    """Raise ConfigError for more examples than an announcement has bits for."""
+    """Raise ConfigError if an announcement has fewer bits than there are examples."""
     num_problems = len(held_out.problems)
     if num_problems > MAX_POSITIONS and config.eval.interval < config.train.max_steps:
         raise ConfigError(

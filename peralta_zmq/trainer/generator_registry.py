@@ -15,11 +15,11 @@ from peralta_zmq.learning.step_metrics import WINDOW, Mismatch, MismatchStatisti
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 
-SILENCE_SECONDS = 30.0  # a sender has left after this time without a message
-SAME_NAME_SECONDS = 2.0  # less than a generator needs to restart under its old name
-FINAL_STATUS_SECONDS = 2.0  # timeout for all final statuses at the end of a run
-# Limits that keep invented names from filling memory.
-MAX_LIVE = 4096  # live senders; further ones are not registered
+SILENCE_SECONDS = 30.0  # without a message until a sender counts as gone
+SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same name
+FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
+# Bounds on the memory that invented sender names can fill.
+MAX_LIVE = 4096  # live senders; more are not registered
 MAX_STARTS = 64  # live senders of one name; the longest silent one is removed
 MAX_FINAL_STATUSES = 1 << 16
 STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
@@ -124,7 +124,7 @@ class GeneratorRegistry:
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
         """gen/NAME/STATISTIC of every live generator, from its newest status.
 
-        gen/NAME/step in `row`, which is that of the trained groups, wins when it is newer.
+        `row` has gen/NAME/step of the trained groups; the larger of the two steps is returned.
         """
         values = {
             f"gen/{status.generator_id}/{name}": getattr(status, name)
@@ -135,8 +135,8 @@ class GeneratorRegistry:
         return values | {key: max(step, values[key]) for key, step in steps.items()}
 
     def num_outstanding(self, seen: Mapping[str, int]) -> int:
-        """Groups that were made after the highest sequence received from each sender (`seen`)."""
-        made = self.num_made | {sender: each.made for sender, each in self.statuses.items()}
+        """Groups made after the highest sequence received from each sender (`seen`)."""
+        made = self.num_made | {sender: status.made for sender, status in self.statuses.items()}
         return sum(max(0, count - seen.get(sender, -1) - 1) for sender, count in made.items())
 
 

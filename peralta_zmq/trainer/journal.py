@@ -28,7 +28,7 @@ from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
 
 HEADER = struct.Struct("<IIB")
-GROUP, DROPPED = 1, 2  # kinds
+GROUP, DROPPED = 1, 2  # kinds of records
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class JournalRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that is in no batch: its outcome, and what it revealed of its problem."""
+    """A group that is in no batch: its identity, its outcome and its data for the curriculum."""
 
     sender: str
     sequence: int
@@ -89,7 +89,7 @@ class Journal:
     def commit(self) -> bool:
         """Make the waiting records durable; False if there are none.
 
-        Raises JournalError when the disk refuses; the records keep waiting.
+        Raises JournalError if they cannot be written; they stay waiting.
         """
         if not self._waiting:
             return False
@@ -98,7 +98,7 @@ class Journal:
         try:
             if write is not None and isinstance(write.exception(), OSError):
                 self.close()
-                write = None  # it failed when the step began; the disk may have room by now
+                write = None  # write again: the disk may have room by now
             if write is not None:
                 write.result()
             else:
@@ -116,8 +116,8 @@ class Journal:
         """The whole records of a step; a torn tail is cut off the file and reported.
 
         Makes the records of the last step durable: the process that wrote them may have been killed
-        before its fsync. Raises JournalError when the disk refuses, or when the file is damaged:
-        when there are later steps, or whole records after the torn bytes.
+        before its fsync. Raises JournalError if that fails, or if the file is damaged rather than
+        torn: there are later steps, or whole records after the bad bytes.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -160,7 +160,7 @@ class Journal:
         """Remove the files of steps before `oldest`."""
         for step in self.steps():
             if step < oldest:
-                with contextlib.suppress(OSError):  # the file only takes space
+                with contextlib.suppress(OSError):  # a file that stays only takes space
                     self.file_of(step).unlink()
 
     def move_after(self, step: int, target: Path) -> None:

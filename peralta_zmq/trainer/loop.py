@@ -1,7 +1,7 @@
 """The trainer: collects groups from generators, takes optimizer steps, publishes weights.
 
-Killed at any moment, the next start continues from the newest checkpoint and the journal, with no
-group lost or trained twice (see recovery.py).
+After a kill at any moment, the next start continues from the newest checkpoint and the journal; no
+received group is lost or trained twice (see recovery.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from peralta_zmq.weights.backends import ProbeFile
 
 
 def run(config: Config) -> None:
-    """Train to `train.max_steps`, from where the session before ended.
+    """Train to `train.max_steps`, continuing an earlier session of the run if there is one.
 
     Under torchrun this process is one of several ranks: rank 0 is the trainer, the others are its
-    followers. Raises ConfigError, TaskError, WireError, StoreError or JournalError, before anything
-    is written, if a setting, a file, the port or a folder cannot be used.
+    followers. Raises ConfigError, TaskError, WireError, StoreError or JournalError if a setting, a
+    file, a port or a folder cannot be used; nothing is written in that case.
     """
     config, ranks = join(config)
     models.keep_memory()
@@ -57,7 +57,7 @@ class Trainer:
     """One session of a run."""
 
     def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
-        """Open everything; `stack` closes it. Nothing is written before the run folder is open."""
+        """Open all resources; `stack` closes them. Writes nothing before the folder is locked."""
         stop = StopSignal()
         previous_config = earlier_config(config, config.run_folder)
         check_trackers(config.run.report_to)
@@ -85,7 +85,7 @@ class Trainer:
             self.session, previous_config, self.policy, self.collector, self.steps, self.publishing
         )
         open_dashboard(config, stack, run_log)
-        stop.install()  # up to here a signal ends the process: a restart needs nothing from it
+        stop.install()  # until here a signal ends the process at once: there is no progress to save
 
     @property
     def step(self) -> int:
@@ -99,7 +99,7 @@ class Trainer:
         return not is_complete and not self.session.stop.requested
 
     def recover(self) -> None:
-        """Continue from what earlier sessions left in the run folder."""
+        """Continue from the state that earlier sessions saved in the run folder."""
         recovered = self.recovery.run()
         config = self.session.config.eval
         if recovered and self.session.run_log.resuming and not config.skip_eval_on_resume:
@@ -120,7 +120,7 @@ class Trainer:
         failpoint("trainer.collected")
         metrics = self.steps.learn(groups)
         failpoint("trainer.stepped")
-        self.steps.flag_mismatch()
+        self.steps.mismatch.flag(step=self.step)
         publish_seconds = self.publish()
         metrics |= {
             "queue/depth": depth,
@@ -172,13 +172,13 @@ class Trainer:
         """Background work of the collector: record publications, serve a keyframe request."""
         self.publishing.record_reports()
         self.session.run_log.check_stall()
-        # While groups arrive, the next step brings the keyframe soon enough.
+        # While groups arrive, the next step publishes the keyframe soon enough.
         if idle and self.generators.keyframe_requested:
             self.publish()
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:
-    """Raise ConfigError for more problems than an announcement has bits for."""
+    """Create the pools. Raises ConfigError if an announcement has fewer bits than problems."""
     curriculum = config.curriculum
     pools = DifficultyPools(
         [problem.id for problem in train.problems],
@@ -196,7 +196,7 @@ def _open_pools(config: Config, train: Environments) -> DifficultyPools:
 def _open_sockets(
     config: Config, stack: ExitStack, policy: Policy, run_id: str, train_set: bytes
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
-    """Bind four ports: rollouts, announcements, generator statuses, probes of bin/doctor."""
+    """Bind four consecutive ports: rollouts, announcements, generator statuses, doctor probes."""
     address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
     authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
     receiver = wire.RolloutReceiver(

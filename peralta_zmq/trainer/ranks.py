@@ -27,7 +27,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 
 
 class RankPlacement(NamedTuple):
-    """The position of this process among those of the trainer."""
+    """The rank of this process, in the trainer and on its machine."""
 
     rank: int
     num_ranks: int
@@ -54,7 +54,7 @@ def placement_of(environment: Mapping[str, str]) -> RankPlacement:
 def join(config: Config) -> tuple[Config, Ranks]:
     """Connect to the other ranks, if there are any; returns rank 0's settings and the ranks.
 
-    A rank's own settings are only its device and the number of workers on its machine.
+    A follower keeps only its own device and `train.num_workers`.
     Raises ConfigError for a device that ranks cannot share, RankError if a rank is missing.
     """
     placement = placement_of(os.environ)
@@ -143,13 +143,13 @@ class Leader:
 
 
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
-    """Execute rank 0's commands until it ends; ignores signals, which rank 0 handles.
+    """Execute rank 0's commands until the last one; ignore signals, which rank 0 handles.
 
     Raises RankError if rank 0 is gone, or an error that occurs on this rank only.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 logs the rest
+    logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 logs the other messages
     try:
         model = build.load_policy(config, models.model_folder(config.model.name))
         learner = build.make_learner(config, model, ranks)

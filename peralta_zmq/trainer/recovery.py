@@ -1,14 +1,14 @@
 """Recovery of a trainer at its start: restore the newest checkpoint, replay the journal after it.
 
-What a killed trainer leaves behind, and what becomes of it:
+What becomes of the state of a killed trainer:
 
 - Checkpoint of step C: restored. It holds weights, optimizer, RNG, ledger and curriculum.
 - Journal of steps C+1 to N: trained again, bit-identically on CPUs. Rows of metrics.jsonl that
   exist already are not written twice.
-- Journal of step N+1, not yet a full batch: its groups are the beginning of the next batch.
+- Journal of step N+1, not yet a full batch: its groups become the first of the next batch.
 - Groups in the sockets: lost here. The generators send them again, since the trainer never
   announced them as durable.
-- Weights folder: if the newest version is not that of step N, step N is published again.
+- Weights folder: if its newest version is not of step N, step N is published again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Recovery:
     def __init__(
         self,
         session: Session,
-        previous_config: Config,  # of the session before
+        previous_config: Config,  # settings of the previous session
         policy: Policy,
         collector: BatchCollector,
         steps: StepTrainer,
@@ -49,9 +49,9 @@ class Recovery:
         self._previous_config = previous_config
 
     def run(self) -> bool:
-        """Recover; False if a stop was requested during the replay.
+        """Recover the newest step; return False if a stop was requested during the replay.
 
-        Raises JournalError if checkpoint and journal do not fit together, or this run.
+        Raises JournalError if checkpoint and journal contradict each other or are of another run.
         """
         self._roll_back()
         self._restore_checkpoint()
@@ -63,6 +63,7 @@ class Recovery:
         self._publishing.set_lineage(self._run_log.lineage)
         self._publishing.record_unrecorded()
         self._collector.admission.abandoned = abandoned_weights(self._session.folder, step)
+        self._return_problems(step)
         self._report(step, restored)
         self._publish(step)
         return True
@@ -70,7 +71,7 @@ class Recovery:
     # Step 1, only with checkpoint.resume_step: return to an older checkpoint.
 
     def _roll_back(self) -> None:
-        """Move what follows the requested step out of the way; once per step."""
+        """Move checkpoints and journal files of later steps away, once per requested step."""
         step = self._config.checkpoint.resume_step
         target = self._session.folder / f"rolled_back_to_{step:06d}"
         if step < 0:
@@ -78,7 +79,9 @@ class Recovery:
         if target.exists():
             self._run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
-        unfinished = target.with_name(f".tmp-{target.name}")  # of a roll-back that was killed
+        unfinished = target.with_name(
+            f".tmp-{target.name}"
+        )  # exists already if a roll-back was killed
         (unfinished / "checkpoints").mkdir(parents=True, exist_ok=True)
         (unfinished / "journal").mkdir(exist_ok=True)
         checkpoint.move_after(
@@ -114,7 +117,7 @@ class Recovery:
         self._steps.progress, self._steps.saved_step = saved.progress, saved.step
 
     def _check_journal_start(self) -> None:
-        """Raise JournalError if the journal starts after step 1, for then a checkpoint is lost."""
+        """Raise JournalError if the journal starts after step 1: a checkpoint is missing then."""
         folder = self._session.folder / "journal"
         next_step = self._run_log.last_step + 1  # if the journal is empty: pruned at a checkpoint
         if (first := min(steps_in(folder), default=next_step)) > 1:
@@ -126,10 +129,10 @@ class Recovery:
     # Step 3: the journal.
 
     def _replay_journal(self) -> bool:
-        """Train the journaled steps again, with the learning rates of the session before.
+        """Train the journaled steps again, with the learning rates of the previous session.
 
-        Then `train.max_steps` may have grown, and with it the schedule. False if a stop is
-        requested; the next start replays the rest. Raises JournalError if the settings changed and
+        (A change of `train.max_steps` changes the schedule.) Returns False if a stop is requested;
+        the next start replays the remaining steps. Raises JournalError if the settings changed and
         no checkpoint can be written.
         """
         self._learner.learning_rate = build.learning_rate_schedule(self._previous_config)
@@ -140,7 +143,7 @@ class Recovery:
                 self._collector, self._session, self._learner.step + 1, self._policy.vocab_size
             ):
                 if self._learner.step >= self._previous_config.train.max_steps:
-                    break  # the batch belongs to the longer run
+                    break  # a complete batch after the previous last step: train it as a new step
                 if self._session.stop.requested:
                     return False
                 groups = self._collector.take_batch()
@@ -158,35 +161,39 @@ class Recovery:
             write_resolved(self._config, self._session.folder)
         return True
 
-    # Step 4: run log and weights follow.
+    # Step 4: run log, difficulty pools and weights.
 
     def _rewind_run_log(self, step: int) -> None:
-        """Roll back recorded steps that the journal has lost; they are trained with new groups."""
+        """Roll back recorded steps that the journal has lost; they are trained on new groups."""
         if (last := self._run_log.last_step) > step:
             self._run_log.rewind(step)
             self._run_log.note(
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
+    def _return_problems(self, step: int) -> None:
+        """Return the configured fractions of the excluded problems to the normal pool."""
+        curriculum, seed = self._config.curriculum, self._config.run.seed + step
+        easy_fraction, hard_fraction = curriculum.easy_fraction, curriculum.hard_fraction
+        returned = self._collector.curriculum.pools.return_to_normal(
+            easy_fraction=easy_fraction, hard_fraction=hard_fraction, seed=seed
+        )
+        if returned:
+            self._run_log.event("pool_returned", problems=returned)
+
     def _report(self, step: int, restored: int) -> None:
-        run_log, curriculum, config = self._run_log, self._config.curriculum, self._config
+        run_log, config = self._run_log, self._config
         is_complete, replayed = step >= config.train.max_steps, step - restored
         if is_complete:
             run_log.note(f"run complete: {step} steps; delete {self._session.folder} to start over")
         elif run_log.resuming:
             run_log.note(f"resumed: step={step} checkpoint={restored} replayed={replayed}")
-        returned = self._collector.curriculum.pools.return_to_normal(
-            easy_fraction=curriculum.easy_fraction, hard_fraction=curriculum.hard_fraction,
-            seed=config.run.seed + step,
-        )  # fmt: skip
-        if returned:
-            run_log.event("pool_returned", problems=returned)
         if not is_complete and not self._session.stop.requested:
             event = "resume" if run_log.resuming else "start"
             run_log.event(event, step=step, checkpoint=restored, replayed=replayed)
 
     def _publish(self, step: int) -> None:
-        """Publish the weights unless the newest version has them; announce that version."""
+        """Publish the weights, or announce the newest version if it has them."""
         newest = self._publishing.store.newest()
         if (
             newest is None
@@ -202,9 +209,9 @@ class Recovery:
 def load_journaled_batch(
     collector: BatchCollector, session: Session, step: int, vocab_size: int
 ) -> bool:
-    """Admit the groups in the journal of `step` again; True if they are a full batch.
+    """Admit the groups in the journal of `step` again; return True if they are a full batch.
 
-    Raises JournalError if the checkpoint has one of them too, or if they are less than a batch and
+    Raises JournalError if a group is in the checkpoint too, or if the batch is incomplete although
     there are later steps.
     """
     groups: list[RolloutGroup] = []

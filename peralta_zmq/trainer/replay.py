@@ -1,7 +1,7 @@
-"""`bin/replay RUN`: train a run again from its journal, without generators; writes nothing to it.
+"""`bin/replay RUN`: train a run again from its journal, without generators or changes to the run.
 
-The same settings give the same weights, bit-identical on CPUs. With other settings
-(`--loss.name grpo`) it shows what they would have made of the same rollouts.
+The same settings give the same weights, bit-identical on CPUs. Other settings (`--loss.name grpo`)
+can be compared on the same rollouts. `bin/replay export` writes a published version as a model.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:
-    """The learning rate of each step; `train.max_steps` and with it the schedule may have grown."""
+    """The recorded learning rate of each step. The schedule may have changed with max_steps."""
     rates: dict[int, float] = {}
     for row in read_rows(run / METRICS):
         step = int(number(row, "step", 0))

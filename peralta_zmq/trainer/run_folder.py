@@ -22,7 +22,7 @@ from peralta_zmq.weights.store import WeightStore
 
 IDENTITY, LOCK = "RUN.json", "lock"
 LOCK_RETRY_SECONDS = 0.1  # the dashboard and bin/doctor hold the lock for less when they test it
-WARNING_SECONDS = 30.0  # between two warnings that the weights folder is gone
+WARNING_SECONDS = 30.0  # interval of warnings that the weights folder is gone
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +31,7 @@ def open_run_folder(
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, and open the run log and the journal.
 
-    Raises ConfigError or StoreError; a folder that this call created is removed then.
+    Raises ConfigError or StoreError, after removing a folder that this call created.
     """
     folder = config.run_folder
     is_new = not (folder / IDENTITY).exists()
@@ -98,14 +98,14 @@ def _read_identity(folder: Path, field: str) -> str | None:
 
 
 def _claim_weights(store: WeightStore, config: Config, run_id: str, stop: StopSignal) -> None:
-    """Claim the weights folder; wait for one that this run has published to and that is gone.
+    """Claim the weights folder; wait if the folder of earlier sessions is not mounted.
 
     A folder inside the run folder is created again instead: it is no mount, and users delete it
     to free space. Raises StoreError.
     """
     warned_at = float("-inf")
-    known = _read_identity(config.run_folder, "weights") == store.address
-    known = known and bool(config.weights.dir)
+    recorded = _read_identity(config.run_folder, "weights")
+    known = recorded == store.address and bool(config.weights.dir)
     while True:
         try:
             store.claim(run_id, known=known)

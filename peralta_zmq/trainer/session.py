@@ -1,4 +1,4 @@
-"""What all parts of a trainer session share: settings, run log, announcement, stop signal."""
+"""Objects that all parts of a trainer session share: settings, run log, announcement, stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peralta_zmq.observe.run_log import RunLog
 
 
 class StopSignal:
-    """Sets `requested` at the first SIGINT or SIGTERM; the second one ends the process."""
+    """Sets `requested` on the first SIGINT or SIGTERM; the second one ends the process."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -38,7 +38,7 @@ class StopSignal:
 
 
 class StatusPublisher:
-    """Keeps the trainer's announcement: each part updates its own fields. Thread-safe."""
+    """Publishes the trainer's announcement; each caller updates its own fields. Thread-safe."""
 
     def __init__(
         self, publisher: wire.AnnouncementPublisher, announcement: wire.Announcement

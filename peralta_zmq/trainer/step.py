@@ -20,15 +20,15 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry, LogprobMis
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 
-# Steps without any reward difference within a group before a warning, whichever comes first.
+# Limits, whichever comes first, of the warning that no group has two different rewards.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 
 
 class StepTrainer:
     """Trains and records batches.
 
-    `progress` is what a checkpoint holds besides tensors, as of the newest step: groups received
-    after it belong to the next step.
+    `progress` is the part of the next checkpoint that is not tensors, as of the newest step: groups
+    received since then belong to the next step.
     """
 
     def __init__(
@@ -42,9 +42,7 @@ class StepTrainer:
         self.saved_step = -1
         self._session, self._policy = session, policy
         self._collector, self._generators = collector, generators
-        self._mismatch = LogprobMismatchMonitor(
-            session.config, session.run_log, collector.admission
-        )
+        self.mismatch = LogprobMismatchMonitor(session.config, session.run_log, collector.admission)
         self._recorder = StepRecorder(session.run_log, policy.tokenizer)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -57,12 +55,8 @@ class StepTrainer:
             run_log.event("skip", step=learner.step, reason=reason)
             run_log.note(f"step {learner.step} skipped: {reason}")
         self.progress = {**self._collector.state(), **self._policy.manifest_fields}
-        self._mismatch.update(learner.mismatch)
+        self.mismatch.update(learner.mismatch)
         return metrics | mismatch_metrics(learner.mismatch)
-
-    def flag_mismatch(self) -> None:
-        """Report generators with a large logprob mismatch. Not for replayed steps."""
-        self._mismatch.flag(step=self._policy.learner.step)
 
     def record(
         self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, step_time: float
@@ -81,7 +75,7 @@ class StepTrainer:
         self._recorder.record(learner.step, groups, row, advantages=learner.advantages)
 
     def save(self) -> None:
-        """Write a checkpoint of the newest step; a disk that refuses only costs a longer replay."""
+        """Write a checkpoint of the newest step; a failed write only makes a replay longer."""
         try:
             self.write_checkpoint()
         except JournalError as error:
@@ -92,7 +86,7 @@ class StepTrainer:
     def write_checkpoint(self) -> None:
         """Write a checkpoint of the newest step unless there is one; prune the journal.
 
-        Raises JournalError when the disk refuses.
+        Raises JournalError if it cannot be written.
         """
         step, rules = self._policy.learner.step, self._session.config.checkpoint
         if step == self.saved_step:
@@ -115,7 +109,7 @@ class StepRecorder:
 
     def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
         self._run_log, self._tokenizer = run_log, tokenizer
-        self._signal_time, self._signal_step = time.monotonic(), 0  # of the last step with signal
+        self._signal_time, self._signal_step = time.monotonic(), 0  # of the last step with a signal
         self._warned = False
 
     def record(
@@ -126,7 +120,7 @@ class StepRecorder:
         *,
         advantages: Sequence[Sequence[float]],
     ) -> None:
-        """Write the step unless it is written; `advantages` has one sequence per group."""
+        """Write the step unless it is recorded; `advantages` has one sequence per group."""
         full = {"step": step, "time": time.time(), **row}
         if self._run_log.step(full, self._sample(step, groups[0], advantages[0])):
             self._warn_without_signal(step, groups, row["frac_reward_zero_std"])

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import test_resume
 import torch
 from fakes import group_of
 from test_end_to_end import REPO
@@ -36,7 +35,6 @@ from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
 from tools.link_proxy import free_ports
 
-signals = test_resume.signals  # a trainer works in this process too
 EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")
 TARGETS = "q_proj,v_proj,down_proj"
 

@@ -73,7 +73,7 @@ class SlowReceiver:
 
 
 class Opened(NamedTuple):
-    """A collector with what a test needs of its surroundings."""
+    """A collector with its session, address and published announcements."""
 
     collector: BatchCollector
     published: list[wire.Announcement]
@@ -83,7 +83,7 @@ class Opened(NamedTuple):
     def collect(
         self, step: int = 1, between_groups: Callable[[bool], None] = lambda idle: None
     ) -> list[RolloutGroup]:
-        """The committed batch of a step."""
+        """Collect and commit the batch of a step."""
         groups, _ = self.collector.collect(step, between_groups)
         self.collector.commit()
         return groups

@@ -1,4 +1,4 @@
-"""A trainer whose dashboard fails prints one line and trains as without it."""
+"""A trainer whose dashboard fails prints one line and trains without it."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def printed_by(
 
 @pytest.fixture
 def full(stack: ExitStack) -> int:
-    """A taken port; all higher ports are taken, too."""
+    """A port in use; all higher ports are in use, too."""
     for port in range(HIGH, 65_536):
         holder = stack.enter_context(closing(socket.socket()))
-        with contextlib.suppress(OSError):  # already taken
+        with contextlib.suppress(OSError):  # in use already
             holder.bind(("127.0.0.1", port))
             holder.listen()
     return HIGH

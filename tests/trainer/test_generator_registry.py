@@ -38,7 +38,7 @@ INFO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
 
 
 def opened(stack: ExitStack, folder: Path) -> GeneratorRegistry:
-    """A registry without generators; its run log prints to the stdout of the moment."""
+    """A registry without generators; its run log prints to the current stdout."""
     receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     run_log = stack.enter_context(RunLog(folder, run="run", max_steps=9))
     return GeneratorRegistry(receiver, run_log, TRAINER_INFO)

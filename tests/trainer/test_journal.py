@@ -77,13 +77,13 @@ def test_records_are_on_disk_when_commit_returns(
     sizes: list[int] = []
     real = os.fsync
 
-    def seen(descriptor: int) -> None:
+    def record(descriptor: int) -> None:
         sizes.append(os.fstat(descriptor).st_size)
         real(descriptor)
 
     journal.append(4, b"first")
     journal.commit()
-    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(os, "fsync", record)
     journal.append(4, b"the second one")
     journal.commit()
     assert sizes == [ENDS[1]]
@@ -97,12 +97,12 @@ def test_read_makes_unsynced_records_of_a_killed_writer_durable(
     synced: list[tuple[int, int]] = []
     real = os.fsync
 
-    def seen(descriptor: int) -> None:
-        about = os.fstat(descriptor)
-        synced.append((about.st_ino, about.st_size))
+    def record(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(os, "fsync", record)
     assert read(tmp_path) == FRAMES[:2]
     assert (file.stat().st_ino, ENDS[1]) in synced
     assert tmp_path.stat().st_ino in dict(synced)
@@ -146,7 +146,7 @@ def test_append_after_a_torn_tail_is_read_back(tmp_path: Path) -> None:
 
 
 def damage(file: Path, position: int) -> bytes:
-    """Flip a bit; returns what the file holds then."""
+    """Flip a bit; returns the new content of the file."""
     content = bytearray(file.read_bytes())
     content[position] ^= 4
     file.write_bytes(content)
@@ -268,10 +268,10 @@ def test_move_after_moves_later_steps_only(journal: Journal, tmp_path: Path) -> 
     for step in (1, 2, 3):
         journal.append(step, b"frame")
         journal.commit()
-    (tmp_path / "aside").mkdir()
-    journal.move_after(1, tmp_path / "aside")
+    (tmp_path / "target").mkdir()
+    journal.move_after(1, tmp_path / "target")
     assert journal.steps() == [1]
-    assert len(os.listdir(tmp_path / "aside")) == 2
+    assert len(os.listdir(tmp_path / "target")) == 2
 
 
 def test_begun_commit_ends_with_commit_and_writes_once(journal: Journal) -> None:

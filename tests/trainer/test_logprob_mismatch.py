@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +26,6 @@ SETTINGS = (
     *("--train.learning-rate=1e-9", "--train.dtype=float32", "--eval.num-examples=1"),
     *("--no-eval.eval-base-model", "--train.num-workers=2", "--no-dashboard.enabled"),
 )
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restore the signal handlers that a trainer replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> RolloutGroup:

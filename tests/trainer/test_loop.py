@@ -1,4 +1,4 @@
-"""Opening and recovery of a trainer: what it refuses, in one line and with nothing written."""
+"""Opening and recovery of a trainer: refused settings and files, damaged state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -43,15 +42,6 @@ from peralta_zmq.trainer.session import StopSignal
 from tools.link_proxy import free_ports
 
 
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restore the signal handlers that a trainer replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def port() -> int:
     return free_ports()
@@ -67,7 +57,7 @@ def config_of(*arguments: str) -> Config:
 
 
 def refused(config: Config, kind: type[PeraltaError], match: str) -> None:
-    """The run ends with an error of one line and has written nothing."""
+    """Assert that the run ends with a one-line error and writes nothing."""
     with pytest.raises(kind, match=match) as caught:
         trainer.run(config)
     assert "\n" not in str(caught.value)
@@ -117,8 +107,8 @@ def test_port_in_use_is_refused_with_its_process(
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port + offset))
         holder.listen()
-        taken = f"port {port + offset} is in use by pid {os.getpid()} "
-        refused(config_of(*settings), WireError, taken)
+        message = f"port {port + offset} is in use by pid {os.getpid()} "
+        refused(config_of(*settings), WireError, message)
 
 
 def test_weights_folder_that_cannot_be_created_is_refused(
@@ -193,15 +183,15 @@ def test_unmounted_weights_folder_is_awaited_and_not_created(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    nas, away = tmp_path / "nas", tmp_path / "away"
+    nas, unmounted = tmp_path / "nas", tmp_path / "unmounted"
     config = config_of(*settings, "--weights.dir", str(nas))
     with ExitStack() as stack:
         first = Trainer(config, stack).session.run_id
-    nas.rename(away)
+    nas.rename(unmounted)
 
     def mount(self: StopSignal, seconds: float) -> None:
         assert not nas.exists()
-        away.rename(nas)
+        unmounted.rename(nas)
 
     monkeypatch.setattr(StopSignal, "pause", mount)
     with ExitStack() as stack:

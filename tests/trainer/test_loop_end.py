@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import test_resume
 from fakes import INCARNATION
 from test_resume import Session
 
@@ -19,7 +18,6 @@ from peralta_zmq.trainer.generator_registry import SILENCE_SECONDS
 from peralta_zmq.trainer.loop import Trainer
 
 pytestmark = pytest.mark.timeout(60)
-signals = test_resume.signals
 
 
 def test_long_last_evaluation_makes_no_generator_leave(

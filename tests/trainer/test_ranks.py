@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -48,15 +48,6 @@ GROUPS = [
 Tensors = Mapping[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restore the signal handlers that a trainer replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 class Run:
     """A run on the same groups, with any number of ranks."""
 
@@ -67,39 +58,39 @@ class Run:
         self.config.run_folder.mkdir(parents=True)
         run_folder.write_identity(self.config.run_folder, run_id=RUN, weights=None)
 
-    def train(self, *, to: int, num_ranks: int = 1, **how: Any) -> Tensors:
+    def train(self, *, to: int, num_ranks: int = 1, **options: Any) -> Tensors:
         """The checkpoint after `to` steps and a SIGTERM."""
-        with self.session(num_ranks=num_ranks, **how) as session:
+        with self.session(num_ranks=num_ranks, **options) as session:
             self.feed(session, to=to)
-            for each in session.ranks:
-                os.kill(int(each.pid or 0), signal.SIGTERM)  # as torchrun does
-            session.ends()
+            for process in session.ranks:
+                os.kill(int(process.pid or 0), signal.SIGTERM)  # as torchrun does
+            session.wait()
         return self.saved(to)
 
-    def session(self, *, num_ranks: int, **how: Any) -> Session:
-        """One more start of the trainer."""
+    def session(self, *, num_ranks: int, **options: Any) -> Session:
+        """Start the trainer once more."""
         self._sessions += 1
         folder = self._folder / f"session_{self._sessions}"
         folder.mkdir()
-        return Session(folder, self.config, num_ranks, how)
+        return Session(folder, self.config, num_ranks, options)
 
     def feed(self, session: Session, *, to: int, groups: Sequence[RolloutGroup] = GROUPS) -> None:
-        """Send the groups of all steps up to `to`, also earlier ones, and wait for it."""
-        session.until(self._listens)
+        """Send the groups of steps 1 to `to` and wait until step `to` is recorded."""
+        session.until(self._is_listening)
         with closing(wire.RolloutSender(f"tcp://127.0.0.1:{self.port}", hwm=1000)) as sender:
             for group in groups[: to * GROUPS_PER_STEP]:
                 assert sender.send(wire.encode_group(group), timeout=5)
             session.until(lambda: self.step == to)
 
-    def _listens(self) -> bool:
+    def _is_listening(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def saved(self, step: int) -> Tensors:
         """The newest checkpoint, which is of this step."""
-        found = checkpoint.newest(self.config.run_folder / "checkpoints", run_id=RUN)
-        assert found is not None and found.step == step
-        return found.tensors
+        newest = checkpoint.newest(self.config.run_folder / "checkpoints", run_id=RUN)
+        assert newest is not None and newest.step == step
+        return newest.tensors
 
     @property
     def step(self) -> int:
@@ -120,57 +111,57 @@ class Run:
 class Session:
     """The ranks of one start; killed at exit if they have not ended."""
 
-    def __init__(self, folder: Path, config: Config, num_ranks: int, how: Any) -> None:
+    def __init__(self, folder: Path, config: Config, num_ranks: int, options: Any) -> None:
         self._folder = folder
-        self.ranks = start(folder, run_one_rank, config, how, count=num_ranks)
+        self.ranks = start(folder, run_one_rank, config, options, count=num_ranks)
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        for each in self.ranks:
-            each.kill()
-            each.join()
+        for process in self.ranks:
+            process.kill()
+            process.join()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition while all ranks run."""
-        ends = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE
         while not condition():
-            if not all(each.is_alive() for each in self.ranks):
-                self.ends()
-            assert time.monotonic() < ends
+            if not all(process.is_alive() for process in self.ranks):
+                self.wait()
+            assert time.monotonic() < deadline
             time.sleep(0.02)
 
-    def ends(self) -> None:
-        """Wait for the end of all; raises RuntimeError for one that failed."""
+    def wait(self) -> None:
+        """Wait for the end of all ranks; raises RuntimeError for one that failed."""
         results(self._folder, self.ranks)
 
 
-def run_one_rank(config: Config, how: dict[str, bool]) -> None:
-    if how.get("shards"):  # as on CUDA
-        distributed.join = sharing
+def run_one_rank(config: Config, options: dict[str, bool]) -> None:
+    if options.get("shards"):  # as on CUDA
+        distributed.join = join_sharded
     trainer.run(config)
 
 
-def sharing(device: torch.device) -> distributed.DistributedRanks:
+def join_sharded(device: torch.device) -> distributed.DistributedRanks:
     dist.init_process_group("gloo")
     return distributed.DistributedRanks(device, shards=True)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
     """The checkpoint of one rank."""
-    return Run(tmp_path_factory.mktemp("alone")).train(to=STEPS)
+    return Run(tmp_path_factory.mktemp("single_rank")).train(to=STEPS)
 
 
-def assert_same(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours.keys() - {"rng/torch"}:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5, msg=name)
+def assert_same(tensors: Tensors, expected: Tensors) -> None:
+    assert tensors.keys() == expected.keys()
+    for name in tensors.keys() - {"rng/torch"}:
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
-def test_two_ranks_give_the_weights_of_one(tmp_path: Path, alone: Tensors) -> None:
-    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), alone)
+def test_two_ranks_give_the_weights_of_one(tmp_path: Path, single_rank: Tensors) -> None:
+    assert_same(Run(tmp_path).train(to=STEPS, num_ranks=2), single_rank)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +172,15 @@ def test_two_ranks_give_the_weights_of_one(tmp_path: Path, alone: Tensors) -> No
     ],
 )
 def test_run_resumes_with_another_number_of_ranks(
-    tmp_path: Path, alone: Tensors, counts: tuple[int, int]
+    tmp_path: Path, single_rank: Tensors, counts: tuple[int, int]
 ) -> None:
     run = Run(tmp_path)
     for to, num_ranks in zip((3, STEPS), counts, strict=True):
         saved = run.train(to=to, num_ranks=num_ranks, shards=True)
-    assert_same(saved, alone)
+    assert_same(saved, single_rank)
 
 
-def test_run_resumes_after_a_killed_rank(tmp_path: Path, alone: Tensors) -> None:
+def test_run_resumes_after_a_killed_rank(tmp_path: Path, single_rank: Tensors) -> None:
     run = Run(tmp_path)
     with run.session(num_ranks=2) as session:
         run.feed(session, to=3)  # the checkpoint is of step 2
@@ -197,10 +188,10 @@ def test_run_resumes_after_a_killed_rank(tmp_path: Path, alone: Tensors) -> None
         session.ranks[1].join()
         with pytest.raises(RuntimeError, match="RankError: another rank of this trainer is gone"):
             run.feed(session, to=4)
-    assert_same(run.train(to=STEPS, num_ranks=2), alone)
+    assert_same(run.train(to=STEPS, num_ranks=2), single_rank)
 
 
-# Steps that cannot be taken.
+# Steps without a finite gradient.
 
 
 def poisoned(group: RolloutGroup) -> RolloutGroup:
@@ -219,18 +210,20 @@ def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
         groups[step * GROUPS_PER_STEP - 2] = poisoned(groups[step * GROUPS_PER_STEP - 2])
     with (
         run.session(num_ranks=num_ranks) as session,
-        pytest.raises(RuntimeError, match="TrainingError: steps 3 to 5 had no finite grad") as told,
+        pytest.raises(
+            RuntimeError, match="TrainingError: steps 3 to 5 had no finite grad"
+        ) as error,
     ):
         run.feed(session, to=STEPS, groups=groups)
-    assert "rank 1" not in str(told.value)  # the followers report nothing
+    assert "rank 1" not in str(error.value)  # followers do not report it
     assert [row["skipped_steps"] for row in run.rows] == [1, 1, 2, 3]
-    skips = [each for each in run.events if each["event"] == "skip"]
-    assert [each["step"] for each in skips] == [1, 3, 4]
-    assert all("gradient of loss 'steep' is not finite" in str(each["reason"]) for each in skips)
+    skips = [row for row in run.events if row["event"] == "skip"]
+    assert [row["step"] for row in skips] == [1, 3, 4]
+    assert all("gradient of loss 'steep' is not finite" in str(row["reason"]) for row in skips)
     base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     norm, saved = "model.norm.weight", run.saved(4)  # with the weights of step 2
     assert not torch.equal(saved[f"model/{norm}"], base.state_dict()[norm])
-    assert all(each.isfinite().all() for each in saved.values() if each.is_floating_point())
+    assert all(tensor.isfinite().all() for tensor in saved.values() if tensor.is_floating_point())
 
 
 # The environment of torchrun.

@@ -42,68 +42,71 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 ROUNDED = ("bf16 state", "8-bit state")  # rounding depends on the order of a sum
 
 
-def learned(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """The tensors of a checkpoint after STEPS steps, and the metrics and mismatch of each step."""
+def train(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The checkpoint tensors after STEPS steps, and the metrics and mismatch of each step."""
     config = load_config(
         "bin/trainer",
         ["--train.batch-size=8", "--train.dtype=float32", "--train.max-tokens-per-microbatch=40",
          "--train.learning-rate=0.001", *settings],
     )  # fmt: skip
     learner = build.make_learner(config, build.load_policy(config, models.EMBEDDED), ranks)
-    rows_of_rank = list[Any]()
+    rows = list[Any]()
     for step in range(STEPS):
         metrics = learner.learn(GROUPS[3 * step : 3 * step + 3])
         mismatch = {name: (each.kl, each.num_tokens) for name, each in learner.mismatch.items()}
-        rows_of_rank.append((metrics, mismatch))
-    return learner.state(), rows_of_rank
+        rows.append((metrics, mismatch))
+    return learner.state(), rows
 
 
-def learned_by_all() -> dict[tuple[str, bool], Any]:
-    """`learned` for each objective, with whole and with sharded parameters."""
+def train_all_objectives() -> dict[tuple[str, bool], Any]:
+    """The result of `train` for each objective, with whole and with sharded parameters."""
     dist.init_process_group("gloo")
     kinds = {
         shards: DistributedRanks(torch.device("cpu"), shards=shards) for shards in (False, True)
     }
-    found = {
-        (name, shards): learned(ranks, *settings)
+    trained = {
+        (name, shards): train(ranks, *settings)
         for shards, ranks in kinds.items()
         for name, settings in OBJECTIVES.items()
-        if not (shards and name == "8-bit state")  # which cannot be shared
+        if not (shards and name == "8-bit state")  # sharded ranks refuse it
     }
     kinds[False].close()
-    return found
+    return trained
 
 
 @pytest.mark.slow
 def test_two_ranks_learn_the_same_as_one(tmp_path: Path) -> None:
-    ranks = start(tmp_path, learned_by_all)
-    alone = {name: learned(SINGLE, *settings) for name, settings in OBJECTIVES.items()}
-    for (name, shards), (theirs, rows_of_rank) in results(tmp_path, ranks)[0].items():
-        expected, rows = alone[name]
-        assert theirs.keys() == expected.keys(), name
-        assert any(path.startswith("reference/") for path in theirs) == (name == "reference")
+    ranks = start(tmp_path, train_all_objectives)
+    single = {name: train(SINGLE, *settings) for name, settings in OBJECTIVES.items()}
+    for (name, shards), (tensors, rows) in results(tmp_path, ranks)[0].items():
+        expected, expected_rows = single[name]
+        assert tensors.keys() == expected.keys(), name
+        assert any(path.startswith("reference/") for path in tensors) == (name == "reference")
         if name in ROUNDED:
-            assert_near(theirs, expected)
+            assert_near(tensors, expected)
             continue
         for path in expected.keys() - {"rng/torch"}:
             torch.testing.assert_close(
-                theirs[path], expected[path], rtol=0, atol=1e-5, msg=f"{name} {shards} {path}"
+                tensors[path], expected[path], rtol=0, atol=1e-5, msg=f"{name} {shards} {path}"
             )
-        for (ours, by_sender), (metrics, mismatch) in zip(rows, rows_of_rank, strict=True):
+        for (single_metrics, by_sender), (metrics, mismatch) in zip(
+            expected_rows, rows, strict=True
+        ):
             assert set(mismatch) == {f"{each}/626f6f74626f6f74" for each in ("ann", "bob", "cleo")}
             for sender, figures in by_sender.items():
                 assert mismatch[sender] == pytest.approx(figures, rel=1e-4), (name, sender)
-            for key in ours.keys() - {"time/forward_backward"}:
-                assert metrics[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-6), (name, key)
+            for key in single_metrics.keys() - {"time/forward_backward"}:
+                near = pytest.approx(single_metrics[key], rel=1e-3, abs=1e-6)
+                assert metrics[key] == near, (name, key)
 
 
-def assert_near(theirs: Tensors, ours: Tensors) -> None:
+def assert_near(tensors: Tensors, expected: Tensors) -> None:
     """The weights differ by at most 1/1000 of their distance from the base model."""
     base = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
     difference = distance = 0.0
-    for name, each in base.named_parameters():
-        mine = ours[f"model/{name}"]
-        difference += float((theirs[f"model/{name}"] - mine).square().sum())
-        distance += float((mine - each.detach()).square().sum())
+    for name, parameter in base.named_parameters():
+        trained = expected[f"model/{name}"]
+        difference += float((tensors[f"model/{name}"] - trained).square().sum())
+        distance += float((trained - parameter.detach()).square().sum())
     print(f"difference: {(difference / distance) ** 0.5:.3%} of the distance")  # in docs/optim.md
     assert difference**0.5 < 1e-3 * distance**0.5

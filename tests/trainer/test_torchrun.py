@@ -52,15 +52,15 @@ def test_two_ranks_resume_after_ctrl_c_and_complete_the_run(machine: Ranks) -> N
     until(lambda: len(machine.rows()) >= 2, trainer, generator)
     generator.process.send_signal(signal.SIGSTOP)  # so that the trainer cannot reach the end
     trainer.process.send_signal(signal.SIGINT)
-    trainer.ends(timeout=40)
+    trainer.wait(timeout=40)
     stopped = int(str(machine.rows()[-1]["step"]))
     assert 2 <= stopped < 12
     assert f"stopped after step {stopped}, saved; the same command resumes it" in trainer.printed
 
     generator.process.send_signal(signal.SIGCONT)
     trainer = machine.start("trainer", "--train.max-steps", "12")
-    assert trainer.ends() == 0, trainer.printed
-    assert generator.ends() == 0, generator.printed
+    assert trainer.wait() == 0, trainer.printed
+    assert generator.wait() == 0, generator.printed
     assert f"resumed: step={stopped} checkpoint={stopped} replayed=0" in trainer.printed
     assert "steps              12 in" in trainer.printed
     assert [row["step"] for row in machine.rows()] == [*range(1, 13)]
