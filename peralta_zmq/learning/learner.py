@@ -76,7 +76,7 @@ class Learner:
         self.skip_reason = ""
         self.advantages: Sequence[Sequence[float]] = ()
         self.mismatch: dict[str, Mismatch] = {}
-        self.learning_rate = learning_rate  # of a step
+        self.learning_rate: Callable[[int], float] = learning_rate  # of a step
         self._num_skipped = self._num_skipped_in_a_row = 0
         self._parameters, self._score = parameters, score
         self._reference, self._teacher = reference, teacher
