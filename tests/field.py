@@ -150,7 +150,7 @@ def until(condition: Callable[[], object], *programs: Program, seconds: float = 
 def ended_within(program: Program, seconds: float) -> bool:
     """Whether the program ends by itself within `seconds`."""
     try:
-        program.ends(timeout=seconds)
+        program.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         return False
     return True

@@ -77,7 +77,7 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
             newest = f"loaded version={STEPS // 3}"
             until(lambda: any(newest in generator.printed for generator in generators), trainer)
             next(one for one in generators if newest in one.printed).kill()
-        assert trainer.ends(timeout=400) == 0, trainer.printed[-3000:]
+        assert trainer.wait(timeout=400) == 0, trainer.printed[-3000:]
         seconds = time.monotonic() - started
         return _measured(field, f"{num_generators}{', one killed' if kill else ''}", seconds)
     finally:

@@ -74,8 +74,8 @@ def test_killed_verifier_delays_rewards_and_changes_none(field: Field, tmp_path:
     verifier.kill()
     until(lambda: "waiting for the verifier" in generator.printed, trainer, generator)
     field.start("verifier", log="verifier", environment=environment)
-    assert trainer.ends(timeout=60) == 0, trainer.printed
-    assert generator.ends(timeout=20) == 0, generator.printed
+    assert trainer.wait(timeout=60) == 0, trainer.printed
+    assert generator.wait(timeout=20) == 0, generator.printed
     assert (
         "the verifier responds again" in generator.printed and "lost group" not in generator.printed
     )
@@ -99,8 +99,8 @@ def test_generators_evaluate_while_training_goes_on(
     trainer = field.trainer(*settings, environment=environment)
     # One of two generators: it also evaluates the share of the missing one.
     generator = field.generator("ann", *settings, "--generator.count=2", environment=environment)
-    assert trainer.ends(timeout=90) == 0, trainer.printed
-    assert generator.ends(timeout=20) == 0, generator.printed
+    assert trainer.wait(timeout=90) == 0, trainer.printed
+    assert generator.wait(timeout=20) == 0, generator.printed
     rows = {int(str(row["step"])): row for row in read_rows(field.run / "eval.jsonl")}
     assert sorted(rows) in ([3, 6, 8], [3, 8])  # the run may end before the second evaluation
     assert rows[3]["policy_steps"][0] >= 3

@@ -18,8 +18,8 @@ def trained_to(field: Field, step: int, *settings: str) -> str:
     before = log.read_text() if log.exists() else ""
     trainer = field.trainer("--train.max-steps", str(step), *EVERY_TWO, *settings)
     generator = field.generator("ann", "--train.max-steps", str(step))
-    assert trainer.ends(timeout=120) == 0, trainer.printed
-    assert generator.ends(timeout=30) == 0, generator.printed
+    assert trainer.wait(timeout=120) == 0, trainer.printed
+    assert generator.wait(timeout=30) == 0, generator.printed
     return trainer.printed.removeprefix(before)
 
 
@@ -69,7 +69,7 @@ def test_generator_makes_no_group_of_two_lineages(
     until(lambda: field.step >= 8, generator, trainer)
     trainer.kill()
     trainer = field.trainer(*long, "--checkpoint.resume-step", "4")
-    assert trainer.ends(timeout=120) == 0, trainer.printed
-    assert generator.ends(timeout=30) == 0, generator.printed
+    assert trainer.wait(timeout=120) == 0, trainer.printed
+    assert generator.wait(timeout=30) == 0, generator.printed
     assert "at step 4 of another lineage; groups in flight dropped" in generator.printed
     assert field.broken() == {}

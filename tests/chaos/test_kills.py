@@ -56,17 +56,17 @@ def test_trainer_killed_many_times_gives_the_weights_of_a_replay(field: Field) -
             longest = start_seconds / 2
             assert not ended_within(trainer, start_seconds / 2)
         if ended_within(trainer, random.uniform(0.0, longest)):
-            assert trainer.ends() == 0, trainer.printed
+            assert trainer.wait() == 0, trainer.printed
             break
         trainer.kill()
         kills += 1
     last = field.trainer(*STEPS)
-    assert last.ends(timeout=120) == 0, last.printed
+    assert last.wait(timeout=120) == 0, last.printed
     print(f"kills: {kills}")
     assert kills >= 10
     assert "in use" not in last.printed  # the port was free at each start
     for each in generators:
-        assert each.ends(timeout=30) == 0, each.printed
+        assert each.wait(timeout=30) == 0, each.printed
     assert field.broken() == {}
     assert is_as_published(field)
 
@@ -79,13 +79,13 @@ def test_generators_killed_30_times_while_sending_tear_no_group(field: Field) ->
     made = dict.fromkeys(names, 0)
     while kills < NUM_KILLS:
         if not trainer.alive:  # complete: continue with more steps
-            assert trainer.ends() == 0, trainer.printed
+            assert trainer.wait() == 0, trainer.printed
             target = field.step + 20
             trainer = field.trainer("--train.max-steps", str(target))
         name = random.choice(names)
         generator = running[name]
         if not generator.alive:
-            assert generator.ends() in (0, -signal.SIGKILL), generator.printed
+            assert generator.wait() in (0, -signal.SIGKILL), generator.printed
             running[name] = field.generator(name)
         elif (count := generator.printed.count("made group=")) > made[name]:
             made[name] = count
@@ -93,7 +93,7 @@ def test_generators_killed_30_times_while_sending_tear_no_group(field: Field) ->
                 generator.kill()
                 kills += 1
     running = {name: field.generator(name) for name in names}
-    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert trainer.wait(timeout=120) == 0, trainer.printed
     assert all(row["dropped/invalid"] == 0 for row in field.rows)
     assert field.broken(max_steps=target) == {}
 
@@ -128,15 +128,15 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
         if running[program].alive:
             running[program].kill()
             return False
-        assert running[program].ends() == -signal.SIGKILL, running[program].printed[-3000:]
+        assert running[program].wait() == -signal.SIGKILL, running[program].printed[-3000:]
         return True
 
     reached = [place for place in FAILPOINTS if field.step < 50 and is_killed_at(place)]
     for program in ("trainer", "generator"):
         start(program, {})
     trainer, generator = running["trainer"], running["generator"]
-    assert trainer.ends(timeout=120) == 0, trainer.printed
-    assert generator.ends(timeout=30) == 0, generator.printed
+    assert trainer.wait(timeout=120) == 0, trainer.printed
+    assert generator.wait(timeout=30) == 0, generator.printed
     print(f"reached: {reached}")
     assert set(FAILPOINTS) - set(reached) <= {"publish.identity"}
     assert field.broken() == {}

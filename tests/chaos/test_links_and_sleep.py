@@ -27,9 +27,9 @@ pytestmark = pytest.mark.timeout(240)
 
 def end_well(field: Field, trainer: Program, *generators: Program) -> None:
     """All programs end by themselves, and the promises hold."""
-    assert trainer.ends(timeout=120) == 0, trainer.printed
+    assert trainer.wait(timeout=120) == 0, trainer.printed
     for each in generators:
-        assert each.ends(timeout=30) == 0, each.printed
+        assert each.wait(timeout=30) == 0, each.printed
     assert field.broken() == {}
 
 
@@ -150,8 +150,8 @@ def test_full_disk_for_logs_stops_no_program(field: Field) -> None:
     full = 'exec "$@" >/dev/full 2>&1'
     trainer = field.trainer("--train.max-steps", "4", shell=full)
     generator = field.generator("ann", shell=full)
-    assert trainer.ends(timeout=120) == 0
-    assert generator.ends(timeout=30) == 0
+    assert trainer.wait(timeout=120) == 0
+    assert generator.wait(timeout=30) == 0
     assert field.step == 4
 
 

@@ -64,7 +64,7 @@ def test_one_signal_finishes_the_step_and_saves(field: Field, number: signal.Sig
     trainer, generator = field.trainer(*LONG), field.generator("ann")
     until(lambda: field.step >= 3, trainer, generator)
     trainer.signal(number)
-    assert trainer.ends(timeout=3) == 0
+    assert trainer.wait(timeout=3) == 0
     step = field.step
     assert f"stopped after step {step}, saved; the same command resumes it" in trainer.printed
     assert (field.run / "checkpoints" / f"step_{step:06d}" / "STABLE").exists()
@@ -84,7 +84,7 @@ def test_one_signal_ends_a_waiting_trainer_in_3_seconds(
     trainer = field.trainer(*settings)
     until(lambda: field.events and field.events[-1]["event"] == during, trainer)
     trainer.signal(number)
-    assert trainer.ends(timeout=3) == 0
+    assert trainer.wait(timeout=3) == 0
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
     assert (field.run / "checkpoints" / "step_000000" / "STABLE").exists()
     assert read_rows(field.run / "eval.jsonl") == []
@@ -98,7 +98,7 @@ def test_second_signal_ends_the_trainer_at_once(field: Field, tmp_path: Path) ->
     trainer.signal(signal.SIGINT)
     assert not ended_within(trainer, 0.5)  # it computes a reward, and would save
     trainer.signal(signal.SIGINT)
-    assert trainer.ends(timeout=3) == -signal.SIGINT
+    assert trainer.wait(timeout=3) == -signal.SIGINT
 
 
 @chaos
@@ -112,7 +112,7 @@ def test_generator_with_a_full_queue_ends_in_3_seconds(field: Field) -> None:
         full = "waiting for the trainer to take a group"
         until(lambda one=generator, full=full: full in one.printed, generator)
         generator.signal(number)
-        assert generator.ends(timeout=3) == -number
+        assert generator.wait(timeout=3) == -number
         assert "Traceback" not in generator.printed
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_during_a_start_ends_the_program(
     )
     until((tmp_path / "lab" / "uninterruptible.reached").exists, started)
     started.signal(signal.SIGINT)
-    assert started.ends(timeout=seconds) == -signal.SIGINT
+    assert started.wait(timeout=seconds) == -signal.SIGINT
     assert "Traceback" not in started.printed
 
 
@@ -147,7 +147,7 @@ def test_ctrl_c_to_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> No
     lan = field.start("lan", *LONG, "--run.num-local-generators", "1", log="lan")
     until(lambda: field.step >= 2, lan)
     lan.signal(signal.SIGINT)
-    assert lan.ends(timeout=60) == 0, lan.printed
+    assert lan.wait(timeout=60) == 0, lan.printed
     assert "saved; the same command resumes it" in lan.printed
     assert not processes_that_name(str(field.run.parent))
 

@@ -129,7 +129,7 @@ def test_workers_with_other_versions_train_and_are_logged(
     options = {"shell": other.shell()}
     trainer = field.trainer(**options if elsewhere == "trainer" else {})
     generator = field.generator("skewed", **options if elsewhere == "generator" else {})
-    assert trainer.ends(timeout=150) == 0, trainer.printed + generator.printed
+    assert trainer.wait(timeout=150) == 0, trainer.printed + generator.printed
     local, remote = local_versions(), other.versions
     at_trainer, at_generator = (local, remote) if elsewhere == "generator" else (remote, local)
     assert differences(remote, local), (
