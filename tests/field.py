@@ -58,7 +58,7 @@ class Program:
         self.process.kill()
         self.process.wait()
 
-    def ends(self, *, timeout: float | None = None) -> int:
+    def wait(self, *, timeout: float | None = None) -> int:
         """Wait for the end; returns the exit code."""
         return self.process.wait(timeout)
 
