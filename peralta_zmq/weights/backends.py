@@ -229,15 +229,7 @@ def _may_be_alive(owner: Mapping[str, Any]) -> bool:
     if owner["host"] != socket.gethostname():
         return True
     pid = int(owner["pid"])
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return pid != os.getpid() and psutil.pid_exists(pid)
 
 
 class ProbeFile:
