@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import random
 import tempfile
 import threading
@@ -72,7 +71,6 @@ class WeightSubscriber:
         self._failure: BaseException | None = None
         self._wake, self._closing = threading.Event(), False
         self._changed = threading.Condition()
-        self._random = random.Random(os.getpid())
         self._thread = threading.Thread(target=self._run, name="weight-subscriber", daemon=True)
         self._thread.start()
 
@@ -165,7 +163,9 @@ class WeightSubscriber:
         seconds = self._poll_seconds
         if not self._known_versions():
             seconds = min(FIRST_POLL_SECONDS, seconds)
-        return min(threading.TIMEOUT_MAX, seconds * self._random.uniform(1 - JITTER, 1 + JITTER))
+        # Not the shared generator of `random`, which the run's seed may have set.
+        jitter = random.SystemRandom().uniform(1 - JITTER, 1 + JITTER)
+        return min(threading.TIMEOUT_MAX, jitter * seconds)
 
     def _watch_folder(self) -> None:
         """Watch the folder once it exists, and again after a mount has replaced it."""
