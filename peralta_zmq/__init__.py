@@ -7,24 +7,28 @@ data through the wire (ZeroMQ messages) and the weight store (a folder, HTTP ser
 only. Any process can be killed and restarted alone.
 
  generator                                            wire                      trainer
- Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit -> journal
+ Problem -> engine -> reward -> RolloutGroup -> encode ==PUSH/PULL==> decode -> admit (+ journal)
     ^                                                                              |
     |                                                            pack -> loss -> optimizer step
     |       <== announcements (PUB/SUB: step, weight version, acknowledgements) == |
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
-Files in the order in which a rollout passes through them, about half an hour of reading:
+Files in the order in which a rollout passes through them, about an hour of reading:
 
     rollout.py              data types: Problem, Completion, Rollout, RolloutGroup
     generator/loop.py       choose problems, sample, score, send
+    generator/trainer_connection.py  send groups and resend them until they are journaled
     wire/messages.py        encode, decode and validate a group
     wire/sockets.py         send and receive groups
     trainer/collector.py    admit or drop groups, journal and acknowledge them
+    learning/admission.py   decide whether a group is stale, a duplicate, without signal
     trainer/loop.py         collect a batch, take a step, publish, save
-    learning/learner.py     one optimizer step on a batch
+    trainer/step.py         learn from a batch, record metrics, save a checkpoint
+    learning/learner.py     filter and pack the groups, run the optimizer updates
+    learning/advantages.py  rewards -> advantages
     learning/packing.py     groups -> packed sequences and micro-batches
+    learning/optimizer_step.py  one update over micro-batches: logprobs, loss, backward
     learning/losses.py      loss functions
-    learning/advantages.py  advantage functions
 
 The way back of the weights: weights/publisher.py, weights/store.py, weights/subscriber.py and
 generator/weight_sync.py. registry.py lists the plug-ins; build.py makes objects from the settings.

@@ -169,7 +169,7 @@ class TrainSection(Section):
     max_async_level: NonNegativeInt = 1
     """steps by which generators run ahead of the newest weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
-    """drop groups sampled by weights that are older than this many steps"""
+    """drop groups sampled by weights older than this many steps; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator whose logprobs differ by more than this KL from the trainer's"""
     on_mismatch: Literal["report", "drop"] = "report"

@@ -19,7 +19,7 @@ class SamplingPacer:
     that many steps newer than the generator's. It queues behind this generator's pending groups,
     which no step has consumed yet. So that a crashed sibling or a lost announcement does not block
     a generator for long, it starts one more group for a trainer that waits for groups and has
-    received all of ours, and for a trainer that sends nothing.
+    received all of ours, and one every `SILENCE_SECONDS` in any other case.
 
     `oversampling_factor` scales `groups_per_step`. With `follow_step_size` the size of the newest
     step, as announced by the trainer, replaces `groups_per_step` (token-based batches).

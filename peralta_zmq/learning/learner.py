@@ -126,7 +126,7 @@ class Learner:
 
     def _update(self, samples: Sequence[PackedSample]) -> dict[str, float]:
         """Take one optimizer step per mini-batch; returns the mean of their metrics."""
-        # At most one mini-batch per group. A step without samples still has one, empty mini-batch.
+        # No more mini-batches than groups. A step without samples still has one, empty mini-batch.
         num_groups = samples[-1].group + 1 if samples else 1
         num_updates = min(self._num_iterations, num_groups)
         mini_batches = [self._mini_batch(samples, index) for index in range(num_updates)]

@@ -4,9 +4,12 @@ To add a loss, write a function here and add its line to the table in `registry.
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
-Its keywords become options in [loss]. The loss and its metrics divide by `tokens.step_tokens` or
-`tokens.step_sequences`, the totals of the whole optimizer step. The trainer adds the results of all
-micro-batches and ranks, so their number and order do not change the gradient.
+Each new keyword also needs a field in `LossSection` (config/training_sections.py), because unknown
+settings are refused. A loss of your own, named by its import path, takes them from loss.kwargs.
+
+The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
+the whole optimizer update. The trainer adds the results of all micro-batches and ranks, so their
+number and order do not change the gradient.
 
 Notation, per token: pi = logprobs, mu = old_logprobs, prox, ref and teacher = the other logprobs,
 A = advantages, lr = pi - mu, r = exp(lr). sg[x] stops the gradient. mean = over all unmasked tokens
@@ -41,7 +44,7 @@ class Tokens:
     logprobs: Tensor  # float32, policy, with gradient
     old_logprobs: Tensor  # float32, weights that sampled the token
     advantages: Tensor  # float32, advantage of the token's rollout
-    mask: Tensor  # float32, 0 on tokens removed by an enforced filter, else 1
+    mask: Tensor  # float32, 0 on padding of a micro-batch without samples, else 1
     sequence: Tensor  # int64, index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
     step_tokens: float  # unmasked tokens in the whole step on all ranks, at least 1

@@ -91,7 +91,8 @@ class PrefixTree:
         if suffix:
             self.spans.append(PrefixSpan(last, len(suffix)))
         for index, token in enumerate(suffix, start=start):
-            self._next[last, token] = last = index
+            self._next[last, token] = index
+            last = index
         self.tokens += suffix
         self.positions.append(np.array([*prefix, *range(start, len(self.tokens))], np.int64))
         return True

@@ -234,7 +234,7 @@ class BatchCollector:
             self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
     def _warn_if_idle(self, last_group: float, last_warning: float) -> float:
-        """Warn if no group was admitted for long; return the time of the last warning."""
+        """Warn if no usable group arrived for long; return the time of the last warning."""
         now = time.monotonic()
         if now - last_warning < WARNING_SECONDS:
             return last_warning
