@@ -1,4 +1,7 @@
-"""Errors for unknown settings with the right name: misspelt, or the name in another program."""
+"""Errors for unknown settings, with a hint: the nearest name, or our name for a foreign one.
+
+A foreign name is the name of a setting in another training program; foreign_names.toml lists these.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> leaf -> type
+Known: TypeAlias = Mapping[str, Mapping[str, object]]  # section -> setting (leaf) -> type
 
 NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _by_foreign_name(names: Mapping[str, str]) -> dict[str, str]:
-    return {foreign: ours for ours, others in names.items() for foreign in others.split()}
+    return {foreign: name for name, aliases in names.items() for foreign in aliases.split()}
 
 
 FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
@@ -32,12 +35,14 @@ def refuse_unknown_settings(settings: Mapping[str, object], known: Known) -> Non
     """Raise ConfigError for the first unknown section or setting."""
     for section, content in settings.items():
         if section == "env" and isinstance(content, (list, tuple)):
-            continue  # [[env]] is ours; [env] is another program's name for [task]
+            continue  # [[env]] is a setting of ours; only [env] is a foreign name, for [task]
         if section not in known:
             raise ConfigError(_unknown_section(section, content, known))
         if isinstance(content, Mapping):
             _refuse_unknown_leaves(section, cast("Mapping[str, object]", content), known)
-        elif not hasattr(content, "model_fields_set"):  # not a Section made in Python
+        elif not hasattr(
+            content, "model_fields_set"
+        ):  # a Section object, passed by Python code, has it
             raise ConfigError(
                 f"'{section}' is a section, not a setting ({section} = {shorten(content)}); "
                 f"its settings: {', '.join(known[section])}"
@@ -56,8 +61,8 @@ def refuse_unknown_rows(
         for row in cast("list[object]", rows) if isinstance(rows, list) else []:
             for leaf in cast("Mapping[str, object]", row) if isinstance(row, Mapping) else ():
                 if leaf not in leaves:
-                    near = get_close_matches(leaf, leaves, n=1)
-                    hint = f"did you mean {near[0]}?" if near else right_name("", leaf, known)
+                    matches = get_close_matches(leaf, leaves, n=1)
+                    hint = f"did you mean {matches[0]}?" if matches else right_name("", leaf, known)
                     raise ConfigError(f"unknown setting {leaf} in [[{option}]]; {hint}")
 
 
@@ -84,17 +89,17 @@ def _unknown_section(section: str, content: object, known: Known) -> str:
 
 
 def right_name(section: str, leaf: str, known: Known) -> str:
-    """Return half a sentence that leads from an unknown name to the right one."""
+    """Return a hint, for the end of an error message, with the right name of a setting."""
     if section not in known:
-        near = get_close_matches(section, known, n=1)
-        section = FOREIGN_SECTIONS.get(section) or (near[0] if near else "")
+        matches = get_close_matches(section, known, n=1)
+        section = FOREIGN_SECTIONS.get(section) or (matches[0] if matches else "")
     if leaf in known.get(section, {}):
         return f"did you mean {section}.{leaf}?"
     foreign = leaf.lower().replace("-", "_")
     if right := RIGHT_NAMES.get(f"{section}.{foreign}"):
         return _renamed(leaf, right)
-    if homes := [f"[{name}]" for name, leaves in known.items() if leaf in leaves]:
-        return f"'{leaf}' is a setting of {' and '.join(homes)} here"
+    if owners := [f"[{name}]" for name, leaves in known.items() if leaf in leaves]:
+        return f"'{leaf}' is a setting of {' and '.join(owners)} here"
     if right := RIGHT_NAMES.get(foreign):
         return _renamed(leaf, right)
     return _nearest(section, leaf, known)
@@ -107,10 +112,10 @@ def _renamed(leaf: str, right: str) -> str:
 
 def _nearest(section: str, leaf: str, known: Known) -> str:
     sections_by_leaf = {name: section for section, leaves in known.items() for name in leaves}
-    if near := get_close_matches(leaf, known.get(section, ()), n=1):
-        return f"did you mean {section}.{near[0]}?"
-    if near := get_close_matches(leaf, sections_by_leaf, n=1):
-        return f"did you mean {sections_by_leaf[near[0]]}.{near[0]}?"
+    if matches := get_close_matches(leaf, known.get(section, ()), n=1):
+        return f"did you mean {section}.{matches[0]}?"
+    if matches := get_close_matches(leaf, sections_by_leaf, n=1):
+        return f"did you mean {sections_by_leaf[matches[0]]}.{matches[0]}?"
     if section:
         return f"the settings of [{section}] are {', '.join(known[section])}"
     return f"the sections are {', '.join(known)}"

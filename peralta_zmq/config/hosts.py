@@ -17,7 +17,9 @@ from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
 from peralta_zmq.config.sections import PLAIN_NAME, Section, Text
 from peralta_zmq.errors import ConfigError
 
-PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")  # goes through two shells
+PLAIN_FOLDER = re.compile(
+    r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*"
+)  # plain, because the path passes through two shells
 HOME_FOLDER = "~/peralta_zmq"
 
 
@@ -31,7 +33,7 @@ class Host(Section):
     dir: Text | None = None
     """folder for a copy of the project; None = ~/peralta_zmq, or this checkout without ssh"""
     python: Text = "python3"
-    """Python 3.10 or later that creates .venv there"""
+    """Python 3.10 or later with which .venv is created on the host"""
     role: Literal["trainer", "generator"] = "generator"
     """exactly one host has the trainer"""
     count: NonNegativeInt | None = None
@@ -41,27 +43,27 @@ class Host(Section):
     weights_dir: Text | None = None
     """path of the weights folder on this host; None = weights.dir of the config"""
     env: dict[str, str] = Field(default={})
-    """environment variables of its workers"""
+    """environment variables of the workers on this host"""
 
     @property
     def num_generators(self) -> int:
-        """Number of generators."""
+        """Number of generators on this host."""
         return self.count if self.count is not None else int(self.role == "generator")
 
     @property
     def workers(self) -> list[str]:
-        """Names of its workers."""
-        first = [f"{self.name}-trainer"] if self.role == "trainer" else []
-        return first + self.generators
+        """Names of the workers on this host."""
+        trainers = [f"{self.name}-trainer"] if self.role == "trainer" else []
+        return trainers + self.generators
 
     @property
     def generators(self) -> list[str]:
-        """Names of its generators."""
+        """Names of the generators on this host."""
         return [f"{self.name}-{index}" for index in range(self.num_generators)]
 
     @property
     def folder(self) -> str | None:
-        """The folder to copy the project to; None = this checkout is used."""
+        """Folder to which the project is copied; None = the workers run in this checkout."""
         return self.dir or (HOME_FOLDER if self.ssh else None)
 
     @model_validator(mode="before")
@@ -71,9 +73,9 @@ class Host(Section):
             table = cast("Mapping[str, object]", settings)
             for leaf in table:
                 if leaf not in cls.model_fields:
-                    near = get_close_matches(leaf, cls.model_fields, n=1)
-                    known = f"a host has {', '.join(cls.model_fields)}"
-                    hint = f"did you mean {near[0]}?" if near else known
+                    matches = get_close_matches(leaf, cls.model_fields, n=1)
+                    choices = f"a host has {', '.join(cls.model_fields)}"
+                    hint = f"did you mean {matches[0]}?" if matches else choices
                     name = table.get("name", "without a name")
                     raise ConfigError(f"host {name}: unknown setting {leaf}; {hint}")
         return settings

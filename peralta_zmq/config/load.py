@@ -1,4 +1,4 @@
-"""Command line and TOML files -> `Config`; each error becomes one line."""
+"""Loading of the command line and TOML files into `Config`; each error is reported in one line."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ FLAG_WIDTH = 43  # columns before the description of a setting in --help
 
 
 def load_config(program: str, arguments: Sequence[str]) -> Config:
-    """Return the settings that `arguments` (without the program's name) give.
+    """Return the settings for the command line `arguments` (without the program's name).
 
-    `--help` prints and exits. Raises ConfigError, always one line, for anything else.
+    `--help` prints the help and exits. Raises ConfigError, with a message of one line, for invalid
+    arguments or files.
     """
     words = _split_arguments(arguments)
     if {"-h", "--help"} & set(words):
@@ -52,7 +53,7 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
 
 
 def files_given(arguments: Sequence[str] | None = None) -> str:
-    """Return the config files of our command line, to be repeated: ' @ configs/lan.toml'."""
+    """Return the config files of the command line as arguments, such as ' @ configs/lan.toml'."""
     words = _split_arguments(sys.argv[1:] if arguments is None else arguments)
     return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
 
@@ -73,9 +74,9 @@ def reason_of(error: Exception, program: str) -> str:
     """Explain an error of the command line or of a config file, with the remedy."""
     if isinstance(error.__cause__, ValidationError):
         return "; ".join(
-            f"{'.'.join(map(str, each['loc']))} = {shorten(each['input'])} is wrong: "
-            f"{each['msg'].removeprefix('Input ')}"
-            for each in error.__cause__.errors(include_url=False)
+            f"{'.'.join(map(str, detail['loc']))} = {shorten(detail['input'])} is wrong: "
+            f"{detail['msg'].removeprefix('Input ')}"
+            for detail in error.__cause__.errors(include_url=False)
         )
     if isinstance(error, ConfigFileError):
         return f"{error}; {program} --help lists all settings"
@@ -87,9 +88,9 @@ def reason_of(error: Exception, program: str) -> str:
 
 
 def help_text(program: str) -> str:
-    """Return usage, sections and settings, as wide as the terminal.
+    """Return the text of --help: usage, sections and settings, as wide as the terminal.
 
-    pydantic_config can do this too, but parses pydantic's own source for each section (0.8 s).
+    The help of pydantic_config is not used, because it takes 0.8 s to parse the source of pydantic.
     """
     width = max(80, shutil.get_terminal_size().columns)
     parts = [USAGE.format(program=program)]
@@ -133,8 +134,8 @@ def _split_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _nearest_file(path: Path) -> str:
     names = sorted(file.name for file in path.parent.glob("*.toml"))
-    if near := get_close_matches(path.name, names, n=1):
-        return f"did you mean {path.parent / near[0]}?"
+    if matches := get_close_matches(path.name, names, n=1):
+        return f"did you mean {path.parent / matches[0]}?"
     return f"{path.parent}/ has {', '.join(names) or 'no .toml file'}"
 
 
@@ -143,6 +144,8 @@ def _check_missing_values(words: Sequence[str]) -> None:
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        may_stand_alone = kind in (None, bool) or section == "filter"  # --filter.NAME only counts
+        may_stand_alone = (
+            kind in (None, bool) or section == "filter"
+        )  # without a value, --filter.NAME only counts
         if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")

@@ -1,7 +1,7 @@
 """Entry points of the programs: console scripts of the wheel and the files in bin/.
 
-`run_program` parses the settings before it imports the program, so that `--help` and wrong settings
-are answered without loading torch.
+`run_program` parses the settings before it imports the program, so that `--help` and errors in the
+settings do not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def doctor() -> int:
 
 
 def program_name(name: str) -> str:
-    """Return how the user called program `name`: bin/NAME or peralta-NAME."""
+    """Return the command by which this program was started: bin/NAME or peralta-NAME."""
     installed = f"peralta-{name}"
     return installed if Path(sys.argv[0]).stem == installed else f"bin/{name}"
 
 
 def program_command(name: str) -> list[str]:
-    """Return the command that starts program `name` with this Python: bin/NAME in a checkout,
-    otherwise the installed console script.
+    """Return the command that starts program `name` with this Python.
+
+    It runs bin/NAME in a checkout, otherwise the installed console script.
     """
     if (file := CHECKOUT_BIN / name).exists():
         return [sys.executable, str(file)]
@@ -89,9 +90,9 @@ def run_program(
 ) -> int:
     """Load the settings of the command line, run `main` with them, and return the exit code.
 
-    `main` may be a name (module:function), which is imported after the settings were checked. With
-    `commands`, the first argument must be one of these. A PeraltaError is printed as one line and
-    gives exit code 2.
+    `main` may be a name (module:function), which is imported after the settings are checked. If
+    `commands` is not empty, the first argument must be one of them. For a PeraltaError, one line is
+    printed and the exit code is 2.
     """
     usage = f"{program} {{{','.join(commands)}}}" if commands else program
 
@@ -116,10 +117,10 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
 
 
 def _resolved(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
-    """Import `main` if it is a name.
+    """Return the function `main`; import it if it is a name.
 
-    The garbage collector is off meanwhile and ignores the imported objects afterwards: torch
-    creates so many that collecting them would take a good part of the start-up time.
+    The garbage collector is off during the import and ignores the imported objects afterwards:
+    torch creates so many objects that collections would take much of the start-up time.
     """
     if not isinstance(main, str):
         return main
@@ -139,8 +140,9 @@ def _refuse_without_checkout(arguments: Sequence[str]) -> int:
 
 
 def _die_on_interrupt() -> None:
-    """Let the kernel end the process on Ctrl-C until the program installs a handler: a
-    KeyboardInterrupt could be swallowed by a library that is being imported.
+    """Let Ctrl-C terminate the process until the program installs its own handler.
+
+    Python's default handler raises KeyboardInterrupt, which a library could suppress in its import.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -1,4 +1,8 @@
-"""config.toml in the run folder, and the settings that a resumed run may change."""
+"""config.toml in the run folder, and the settings that a resumed run may change.
+
+The trainer compares its settings with those of the last start (`earlier_config`), then writes its
+own (`write_resolved`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from peralta_zmq.errors import ConfigError
 RESOLVED = "config.toml"
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
 
-# Settings that do not change what is learned; a resumed run may change them.
+# Settings without influence on the training result; a resumed run may change them.
 FREE_SECTIONS = {"checkpoint", "dashboard", "eval", "generator", "log", "security", "verifier",
                  "weights", "wire"}  # fmt: skip
 FREE_SETTINGS = {
@@ -30,10 +34,10 @@ FREE_SETTINGS = {
     "run.report_to",
     "task.reward_timeout",
     "train.max_mismatch_kl",
-    "train.on_mismatch",  # may be needed to go on without a broken generator
+    "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
     "train.num_workers",
 }
-GROWING_SETTINGS = {"train.max_steps"}
+GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
 
 
 def write_resolved(config: Config, folder: Path) -> None:
@@ -78,14 +82,14 @@ def earlier_config(config: Config, folder: Path) -> Config:
 
 
 def toml_text(config: Config) -> str:
-    """Return all settings as TOML. TOML has no null: None is written as "None" and read as None."""
+    """Return all settings as TOML; None becomes "None", because TOML has no null."""
     return tomli_w.dumps(_without_null(config.model_dump()))
 
 
 def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
-        # An empty [[env]] would be read as an environment setting of [env].
+        # Leave out an empty `env`, which is its default.
         return {k: _without_null(v) for k, v in table.items() if not (k == "env" and not v)}
     if isinstance(value, (list, tuple)):
         return [_without_null(entry) for entry in cast("list[Any]", value)]
@@ -102,6 +106,6 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
 
 def _may_change(key: str, before: Any, now: Any, config: Config) -> bool:
     if key in GROWING_SETTINGS:
-        # A temperature schedule ends at max_steps: groups in flight have its earlier temperatures.
+        # A temperature schedule ends at max_steps: groups in flight use the earlier ones.
         return now > before and config.sampling.temp_scheduler is None
     return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS

@@ -44,8 +44,8 @@ from peralta_zmq.config.training_sections import (
 )
 from peralta_zmq.errors import ConfigError
 
-# bfloat16 resolves 1/256 of a value: a state that changes by less than 1 % per step would stand
-# still, so that larger betas have no effect.
+# bfloat16 has a relative resolution of 1/256. With a larger beta, the optimizer state changes by
+# less than 1 % per step, which is mostly rounded away.
 MAX_BETA_BF16 = 0.99
 HASH_KEYS = ("task", "prompt", "answer", "id")
 
@@ -88,7 +88,7 @@ class Config(Section):
 
     @property
     def weights_folder(self) -> Path:
-        """The weight store as a folder."""
+        """Folder of the weight store; valid only if `weights_address` is not a URL."""
         return Path(self.weights_address).expanduser()
 
     @property
@@ -108,12 +108,12 @@ class Config(Section):
 
     @property
     def data_options(self) -> dict[str, str]:
-        """Settings of [data] as keyword arguments for the task's `problems`, without defaults."""
+        """Settings of [data] that are set, as keyword arguments for the task's `problems`."""
         return self.data.model_dump(exclude_none=True)
 
     @property
     def groups_per_step(self) -> int:
-        """Groups per optimizer step."""
+        """Number of groups per optimizer step."""
         return self.train.batch_size // self.sampling.num_generations
 
     @model_validator(mode="before")
@@ -163,7 +163,7 @@ def _check_config(config: Config) -> None:
 
 
 def host_and_port(address: str, *, option: str) -> tuple[str, int]:
-    """Split http://HOST:PORT. Raises ConfigError that names `option`."""
+    """Split http://HOST:PORT. Raises ConfigError, with the name of the `option`, if invalid."""
     parts = urlsplit(address)
     try:
         host, port = parts.hostname, parts.port

@@ -1,7 +1,7 @@
 """Settings of machines and processes: one pydantic model per TOML section.
 
-Each field has its default, its bounds and a docstring, from which `--help` and docs/config.md are
-made. Leaf names are those of TRL where TRL has the setting. Settings of the training itself are in
+Each field has a default, bounds and a docstring; `--help` and docs/config.md are generated from
+these. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
 `training_sections`; `schema` joins all sections into `Config`.
 """
 
@@ -38,14 +38,16 @@ Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]  # the three following ports are used too
+Port: TypeAlias = Annotated[
+    int, Field(ge=1, le=65532)
+]  # at most 65535 - 3: wire.port also uses the next three
 Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
 Numbers: TypeAlias = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
 Table: TypeAlias = dict[str, Any]
 
 
 class Section(BaseConfig):
-    """Base of all sections: read once, immutable, no unknown keys, no NaN or infinity."""
+    """Base of all sections: immutable, without unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -61,7 +63,7 @@ def row_model_of(field: FieldInfo) -> type[Section] | None:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return the default value as it is written on the command line."""
+    """Return the default value of a setting in the notation of the command line."""
     default = cast(object, field.default)
     if isinstance(default, tuple):
         return ",".join(map(str, cast("tuple[object, ...]", default)))
@@ -100,7 +102,7 @@ class EngineSection(Section):
     """The sampling engine of the generators."""
 
     name: Text = "native"
-    """a shipped engine, or the import path of your own (module:attribute)"""
+    """a shipped engine, or the import path of a custom one (module:attribute)"""
     slots: PositiveInt = 32
     """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 512
@@ -142,17 +144,17 @@ class WeightsSection(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """number format of published weights; only bfloat16 gives small deltas"""
     keyframe_interval: PositiveInt = 10
-    """every n-th version is a whole one (keyframe), the others are deltas; 1 = no deltas"""
+    """every n-th version has all weights (keyframe), the others are deltas; 1 = no deltas"""
     keep_last: PositiveInt = 3
     """number of newest versions to keep, together with the versions that their deltas need"""
     keep_interval: PositiveInt | None = None
-    """keep every n-th version for ever; None = none"""
+    """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
     """minimum age in seconds before a version is deleted, for slow readers; use 600 on a NAS"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two listings of the folder while no announcement arrives"""
     wait_for_weights_timeout: PositiveFloat | None = None
-    """seconds after which a generator without any weights exits; None = waits for ever"""
+    """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
     """apply a new version between two tokens, or only when no group is in flight"""
     max_mbit_per_s: PositiveFloat | None = None

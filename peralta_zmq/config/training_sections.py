@@ -1,4 +1,4 @@
-"""Settings of the training: tasks, sampling, optimizer, objective, evaluation.
+"""Settings of the training: task, sampling, optimizer, loss, evaluation.
 
 For an option of [loss] or [advantage], None means the default in the signature of the chosen
 function; `peralta_zmq.build` checks which options that function takes.
@@ -29,7 +29,7 @@ class TaskSection(Section):
     """The task: problems and rewards."""
 
     name: Text = "calculator"
-    """a shipped task, or the import path of a module of your own"""
+    """a shipped task, or the import path of a custom module"""
     reward: Text | None = None
     """import path of a reward function (module:function) that replaces the task's own"""
     reward_kwargs: Table = Field(default={})
@@ -59,7 +59,7 @@ class EnvSection(DataSection):
     name: Text | None = None
     """name in metrics and at the verifier; None = name of the task"""
     task: Text = "calculator"
-    """a shipped task, or the import path of a module of your own"""
+    """a shipped task, or the import path of a custom module"""
     address: Text | None = None
     """http://HOST:PORT of the bin/verifier with problems and rewards; None = run locally"""
 
@@ -80,7 +80,7 @@ class CurriculumSection(Section):
     env_ratios: Numbers | None = None
     """weight of each [[env]] in the sampling, in their order; None = number of problems"""
     hash_keys: Names = ("task", "prompt")
-    """fields that identify a problem: task, prompt, answer, id (the task's own)"""
+    """fields that identify a problem: task, prompt, answer, id (assigned by the task)"""
     easy_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at least this (easy pool); None = off"""
     hard_threshold: FractionOrZero | None = None
@@ -90,7 +90,7 @@ class CurriculumSection(Section):
     hard_fraction: FractionOrZero = 0.0
     """fraction of the hard pool that is sampled again when a run is resumed"""
     online_difficulty_filtering: bool = False
-    """drop groups whose mean reward is exactly 0 or 1, and wait for others"""
+    """drop groups whose mean reward is exactly 0 or 1, and wait for other groups"""
     oversampling_factor: PositiveFloat = 1.0
     """groups in flight as a multiple of the groups per step, at least 1; raise it to filter"""
 
@@ -173,7 +173,7 @@ class TrainSection(Section):
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator whose logprobs differ by more than this KL from the trainer's"""
     on_mismatch: Literal["report", "drop"] = "report"
-    """groups of a reported generator: train on them all the same, or drop them"""
+    """groups of a reported generator: train on them anyway, or drop them"""
     num_workers: PositiveInt = 1
     """number of processes that share the cores of the trainer's machine"""
 
@@ -182,7 +182,7 @@ class LossSection(Section):
     """The loss function; options set to None have the default of the loss (docs/losses.md)."""
 
     name: Text = "reinforce"
-    """a shipped loss, or the import path of a function of your own (module:function)"""
+    """a shipped loss, or the import path of a custom function (module:function)"""
     epsilon: Probability | None = None
     """grpo, decoupled_ppo, gspo: lower clip range of the importance ratio (1 - epsilon)"""
     epsilon_high: PositiveFloat | None = None
@@ -224,14 +224,14 @@ class LossSection(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     kwargs: Table = Field(default={})
-    """keyword arguments of a loss of your own, as a TOML table or as JSON"""
+    """keyword arguments of a custom loss, as a TOML table or as JSON"""
 
 
 class AdvantageSection(Section):
     """Advantage estimator; options set to None have the estimator's default."""
 
     name: Text = "group_mean"
-    """a shipped estimator, or the import path of a function of your own (module:function)"""
+    """a shipped estimator, or the import path of a custom function (module:function)"""
     eps: NonNegativeFloat | None = None
     """group_zscore (1e-8), token_whitening (1e-5): added to the standard deviation"""
     ddof: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -239,7 +239,7 @@ class AdvantageSection(Section):
     group_adv_norm: bool = False
     """token_whitening: normalize within each group instead of over the whole step"""
     kwargs: Table = Field(default={})
-    """keyword arguments of an estimator of your own, as a TOML table or as JSON"""
+    """keyword arguments of a custom estimator, as a TOML table or as JSON"""
 
 
 class LoraSection(Section):
@@ -306,7 +306,7 @@ class FilterSection(Section):
     overlong: OverlongFilter | None = None
     """completion truncated at the maximum length; a table of enforce (false = only count)"""
     custom: dict[str, CustomFilter] = Field(default={})
-    """filters of your own: a table of enforce and kwargs for each import path"""
+    """custom filters: a table of enforce and kwargs for each import path"""
 
 
 class EvalSection(Section):

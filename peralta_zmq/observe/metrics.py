@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[Row]:
 def parse_rows(block: bytes) -> list[Row]:
     """The JSON objects in the complete lines of `block`; skips lines torn by a full disk."""
     rows: list[Row] = []
-    for line in block.split(b"\n")[:-1]:  # the last one has no newline: incomplete
+    for line in block.split(b"\n")[:-1]:  # what follows the last newline is incomplete
         with suppress(ValueError):
             if isinstance(row := json.loads(line), dict):
                 rows.append(cast("Row", row))
@@ -97,5 +97,5 @@ def _truncate_torn_line(file: BinaryIO) -> None:
     if size := file.seek(0, os.SEEK_END):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
-        if end < size:  # do not truncate a complete file: another process may be appending
+        if end < size:  # leave a complete file as it is: another process may be appending to it
             file.truncate(end)

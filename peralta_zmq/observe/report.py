@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SUMMARY, PLOT, REPORT = "summary.json", "reward.png", "report.html"
 Summary: TypeAlias = dict[str, Any]
 WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
-LABEL_DISTANCE = 0.15  # rewards; closer labels of the plot would overlap
+LABEL_DISTANCE = 0.15  # in units of reward; labels closer than this would overlap in the plot
 INK, BLUE, GREY, GREEN, RED = "#222222", "#1f5fa8", "#8a8a8a", "#2a7d3f", "#b5482f"
 
 
@@ -37,10 +37,10 @@ def write_summary(
     last_reports: Mapping[str, int],
     verdict: Verdict,
 ) -> Summary:
-    """Write summary.json atomically and return it; accuracies are shares between 0 and 1.
+    """Write summary.json atomically and return it; accuracies are between 0 and 1.
 
     `accounting` counts groups by outcome: `made` is the sum of the others except `duplicates`.
-    `last_reports` are the groups made by each sender that has finished.
+    `last_reports` maps each generator process that has ended to the number of groups it made.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
@@ -61,13 +61,13 @@ def write_summary(
 
 
 def made_before(folder: Path) -> int:
-    """Groups made according to the summary of an earlier completion of this run; else 0."""
+    """Number of groups made, from the summary of an earlier completion of this run; else 0."""
     accounting = _read_summary(folder).get("accounting")
     return int(cast("dict[str, int]", accounting)["made"]) if accounting else 0
 
 
 def write_reward_plot(folder: Path) -> Path | None:
-    """Write reward.png from the metrics, events and summary; None without matplotlib."""
+    """Write reward.png and return its path; returns None if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def closing_text(
     after: Sequence[Answer],
     weights_folder: Path,
 ) -> str:
-    """The closing report of a run; shows the answers to problems in both evaluations."""
+    """Return the closing report of a run, with answers of the base and of the trained model."""
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
@@ -126,13 +126,13 @@ def closing_text(
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Mean of the finite values; None without any."""
+    """Mean of the finite values; None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
 
 
 def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
-    """Seconds from each session's start to its last row or event, without pauses in between."""
+    """Total duration of all sessions, each from its start to its last row or event, in seconds."""
     times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
     total, previous = 0.0, math.nan
     for time, event in sorted(times, key=lambda pair: pair[0]):
@@ -165,7 +165,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_evaluations(axes: Axes, summary: Row) -> None:
-    """A horizontal line for each held-out accuracy, labelled in the right margin."""
+    """Draw a horizontal line for each held-out accuracy, labelled in the right margin."""
     before, after = number(summary, "eval_before"), number(summary, "eval_after")
     alignments = ("bottom", "top") if before > after else ("top", "bottom")
     if not abs(before - after) < LABEL_DISTANCE:

@@ -1,6 +1,6 @@
-"""Everything a run writes for people: metrics, samples, events, evaluations, terminal, report.
+"""Log files, terminal output, trackers and report of a run, behind one class (`RunLog`).
 
-Steps that an earlier session has written are not written again, so a replay leaves no trace.
+A resumed run replays steps from its journal; steps already in the files are not written again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer
 
-NUM_ANSWERS = 6  # of an evaluation, written and shown in the closing report
-NUM_EVENTS = 1000  # newest events, for the verdict
+NUM_ANSWERS = 6  # answers of an evaluation that are written and shown in the closing report
+NUM_EVENTS = 1000  # newest events kept in memory for the verdict
 STALL_CHECK_SECONDS = 30.0  # between two verdicts while no step is taken
 
 
 class RunLog:
     """Log files, trackers and terminal output of a run, for one session. Use with `with`.
 
-    Attributes: `resuming` is True if an earlier session trained; `last_reports` are the groups
-    made by each generator that has finished; `made_before` are the groups
-    made according to an earlier summary; `lineage` is the number of roll-backs so far;
-    `last_step` is the newest step written.
+    Attributes: `resuming` is True if an earlier session trained; `last_reports` maps each generator
+    process that has ended to the number of groups it made; `made_before` is the number of groups
+    made according to the summary of an earlier completion; `lineage` is the number of roll-backs so
+    far; `last_step` is the newest step written.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RunLog:
         self.last_step = _last_written_step(rows, events)
         self.lineage = len(_roll_backs(events))
         self._folder = folder
-        self._is_training = False  # this session has written its start
+        self._is_training = False  # the start event of this session is written, its end is not
         self._next_stall_check = 0.0  # monotonic seconds
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
         self._newest_events = deque(events, maxlen=NUM_EVENTS)
@@ -79,12 +79,12 @@ class RunLog:
         self._stack.close()
 
     def event(self, name: str, **fields: object) -> None:
-        """Append to events.jsonl."""
+        """Append an event to events.jsonl."""
         self._newest_events.append(self._files[EVENTS].append_event(name, **fields))
         self._is_training = self._is_training or name in SESSION_STARTS
 
     def end(self, name: str, *, step: int) -> None:
-        """Record the end of the session, once, and only if its start was recorded."""
+        """Append the event that ends the session, once and only after the start was recorded."""
         if self._is_training:
             self._is_training = False
             self.event(name, step=step)
@@ -94,11 +94,11 @@ class RunLog:
         self._terminal.note(text)
 
     def progress(self, description: str, total: int) -> Progress:
-        """Progress of an operation between steps, on the terminal."""
+        """Return a progress display on the terminal for an operation between steps."""
         return self._terminal.progress(description, total)
 
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
-        """Write a step's metrics and one group as a sample; False if already written."""
+        """Write a step's metrics and one sampled group; False if the step was already written."""
         step = int(number(row, "step"))
         if step <= self.last_step:
             return False
@@ -113,14 +113,14 @@ class RunLog:
         return True
 
     def check_stall(self) -> None:
-        """Between two groups: show the verdict every 30 s while no step is taken."""
+        """Show the verdict every STALL_CHECK_SECONDS while no step is taken."""
         if time.monotonic() >= self._next_stall_check:
             self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
             now = time.time()
             self._terminal.stall(self.verdict(now=now), now=now)
 
     def verdict(self, *, now: float | None = None) -> Verdict:
-        """The verdict on the newest rows and events; with `now`, also on the time since."""
+        """Return the verdict on the newest rows and events; with `now`, also report a stall."""
         return verdict(list(self._newest_rows), list(self._newest_events), now=now)
 
     def rewind(self, step: int) -> None:
@@ -134,7 +134,7 @@ class RunLog:
         steps = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
         lineages = [int(number(row, "lineage", 0)) for row in rows]
-        return any(all(to >= step for to in steps[lineage:]) for lineage in lineages)
+        return any(all(target >= step for target in steps[lineage:]) for lineage in lineages)
 
     def evaluation(
         self,
@@ -145,9 +145,9 @@ class RunLog:
         figures: Mapping[str, float],
         policy_steps: Sequence[int],
     ) -> None:
-        """Write an evaluation: mean reward of all answers, avg@k and pass@k, a few answers.
+        """Write an evaluation: mean reward (`accuracy`), avg@k and pass@k, and a few answers.
 
-        `policy_steps` are the oldest and the newest weights used.
+        `policy_steps` are the steps of the oldest and of the newest weights that were used.
         """
         self._files[EVALUATIONS].append(
             {
@@ -162,8 +162,8 @@ class RunLog:
         metrics = {f"eval/{name}": value for name, value in figures.items()}
         for tracker in self._trackers:
             tracker.log(step, {"eval/accuracy": accuracy, **metrics})
-        several = figures if len(figures) > 2 else {}  # avg@1 and pass@1 equal the accuracy
-        details = "".join(f"  {name} {value:.3f}" for name, value in several.items())
+        shown = figures if len(figures) > 2 else {}  # avg@1 and pass@1 equal the accuracy
+        details = "".join(f"  {name} {value:.3f}" for name, value in shown.items())
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{details}")
 
     def close_run(
@@ -203,22 +203,26 @@ class RunLog:
 
 
 def published_weights(folder: Path) -> set[str]:
-    """weights_id of every publication recorded in this run folder."""
+    """Return the weights_id of every publication recorded in this run folder."""
     rows = read_rows(folder / EVENTS)
     return {str(row["weights_id"]) for row in rows if row["event"] == "publish"}
 
 
 def abandoned_weights(folder: Path, step: int) -> set[str]:
-    """weights_id of every publication that roll-backs undid, the current `step` included."""
+    """Return the weights_id of every publication newer than the step of a later resume.
+
+    `step` is the step of the current resume, which no event records yet. A weights_id that was
+    published again afterwards is not abandoned.
+    """
     published: dict[str, float] = {}  # weights_id -> step, in the current lineage
     abandoned: set[str] = set()
     for row in [*read_rows(folder / EVENTS), {"event": "resume", "step": step}]:
         if row["event"] == "publish":
             published[str(row["weights_id"])] = number(row, "step")
         elif row["event"] == "resume":
-            undone = {key for key, at in published.items() if at > number(row, "step")}
+            undone = {key for key, made_at in published.items() if made_at > number(row, "step")}
             abandoned |= undone
-            published = {key: at for key, at in published.items() if key not in undone}
+            published = {key: made_at for key, made_at in published.items() if key not in undone}
     return abandoned - published.keys()
 
 
@@ -227,7 +231,7 @@ def _roll_backs(events: Sequence[Row]) -> list[Row]:
 
 
 def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
-    """The newest step in the metrics that no roll-back undid; 0 if there is none."""
+    """Return the newest step in the metrics that no roll-back undid; 0 if there is none."""
     last = int(number(rows[-1], "step")) if rows else 0
     roll_backs = _roll_backs(events)
     # Compare row counts rather than times, because the clock may be set back.

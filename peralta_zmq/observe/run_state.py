@@ -1,4 +1,7 @@
-"""State of a run: recent steps, generators and session, from its newest metrics and events."""
+"""State of a run: recent steps, generators and session.
+
+Computed from the newest rows of metrics.jsonl and events.jsonl, for the verdict and the dashboard.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,26 @@ from peralta_zmq.observe.metrics import number
 Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
 
 WINDOW = 20  # newest rows that count
-MIN_ROWS = 3  # fewer say nothing about waiting
-STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # without a step, whichever is longer
+MIN_ROWS = 3  # minimum number of rows for means of waiting times and rewards
+STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # limit without a step: the longer one
 SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStats:
-    """Mean values of one generator over the recent rows; 0 for what it did not report."""
+    """Mean values of one generator over the recent rows; 0 for a value that it never reported."""
 
     name: str
     tokens_per_s: float
     blocked: float  # share of its time in which it may not sample
-    queue: float  # the part of `blocked` in which its send queue is full
-    reload_seconds: float  # of one weight update
-    step: float  # of its newest weights; NaN if unknown
+    queue: float  # share of its time in which its send queue is full; part of `blocked`
+    reload_seconds: float  # duration of one weight update
+    step: float  # optimizer step of its weights; NaN if unknown
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the time in which it may sample."""
+        """Tokens per second, not counting the time in which it is blocked."""
         return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
 
 
@@ -42,7 +45,7 @@ class Session:
 
     start: float  # unix seconds; NaN if unknown
     active_since: float  # `start`, or the end of the newest held-out evaluation
-    is_evaluating: bool  # no step is expected meanwhile
+    is_evaluating: bool  # a held-out evaluation is running; no step is expected until it ends
     is_over: bool
     up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
     left: Mapping[str, float]  # generators that left -> unix seconds
@@ -55,8 +58,8 @@ class RunState:
     rows: Rows  # at least one
     events: Rows
     session: Session
-    generators: Sequence[GeneratorStats]  # those that report, by name
-    gone: Sequence[str]  # generators that reported in these rows and stopped
+    generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
+    gone: Sequence[str]  # generators that reported in earlier rows and no longer do, or left
     idle_seconds: float  # since the newest step; NaN if none is expected
 
     def total(self, key: str) -> float:
@@ -73,7 +76,7 @@ class RunState:
 
     @property
     def step_seconds(self) -> float:
-        """Duration of the median step."""
+        """Median duration of a step."""
         return median(number(row, "step_time", 0.0) for row in self.rows)
 
     @property
@@ -90,9 +93,9 @@ class RunState:
 
 
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState | None:
-    """The state of a run; None before the first step.
+    """Return the state of a run; None before the first step.
 
-    `now` (unix seconds) is for a running trainer: it makes `idle_seconds` known.
+    Pass `now` (unix seconds) if the trainer should be running; without it, `idle_seconds` is NaN.
     """
     recent = _recent(rows, events)
     if not recent:
@@ -108,7 +111,7 @@ def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState
 
 
 def session_of(events: Rows) -> Session:
-    """The newest session."""
+    """Return the newest session that the events describe."""
     starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
     start = number(events[starts[-1]], "time") if starts else math.nan
     session = events[starts[-1] :] if starts else events
@@ -130,10 +133,12 @@ def stall_limit(step_seconds: float) -> float:
 
 
 def seconds_left(rows: Rows, steps_left: float) -> float:
-    """Estimated seconds for `steps_left` steps at the speed of the newest WINDOW steps.
+    """Estimate the seconds for `steps_left` steps at the speed of the newest WINDOW steps.
 
-    `rows` are of one session, so that pauses do not count. NaN before its first step.
+    `rows` must be of one session, so that the pause between two sessions does not count. NaN before
+    the first step of the session.
     """
+    # A step that was replayed from the journal has step_time 0.
     live = [row for row in rows if number(row, "step_time", 0.0) > 0.0][-WINDOW - 1 :]
     if not live:
         return math.nan
@@ -145,7 +150,7 @@ def seconds_left(rows: Rows, steps_left: float) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """42s, 3m05s, 1h02m; a dash for NaN."""
+    """Format seconds as 42s, 3m05s or 1h02m; a dash for NaN."""
     if math.isnan(seconds):
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -155,9 +160,10 @@ def format_duration(seconds: float) -> str:
 
 
 def _recent(rows: Rows, events: Rows) -> Rows:
-    """The newest rows, without replayed steps and, if enough are left, first steps of a session.
+    """Return the newest rows, without steps that were replayed from the journal (step_time 0).
 
-    A first step includes the trainer's start.
+    The first step of each session is left out as well if MIN_ROWS others remain, because its time
+    includes the start of the trainer.
     """
     live = [row for row in rows[-2 * WINDOW :] if number(row, "step_time", 0.0) > 0.0]
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
@@ -167,13 +173,13 @@ def _recent(rows: Rows, events: Rows) -> Rows:
 
 
 def _reporting(row: Mapping[str, object]) -> set[str]:
-    """Names of the generators that report in this row."""
+    """Return the names of the generators that report in this row."""
     suffix = "/tokens_per_s"
     return {key[4 : -len(suffix)] for key in row if key.startswith("gen/") and key.endswith(suffix)}
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
-    """Means over the rows, because one report covers two seconds only."""
+    """Average over the rows, because a single report covers only two seconds."""
 
     def mean(key: str) -> float:
         values = [number(row, f"gen/{name}/{key}") for row in rows]
@@ -190,7 +196,7 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
 
 
 def _gone(rows: Rows, events: Rows) -> list[str]:
-    """Generators that reported in these rows and do not now, or left since the first row."""
+    """Return generators that stopped reporting and are not up, or left since the first row."""
     up, left = _membership(events)
     silent = {name for row in rows for name in _reporting(row)} - _reporting(rows[-1])
     since = number(rows[0], "time")
@@ -198,10 +204,10 @@ def _gone(rows: Rows, events: Rows) -> list[str]:
 
 
 def _membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
-    """Generators that are up and those that left, with the time of the event."""
+    """Return generators that are up and generators that left, each with the time of the event."""
     up: dict[str, float] = {}
     left: dict[str, float] = {}
-    incarnations: dict[str, object] = {}  # newest of each generator
+    incarnations: dict[str, object] = {}  # newest incarnation of each generator
     for event in events:
         name, incarnation = str(event.get("generator")), event.get("incarnation")
         if event.get("event") == "join":

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live table on a terminal, plain lines anywhere else."""
+"""Terminal output of a run: a live table on a terminal, plain lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
 MAX_TABLE_ROWS = 12
-FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, one to spare
-REPEAT_SECONDS = 60.0  # off a terminal, before the same kind of verdict is printed again
+FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
+REPEAT_SECONDS = 60.0  # plain lines: minimum time between two verdicts of the same kind
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
-PROGRESS_SECONDS = {True: 0.2, False: 10.0}  # between two updates: drawn in place, and as lines
+PROGRESS_SECONDS = {True: 0.2, False: 10.0}  # between two updates; True = drawn in place
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
 PACKAGES = {"package": "peralta_zmq", "python": "Python", "torch": "torch",
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Terminal:
-    """Shows a run on `stream` (default: standard output). Use with `with`."""
+    """Display of a run on `stream` (default: standard output). Use with `with`."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
         self._max_steps, self._run = max_steps, run
@@ -66,7 +66,7 @@ class Terminal:
             self._print(text)
 
     def progress(self, description: str, total: int) -> Progress:
-        """Progress of an operation, below the table if there is one."""
+        """Return a progress display of an operation, below the table if there is one."""
         in_place = self._live is not None
         return Progress(description, total, show=self._show_progress, in_place=in_place)
 
@@ -78,7 +78,7 @@ class Terminal:
         self._show_verdict(verdict, number(row, "time", 0.0))
 
     def stall(self, verdict: Verdict, *, now: float) -> None:
-        """Show the verdict between two steps; off a terminal only a bad one."""
+        """Show the verdict between two steps; as a plain line only if its level is "bad"."""
         if self._live or verdict.level == "bad":
             self._show_verdict(verdict, now)
 
@@ -113,13 +113,15 @@ class Terminal:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line; a write error ends the output, not the run."""
+        """Print a line; after a write error, discard further output; the run continues."""
         try:
             self._stream.write(f"{text}\n")
             self._stream.flush()
         except OSError as error:
             logger.warning("no more output on this terminal: %s", error.strerror)
-            null = os.open(os.devnull, os.O_WRONLY)  # closing would fail with a filled buffer
+            null = os.open(
+                os.devnull, os.O_WRONLY
+            )  # otherwise closing would flush the buffer and fail
             os.dup2(null, self._stream.fileno())
             os.close(null)
 
@@ -156,7 +158,8 @@ class Terminal:
 class Progress:
     """Progress with ETA for operations longer than two seconds. Use with `with`.
 
-    `show` receives each text; if it is drawn in place, an empty text removes it.
+    `show` is called with each new text. With `in_place`, each text replaces the previous one, and
+    an empty text removes it.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class Progress:
 
 
 def progress_on(description: str, total: int, stream: TextIO | None = None) -> Progress:
-    """Progress on `stream` (default: standard error)."""
+    """Return a progress display on `stream` (default: standard error)."""
     out = stream or sys.stderr
     in_place = out.isatty()
 
@@ -212,10 +215,11 @@ def progress_on(description: str, total: int, stream: TextIO | None = None) -> P
 
 
 def worker_info_text(name: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
-    """'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
+    """Describe a generator: device, threads, and the versions that differ from the trainer's.
 
-    Lists the versions that differ from the trainer's. `info` comes from another machine: absent
-    fields are left out, and unprintable characters are replaced.
+    For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
+    `info` comes from another machine: absent fields are left out, and unprintable characters are
+    replaced.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
@@ -230,7 +234,7 @@ def worker_info_text(name: str, info: Mapping[str, str], *, trainer: Mapping[str
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """One text for each of COLUMNS."""
+    """Format the values of COLUMNS in one row of metrics.jsonl."""
     seconds = number(row, "step_time")
     rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
     return (

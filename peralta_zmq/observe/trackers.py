@@ -17,7 +17,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from time import time_ns
@@ -113,7 +113,7 @@ class Tracker:
 
 
 @contextmanager
-def _tensorboard(folder: Path, first_step: int) -> Iterator[LogNumbers]:
+def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
     """Event files in RUN/tensorboard; steps trained again replace the earlier ones."""
     from tensorboardX import SummaryWriter
 
@@ -133,7 +133,7 @@ def _tensorboard(folder: Path, first_step: int) -> Iterator[LogNumbers]:
 
 
 @contextmanager
-def _trackio(run_id: str, settings: Mapping[str, Any]) -> Iterator[LogNumbers]:
+def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
     """A local project, shown by `trackio show`; its output goes to standard error."""
     import trackio
 
@@ -148,7 +148,7 @@ def _trackio(run_id: str, settings: Mapping[str, Any]) -> Iterator[LogNumbers]:
 
 
 @contextmanager
-def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Iterator[LogNumbers]:
+def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
     """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors

@@ -1,7 +1,8 @@
 """The verdict: one sentence on a run's bottleneck or fault, with advice.
 
-A pure function of the newest metrics rows and events. Each finding below yields a verdict if its
-condition holds; the first bad one is returned, else the first one.
+A pure function of the newest rows of metrics.jsonl and events.jsonl. The functions in FINDINGS run
+in order, and each yields a Verdict for every condition that holds. The first Verdict of level "bad"
+is returned; if there is none, the first of all.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from peralta_zmq.observe.run_state import (
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
-WAITING = 0.25  # share of the time from which waiting is reported
-ONE_BLOCKED = 0.5  # the same for one generator among others that are not blocked
-STALLED = 0.15  # the same for publishing and for the journal
-LOST_GROUPS = 0.10  # share of groups dropped or without a reward from which it is reported
-FIRST_STEP_SECONDS = 120.0  # after the first generator has joined
-STALE_SECONDS, STALE_STEPS = 10.0, 3  # behind the newest weights; both must be exceeded
-SATURATED_SECONDS = 0.5  # publishing faster than this is never a bottleneck
-SLOW = 0.5  # of the median generator's speed
+# Thresholds of the findings.
+WAITING = 0.25  # share of time that the trainer or a generator waits
+ONE_BLOCKED = 0.5  # share of time that one generator is blocked while the others are not
+STALLED = 0.15  # share of the trainer's time spent on publishing, or on the journal
+LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or that got no reward
+FIRST_STEP_SECONDS = 120.0  # without a first step, since the first generator joined
+STALE_SECONDS, STALE_STEPS = 10.0, 3  # age of a generator's weights; both must be reached
+SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
+SLOW = 0.5  # fraction of the median generator's speed; lower speeds are reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
-SOLVED, HOPELESS = 0.9, 0.1  # mean reward
+SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
 START_GENERATOR = "start one: bin/generator @ CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The finding, what to change (empty if nothing), and how serious it is."""
+    """A finding as a sentence, advice on what to change (may be empty), and its severity."""
 
     sentence: str
     advice: str
@@ -58,10 +60,10 @@ class Verdict:
 
 
 def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
-    """The verdict on a run, from rows of metrics.jsonl and events.jsonl, oldest first.
+    """Return the verdict on a run, from rows of metrics.jsonl and events.jsonl, oldest first.
 
-    Only the last WINDOW rows count. `now` (unix seconds) is for a running trainer: with it, a run
-    that takes no more steps is reported.
+    Only the last WINDOW rows count. Pass `now` (unix seconds) if the trainer should be running: a
+    run that takes no more steps is then reported as stalled.
     """
     state = run_state(rows, events, now=now)
     if state is None:
@@ -71,9 +73,9 @@ def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdi
 
 
 def waiting(rows: Rows, events: Rows = ()) -> tuple[float, int]:
-    """The share of its time that the trainer waits, and the number of rows it was taken from.
+    """Return the share of time that the trainer waits for groups, and the number of rows used.
 
-    The verdict uses the same share. NaN before the first step.
+    The verdict is based on the same share. The share is NaN before the first step.
     """
     state = run_state(rows, events)
     return (state.waiting, len(state.rows)) if state else (math.nan, 0)
@@ -98,20 +100,20 @@ def _before_first_step(events: Rows, now: float | None) -> Verdict:
 
 
 def _no_generator(session: Session, now: float) -> str:
-    """Why no generator is up; empty if one is, or may still join."""
+    """Return why no generator is up; empty if one is up, or if one may still join."""
     if session.up:
         return ""
     if session.left:
         return f"{', '.join(sorted(session.left))} left"
     seconds = now - session.active_since
-    waited = f"no generator has joined in {format_duration(seconds)}"
-    return waited if seconds > STALL_SECONDS else ""
+    reason = f"no generator has joined in {format_duration(seconds)}"
+    return reason if seconds > STALL_SECONDS else ""
 
 
 def _stalled(state: RunState) -> Iterator[Verdict]:
     session, seconds = state.session, state.idle_seconds
-    is_new = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
-    if is_new and (reason := _no_generator(session, session.active_since + seconds)):
+    has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
+    if has_no_step and (reason := _no_generator(session, session.active_since + seconds)):
         yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
     if seconds > stall_limit(state.step_seconds):
         sentence = f"no step for {format_duration(seconds)}"
@@ -162,14 +164,15 @@ def _solved(state: RunState) -> Iterator[Verdict]:
 
 
 def _equal_groups(state: RunState) -> tuple[float, float]:
-    """The share of groups with equal rewards, 0 while rows are too few, and the mean reward."""
+    """Return the share of groups with equal rewards (0 if rows are too few) and the mean reward."""
     shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
     reward = fmean(number(row, "reward", 0.5) for row in state.rows)
     return fmean(shares) if len(shares) >= MIN_ROWS else 0.0, reward
 
 
 def _lost_groups(state: RunState) -> Iterator[Verdict]:
-    failed = {one.name: state.growth(f"gen/{one.name}/unjudged") for one in state.generators}
+    names = [generator.name for generator in state.generators]
+    failed = {name: state.growth(f"gen/{name}/unjudged") for name in names}
     num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
     if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
         yield Verdict(
@@ -184,8 +187,8 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
             if (event.get("event"), event.get("outcome")) == ("drop", "stale")
             and number(event, "time") >= number(state.rows[0], "time")
         ]
-        most = max(set(senders), key=lambda name: (senders.count(name), name), default="")
-        source = f", most of them from {most}" if most else ""
+        top_sender = max(set(senders), key=lambda name: (senders.count(name), name), default="")
+        source = f", most of them from {top_sender}" if top_sender else ""
         yield Verdict(
             f"{_percent(share)} of groups were dropped as stale{source}",
             "raise train.max_off_policy_steps, or remove the slowest generator",
@@ -193,8 +196,8 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
 
 
 def _weights(state: RunState) -> Iterator[Verdict]:
-    reported = [one for one in state.generators if math.isfinite(one.step)]
-    oldest = min(reported, key=lambda one: one.step, default=None)
+    reported = [generator for generator in state.generators if math.isfinite(generator.step)]
+    oldest = min(reported, key=lambda generator: generator.step, default=None)
     steps = number(state.rows[-1], "step") - oldest.step if oldest else 0.0
     seconds = steps * state.step_seconds
     if oldest and steps >= STALE_STEPS and seconds >= STALE_SECONDS:
@@ -211,14 +214,14 @@ def _weights(state: RunState) -> Iterator[Verdict]:
     keys = ("weights/encode_seconds", "weights/write_seconds")
     seconds = median(sum(number(row, key, 0.0) for key in keys) for row in state.rows)
     if seconds >= max(SATURATED_SECONDS, state.step_seconds):
-        size = median(number(row, "weights/bytes", 0.0) for row in state.rows)
+        size = _format_bytes(median(number(row, "weights/bytes", 0.0) for row in state.rows))
         yield Verdict(
-            f"the disk or link of weights.dir is saturated: a version ({_size(size)}) takes "
+            f"the disk or link of weights.dir is saturated: a version ({size}) takes "
             f"{seconds:.1f} s to publish, a step {state.step_seconds:.1f} s",
             "raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
             "weights.dir",
         )
-    slowest = max(state.generators, key=lambda one: one.reload_seconds, default=None)
+    slowest = max(state.generators, key=lambda generator: generator.reload_seconds, default=None)
     if slowest and slowest.reload_seconds >= WAITING * max(1e-9, state.step_seconds):
         yield Verdict(
             f"{slowest.name} takes {slowest.reload_seconds:.1f} s to load new weights, a step "
@@ -237,13 +240,13 @@ def _journal(state: RunState) -> Iterator[Verdict]:
 
 
 def _balance(state: RunState) -> Iterator[Verdict]:
-    """Always yields: whether trainer or generators wait for the other."""
+    """Report whether the trainer or the generators wait. Always yields at least one verdict."""
     if len(state.rows) < MIN_ROWS:
         yield Verdict("too few steps to name a bottleneck", "", "ok")
         return
     yield from _one_blocked(state)
-    blocked = fmean([one.blocked for one in state.generators] or [0.0])
-    queue = fmean([one.queue for one in state.generators] or [0.0])
+    blocked = fmean([generator.blocked for generator in state.generators] or [0.0])
+    queue = fmean([generator.queue for generator in state.generators] or [0.0])
     trainer, generators = _percent(state.waiting), _percent(blocked)
     if state.waiting >= WAITING and queue >= WAITING:
         yield Verdict(
@@ -259,9 +262,11 @@ def _balance(state: RunState) -> Iterator[Verdict]:
         )
     elif state.waiting >= WAITING:
         advice = "add a generator on another machine, or raise engine.slots"
-        yield Verdict(f"the trainer waits {trainer} of its time for rollouts{_slow(state)}", advice)
+        yield Verdict(
+            f"the trainer waits {trainer} of its time for rollouts{_slow_generator(state)}", advice
+        )
     elif blocked >= WAITING:
-        worst = max(state.generators, key=lambda one: one.blocked)
+        worst = max(state.generators, key=lambda generator: generator.blocked)
         yield Verdict(
             f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of "
             f"its time {_cause(worst)}",
@@ -277,11 +282,11 @@ def _balance(state: RunState) -> Iterator[Verdict]:
 
 
 def _one_blocked(state: RunState) -> Iterator[Verdict]:
-    """One generator is blocked, which the mean of all would hide."""
-    worst = max(state.generators, key=lambda one: one.blocked, default=None)
+    """Report a single blocked generator, which the mean over all generators would hide."""
+    worst = max(state.generators, key=lambda generator: generator.blocked, default=None)
     if worst is None or len(state.generators) < 2 or worst.blocked < ONE_BLOCKED:
         return
-    others = fmean(one.blocked for one in state.generators if one is not worst)
+    others = fmean(generator.blocked for generator in state.generators if generator is not worst)
     if others < WAITING:
         yield Verdict(
             f"only {worst.name} is blocked, {_percent(worst.blocked)} of its time "
@@ -293,16 +298,18 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
         )
 
 
-def _slow(state: RunState) -> str:
-    slowest = min(state.generators, key=lambda one: one.speed, default=None)
-    if slowest is None or slowest.speed >= SLOW * median(one.speed for one in state.generators):
+def _slow_generator(state: RunState) -> str:
+    """Return a clause on the slowest generator; empty if it is not much slower than the median."""
+    speeds = [generator.speed for generator in state.generators]
+    if not speeds or min(speeds) >= SLOW * median(speeds):
         return ""
-    total = sum(one.tokens_per_s for one in state.generators)
+    slowest = min(state.generators, key=lambda generator: generator.speed)
+    total = sum(generator.tokens_per_s for generator in state.generators)
     return f"; {slowest.name} is slow: {slowest.tokens_per_s:.0f} of {total:.0f} tokens/s"
 
 
 def _is_queue_full(generator: GeneratorStats) -> bool:
-    """Whether it is blocked by its send queue rather than by the trainer's pace."""
+    """True if the generator is blocked by its send queue rather than by the trainer's pace."""
     return generator.queue > generator.blocked / 2
 
 
@@ -314,7 +321,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def _size(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
 
 

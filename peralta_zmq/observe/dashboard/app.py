@@ -1,12 +1,13 @@
 """HTTP server of the dashboard: routes, access control and the server thread.
 
-    /                        the web page; its static files are siblings
+    /                        the web page; its static files have URLs next to it
     /api/runs                names of the runs
-    /api/runs/N?cursor=...   what is new in run N
-    /api/runs/N/samples      sampled groups, ?after=NUMBER
-    /metrics, /healthz       of all runs, for Prometheus and for health checks
+    /api/runs/N?cursor=...   changes in run N since the update that returned this cursor
+    /api/runs/N/samples      sampled groups; ?after=NUMBER returns only those with larger numbers
+    /metrics                 metrics of all runs, for Prometheus
+    /healthz                 newest step of all runs, for health checks
 
-Static files are read at the start and served by name, so no request path reaches the disk.
+Static files are read into memory at the start: no request can choose a path on the disk.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ SERVER_OPTIONS: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "log_config": None,
-    "log_level": "critical",  # clients can trigger the other levels at will
+    "log_level": "critical",  # any client could fill the log with messages of lower levels
     "access_log": False,
     "server_header": False,
     "date_header": False,
@@ -74,16 +75,16 @@ SERVER_OPTIONS: dict[str, Any] = {
 }
 COOKIE = "peralta_token"
 MAX_CURSOR = 200  # characters
-NUM_PORTS = 20  # tried, starting with the requested one
+NUM_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
 logger = logging.getLogger(__name__)
 
 
 class Dashboard:
-    """HTTP server of the runs in `folders`; listens from the constructor on. Use with `closing`.
+    """HTTP server of the runs in `folders`; the constructor opens its port. Use with `closing`.
 
-    `live` is True if the trainer is this process. Raises ConfigError if no port is free, or if
-    other machines could connect without a token.
+    `live` is True if this process is the trainer of the runs. Raises ConfigError if no port is
+    free, or if other machines could connect without a token.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Dashboard:
 
     @property
     def banner(self) -> list[str]:
-        """Lines for the user: the address, and a warning if other machines can connect."""
+        """Lines to print: the address, and a warning if other machines can connect."""
         is_other_port = self._requested_port not in (0, self.port)
         reason = f" (port {self._requested_port} is taken)" if is_other_port else ""
         lines = [f"dashboard: {self.address}{reason}"]
@@ -183,11 +184,11 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
 
     async def health(request: Request) -> Response:
         now = time.time()
-        ages = {
+        newest = {
             run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
             for run in _refreshed(runs)
         }
-        return _json({"status": "ok", "runs": ages})
+        return _json({"status": "ok", "runs": newest})
 
     routes = [
         Route("/api/runs", names),
@@ -203,15 +204,15 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """ASGI middleware: only reads, only under this machine's name, only with the token if set.
+    """ASGI middleware that refuses writes, foreign Host headers, and requests without the token.
 
-    The check of the Host header stops DNS rebinding: a foreign page in the same browser could
-    otherwise send requests here under a name that it lets resolve to this machine.
+    The check of the Host header prevents DNS rebinding: a malicious web page open in the user's
+    browser could otherwise let its own domain name resolve to this machine and read the responses.
     """
 
     app: ASGIApp
-    host: str  # that the server listens on
-    token: str | None
+    host: str  # address that the server listens on
+    token: str | None  # None = no token is needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -231,7 +232,7 @@ class AccessControl:
         return self._check_token(scope, headers) if self.token else None
 
     def _is_own_name(self, host: str) -> bool:
-        """True for addresses and for names that only this machine or its network controls."""
+        """True if no other party can let `host`, a Host header, resolve to this machine."""
         name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
         name = name.lower().removesuffix(".")
         if is_loopback(self.host) or not self.token:
@@ -243,7 +244,10 @@ class AccessControl:
             return name in {"localhost", self.host.lower(), hostname, f"{hostname}.local"}
 
     def _check_token(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
-        """None if the request has the token; moves it from the URL into a cookie."""
+        """Return None if the request has the token, else a redirect or an error.
+
+        A token in the URL is moved into a cookie, so that it does not stay in the address bar.
+        """
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if self._is_token(token):
             response = RedirectResponse(scope["path"], 303)
@@ -260,7 +264,7 @@ class AccessControl:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket on `port`, or on the next free one."""
+    """Return a listening socket on `port`, or on the next free one."""
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
     last = min(port + NUM_PORTS - 1, LAST_PORT)
@@ -289,20 +293,23 @@ def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
 
 
 def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Responds to our own errors; logs each type once, because a browser retries every second."""
+    """Return a handler of internal errors.
+
+    It logs each type of error once, because the web page repeats its request every second.
+    """
     logged: set[str] = set()
 
     async def handle(request: Request, error: Exception) -> Response:
         if (kind := type(error).__name__) not in logged:
             logged.add(kind)
             logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
-        return PlainTextResponse("internal error; the log of the dashboard's process has it", 500)
+        return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
 
     return handle
 
 
 def _static_files() -> Mapping[str, Response]:
-    """Static files by URL path; a response without state can be sent many times."""
+    """Return a response for each static file, by URL path; a Response can be sent many times."""
     static = files("peralta_zmq.observe.dashboard") / "static"
     responses = {
         f"/{file.name}": Response(file.read_bytes(), media_type=media_type)
@@ -313,6 +320,6 @@ def _static_files() -> Mapping[str, Response]:
 
 
 def _json(content: Mapping[str, Any]) -> Response:
-    """JSON in ASCII, which can carry the unpaired surrogates a model may generate."""
+    """Return a JSON response. Its ASCII escapes allow unpaired surrogates in generated text."""
     text = json.dumps(nan_to_null(content), allow_nan=False)
     return Response(text, media_type="application/json")

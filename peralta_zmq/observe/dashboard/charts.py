@@ -19,9 +19,9 @@ from peralta_zmq.observe.metrics import Row, number
 
 Column: TypeAlias = NDArray[np.float64]
 EVAL = "eval"  # column of held-out accuracy, which has its own steps
-MAX_COLUMNS = 2000  # more could come from many generator names
-MAX_GENERATORS = 12  # in one chart
-NUM_BUCKETS = 120  # of a chart's x axis
+MAX_COLUMNS = 2000  # limits the memory if many generator names come and go
+MAX_GENERATORS = 12  # lines in one chart
+NUM_BUCKETS = 120  # buckets of the x axis for downsampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart; with `each_generator`, a line of that metric for every generator."""
+    """One chart; `each_generator` names a metric of which every generator gets a line."""
 
     id: str
     title: str
@@ -51,9 +51,9 @@ CHARTS = (
         Line("reward/low", "- std", "band"), Line("reward/high", "+ std", "band"),
         Line("reward", "reward"), Line(EVAL, "held-out", "dots"),
     )),
-    Chart("signal", "Groups without signal, completions cut off", (
+    Chart("signal", "Groups without signal, truncated completions", (
         Line("frac_reward_zero_std", "no signal", percent=True),
-        Line("completions/clipped_ratio", "cut off", percent=True),
+        Line("completions/clipped_ratio", "truncated", percent=True),
     )),
     Chart("loss", "Loss and gradient norm", (
         Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True),
@@ -85,8 +85,8 @@ CHARTS = (
 class Table:
     """Metrics of all steps as columns, ascending by step.
 
-    A step that comes again was trained again after a roll-back: it replaces its old row and all
-    later ones. `rewinds` counts that.
+    A step that is not larger than the one before was trained again after a roll-back: it replaces
+    the old row of this step and all later rows. `rewinds` counts these replacements.
     """
 
     def __init__(self) -> None:
@@ -102,24 +102,24 @@ class Table:
             if self.steps and step <= self.steps[-1]:
                 self._rewind(step)
             self.steps.append(step)
-            # Derived numbers replace others of the same name, and come first if space is short.
+            # Derived numbers override metrics of the same name; MAX_COLUMNS must not exclude them.
             derived = derived_numbers(row)
             for key in derived | row:
                 self._append(key, derived[key] if key in derived else number(row, key))
 
     def values(self, key: str, *, after: int = 0) -> Column:
-        """One column from row `after` on, float64 [steps - after]; NaN if a row has no value."""
+        """Return a column from row `after` on: float64 [steps - after], NaN without a value."""
         values = np.array(self.columns.get(key, array("d"))[after:], np.float64)
         num_missing = len(self.steps) - after - len(values)
         return np.concatenate([values, np.full(num_missing, np.nan)])
 
     def value(self, key: str, index: int | None) -> float:
-        """One number; NaN if there is none."""
+        """Return the number in row `index` of a column; NaN if there is none."""
         column = self.columns.get(key, ())
         return column[index] if index is not None and 0 <= index < len(column) else math.nan
 
     def index(self, step: float) -> int | None:
-        """The row of a step; None if there is none."""
+        """Return the row number of a step; None if there is none."""
         index = bisect_left(self.steps, step)
         return index if index < len(self.steps) and self.steps[index] == step else None
 
@@ -139,7 +139,7 @@ class Table:
 
 
 def derived_numbers(row: Row) -> dict[str, float]:
-    """Numbers that the charts need and no row has: rates, sums, and parts of the step time."""
+    """Compute the rates, sums and parts of the step time that the charts show for one row."""
 
     def get(key: str, default: float = math.nan) -> float:
         return number(row, key, default)
@@ -170,7 +170,7 @@ def derived_numbers(row: Row) -> dict[str, float]:
 def charts_of(
     table: Table, evaluations: Mapping[float, float], *, after: int = 0
 ) -> list[dict[str, Any]]:
-    """All charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
+    """Return all charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
 
     `evaluations` maps steps to held-out accuracy. Long columns are downsampled; a gap is NaN.
     """
@@ -178,10 +178,10 @@ def charts_of(
 
 
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
-    """Ascending row indices that keep every extreme and every gap of the columns.
+    """Return ascending row indices that preserve the extremes and gaps of the columns.
 
-    They are the two ends and, in each bucket of neighbours, the minimum, the maximum and a missing
-    value of each column. All indices if the columns are short.
+    These are the first and the last row and, for each column in each bucket of adjacent rows, the
+    minimum, the maximum and the first missing value. Short columns are not downsampled.
     """
     size = len(columns[0]) if columns else 0
     if size <= 4 * num_buckets:

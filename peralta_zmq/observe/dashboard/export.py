@@ -22,7 +22,7 @@ from peralta_zmq.observe.metrics import nan_to_null
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script defer src="([\w.-]+)"></script>')
 ICON = re.compile(r'<link rel="icon"[^>]*>\n')
-REFRESH_SECONDS = 60.0  # at most, for reading one run
+REFRESH_SECONDS = 60.0  # time limit for reading the files of one run
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
@@ -32,7 +32,7 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """The HTML; its content security policy allows only its own script and style."""
+    """Return the HTML; its content security policy allows only its own script and style."""
     html = ICON.sub("", _static("index.html"))
     style = "".join(_static(name) for name in STYLE.findall(html))
     script = "\n".join(_static(name) for name in SCRIPT.findall(html))
@@ -48,7 +48,7 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 
 def _data(runs: Sequence[RunFiles]) -> str:
-    """Data of all runs as JSON without `<`, so that it cannot end the script element."""
+    """Return the data of all runs as JSON without `<`, so that it cannot end the script element."""
     now = time.time()
     exported: list[object] = []
     for run in runs:

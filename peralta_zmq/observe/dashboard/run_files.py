@@ -1,4 +1,4 @@
-"""Incremental reading of a run folder: only what was added, in bounded parts."""
+"""Incremental reading of a run folder: each refresh reads only the added lines, in limited time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CONFIG = "config.toml"
 LOCK = "lock"  # held by the trainer
 NUM_ROWS = 64  # newest rows kept for the verdict and the cards
 NUM_EVENTS, NUM_SAMPLES = 400, 200
-FREQUENT_EVENTS = ("publish", "drop")  # kept apart, so that they do not displace the others
+FREQUENT_EVENTS = ("publish", "drop")  # in a deque of their own, so that others are kept longer
 BLOCK = 4 << 20  # bytes of one read; longer lines are skipped
-# Of longer files only the end is read.
+# Only the last MAX_BYTES of a longer file are read.
 MAX_BYTES = {METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20, SAMPLES: 16 << 20}
 REFRESH_SECONDS = 0.8  # after which refresh() leaves the remaining data for the next call
 
@@ -46,7 +46,7 @@ def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
 
 
 class RunFiles:
-    """Contents of a run folder. `live` is True if the trainer is this process."""
+    """Contents of a run folder. `live` is True if this process is the trainer of the run."""
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
         self.folder, self.live = folder, live
@@ -56,7 +56,7 @@ class RunFiles:
         self._reset()
 
     def _reset(self) -> None:
-        """Start over with all files."""
+        """Forget all contents, so that all files are read from the start."""
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
@@ -73,7 +73,7 @@ class RunFiles:
 
     @property
     def loading(self) -> bool:
-        """Whether metrics.jsonl has more rows than were read."""
+        """True if metrics.jsonl has more rows than were read."""
         return self._tails[METRICS].pending > 0
 
     @property
@@ -89,11 +89,11 @@ class RunFiles:
         return max((time for time in times if math.isfinite(time)), default=math.nan)
 
     def is_held(self) -> bool | None:
-        """Whether a trainer holds the folder's lock; None if this machine cannot determine it."""
+        """True if a trainer holds the folder's lock; None if this machine cannot determine it."""
         return True if self.live else is_held(self.folder / LOCK)
 
     def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
-        """Read what was added, for about `seconds` at most; read all again if a file is new."""
+        """Read the added lines, for about `seconds`; reread all files if one was replaced."""
         deadline = time.monotonic() + seconds
         if any(tail.is_replaced() for tail in self._tails.values()):
             self._num_resets += 1
@@ -116,11 +116,11 @@ class RunFiles:
         return self._parse(CONFIG, tomllib.loads)
 
     def summary(self) -> Mapping[str, Any]:
-        """The summary of a completed run; else empty."""
+        """Summary of a completed run; empty if the run is not complete."""
         return self._parse(SUMMARY, json.loads)
 
     def _parse(self, name: str, parse: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
-        """Content of a small file, parsed when it has changed."""
+        """Return the content of a small file, parsed again only if the file has changed."""
         path = self.folder / name
         try:
             changed = path.stat().st_mtime_ns
@@ -147,7 +147,7 @@ class Tail:
         self.pending = 0  # bytes left for the next read
 
     def is_replaced(self) -> bool:
-        """Whether the file is another one than before, or was truncated."""
+        """True if the path now names another file than before, or the file was truncated."""
         try:
             status = self._path.stat()
         except OSError:  # does not exist yet, or a share is unavailable
@@ -156,7 +156,7 @@ class Tail:
         return self._inode >= 0 and not is_same
 
     def read(self) -> list[Row]:
-        """The next rows, of at most BLOCK bytes."""
+        """Return the next rows, from at most BLOCK bytes."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

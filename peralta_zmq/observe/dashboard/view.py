@@ -1,6 +1,6 @@
 """Content of the dashboard as JSON: header, verdict, cards, charts, generators, events, samples.
 
-Numbers are formatted here only, so that the web page and the exported file cannot differ.
+All numbers are formatted here, so that the web page and the exported file show the same text.
 NaN becomes null when the JSON is written.
 """
 
@@ -31,8 +31,13 @@ from peralta_zmq.observe.run_state import (
 from peralta_zmq.observe.verdict import verdict, waiting
 
 Json: TypeAlias = dict[str, Any]
-NUM_CHANGE = 20  # newest steps whose mean reward is compared with the steps before them
-MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS, MAX_SAMPLES = 60, 80, 200, 12  # sent at once
+NUM_CHANGE = 20  # number of newest steps that the change of the mean reward is computed over
+MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS, MAX_SAMPLES = (
+    60,
+    80,
+    200,
+    12,
+)  # newest entries sent in one update
 MAX_EVENT_TEXT = 300  # characters
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # of one group; characters of one text
 MARKED_EVENTS = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
@@ -54,7 +59,7 @@ NOT_RUNNING = {*ENDED, "crashed", "silent"}  # reports of generators are no long
 
 
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
-    """The state of a run and the chart points since `cursor`, which is in the previous update."""
+    """Return the state of a run and the chart points added since the update with `cursor`."""
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
     sent = (len(run.table.steps), len(run.evaluations))
     reset = generation != run.generation or num_steps > sent[0]
@@ -72,10 +77,10 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
 
 
 def state(run: RunFiles, *, now: float) -> Json:
-    """Header, verdict, cards, generators, events and markers."""
+    """Return header, verdict, cards, generators, events and markers."""
     config, status = run.config(), status_of(run, now=now)
     events, is_over = _all_events(run), status in ENDED
-    if status in NOT_RUNNING:  # an evaluation that had begun is over
+    if status in NOT_RUNNING:  # an evaluation without an end was interrupted
         events = [row for row in events if row.get("event") not in EVALUATION_EVENTS]
         is_over = is_over or not run.rows
     current = verdict(list(run.rows), events, now=None if is_over else now)
@@ -92,7 +97,7 @@ def state(run: RunFiles, *, now: float) -> Json:
 
 
 def status_of(run: RunFiles, *, now: float) -> str:
-    """A key of STATUS_TEXTS."""
+    """Return the status of a run: a key of STATUS_TEXTS."""
     if run.loading:
         return "loading"
     kinds = [row.get("event") for row in run.events]
@@ -111,7 +116,7 @@ def status_of(run: RunFiles, *, now: float) -> str:
 
 
 def generators_of(run: RunFiles, status: str) -> list[Json]:
-    """All generators that ever reported or joined, by name."""
+    """Return all generators that ever reported or joined, sorted by name."""
     names = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     joins = {str(row.get("generator")): row for row in run.events if row.get("event") == "join"}
     left = {_incarnation(row) for row in run.events if row.get("event") == "leave"}
@@ -144,18 +149,18 @@ def _cells(run: RunFiles, stats: Mapping[str, float]) -> dict[str, str]:
 
 
 def _incarnation(row: Mapping[str, object]) -> tuple[str, str]:
-    """Generator and incarnation of a join or leave event."""
+    """Return generator and incarnation of a join or leave event."""
     return str(row.get("generator")), str(row.get("incarnation", 0))
 
 
 def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
-    """The newest groups with a number above `after`, oldest first."""
+    """Return the newest groups with a number above `after`, oldest first."""
     newest = [entry for entry in run.samples if entry[0] > after][-MAX_SAMPLES:]
     return [sample(index, row) for index, row in newest]
 
 
 def sample(index: int, row: Row) -> Json:
-    """One group of samples.jsonl, number `index`; long texts are truncated."""
+    """Return one group of samples.jsonl, with number `index`; long texts are truncated."""
     texts, rewards, advantages = (
         cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
     )
@@ -178,7 +183,7 @@ def sample(index: int, row: Row) -> Json:
 
 
 def format_number(value: float, digits: int, unit: str = "") -> str:
-    """A number with `digits` decimals; a dash for NaN."""
+    """Format a number with `digits` decimals; a dash for NaN."""
     return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"
 
 
@@ -206,7 +211,7 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
     age, summary = format_duration(now - run.newest_time), run.summary()
     before, after = (format_number(number(summary, f"eval_{at}"), 3) for at in ("before", "after"))
     return {
-        "empty": _missing(session_of(list(run.events))),
+        "empty": _no_step_text(session_of(list(run.events))),
         "stalled": f"The trainer is running and has taken no step for {age}.",
         "silent": f"No new data for {age}: the trainer is waiting or was killed. "
         "The same command resumes it without loss.",
@@ -219,8 +224,8 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
     }.get(status, "")
 
 
-def _missing(session: Session) -> str:
-    """What the first step is waiting for."""
+def _no_step_text(session: Session) -> str:
+    """Explain why there is no first step yet."""
     if not session.up:
         reason = "All generators have left" if session.left else "No generator has joined yet"
         return f"{reason}. Start one: bin/generator @ CONFIG"
@@ -229,7 +234,7 @@ def _missing(session: Session) -> str:
 
 
 def _eta(run: RunFiles, steps_left: float) -> str:
-    """Empty before the first step of the newest session."""
+    """Return the estimated time left; empty before the first step of the newest session."""
     start = session_of(list(run.events)).start
     rows = [row for row in run.rows if not number(row, "time") < start]
     seconds = seconds_left(rows, steps_left)
@@ -264,7 +269,7 @@ def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
 
 
 def _reward_change(run: RunFiles) -> str:
-    """Mean reward of the newest steps minus that of as many steps before them."""
+    """Mean reward of the newest steps minus the mean of the same number of steps before them."""
     rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     finite = rewards[np.isfinite(rewards)]
     half = len(finite) // 2
@@ -287,7 +292,7 @@ def _evaluation(run: RunFiles) -> tuple[str, str]:
 
 def _event(row: Row) -> Json:
     fields: Row = {}
-    for key, value in row.items():  # fields of a nested object are shown like the others
+    for key, value in row.items():  # fields of a nested object are listed like top-level fields
         if key not in ("time", "event", "incarnation"):
             fields |= cast("Row", value) if isinstance(value, dict) else {key: value}
     text = "  ".join(f"{key}={_format_value(value)}" for key, value in fields.items())
@@ -303,7 +308,7 @@ def _format_value(value: object) -> str:
 
 
 def _markers(run: RunFiles) -> list[Json]:
-    """Events to mark in the charts, at their step or at the step that was in progress."""
+    """Return the events to mark in the charts, each with its step or the step in progress then."""
     marked = [row for row in run.events if row.get("event") in MARKED_EVENTS][-MAX_MARKERS:]
     times, steps = run.table.values("time"), run.table.steps
     markers: list[Json] = []
@@ -329,7 +334,7 @@ def _is_complete(run: RunFiles) -> bool:
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:
-    """Generation, number of steps and number of evaluations; the start for an invalid cursor."""
+    """Split a cursor into generation, steps and evaluations; an invalid one means the start."""
     generation, *counts = cursor.rsplit(":", 2)
     if len(counts) == 2 and all(text.isdecimal() and len(text) < 12 for text in counts):
         return generation, int(counts[0]), int(counts[1])

@@ -1,11 +1,12 @@
-// Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}.
+// Charts with a shared cursor, drawn by uPlot. A chart is {id, title, unit, lines, x, columns}, as
+// charts.py computes it; x are optimizer steps, and columns has the values of one line each.
 "use strict";
 
 const Charts = (() => {
   const COLORS = ["blue", "amber", "teal", "rose", "violet", "slate"];
   const STACKED = ["soft-blue", "soft-amber", "slate", "soft-teal", "faint"];
   const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [1, 6]];
-  const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // in the legend, as DASHES
+  const STROKES = ["", "dashed", "dotted", "dashed", "dotted"]; // legend style of each of DASHES
   const HEIGHT = 190;
   const BAD = new Set(["leave", "killed", "skip", "roll_back", "publish_failed",
     "checkpoint_failed", "journal_failed"]);
@@ -60,10 +61,10 @@ const Charts = (() => {
       columns: columns.map(values => order.map(index => values[index])) };
   }
 
-  // Lines and data of a chart: of one run, or of several with one color per run.
+  // Return lines and data of a chart: for one run, or for several runs with one color per run.
   function layout(versions, names) {
     const first = versions[0];
-    const left = first.lines.some(line => !line.right); // without left lines, use the left axis
+    const left = first.lines.some(line => !line.right); // if all lines are on the right axis, use the left one
     versions = versions.map(version => ({ ...version,
       lines: version.lines.map(line => ({ ...line, right: line.right && left })) }));
     if (versions.length === 1) {
@@ -144,7 +145,7 @@ const Charts = (() => {
       this.showValues(null);
     }
 
-    showsEnd() { // not zoomed in on earlier steps
+    showsEnd() { // false if the user zoomed in on earlier steps
       const x = this.u.data[0];
       return !x.length || this.u.scales.x.max >= x[x.length - 1];
     }
@@ -276,7 +277,7 @@ const Charts = (() => {
     return base;
   }
 
-  function isSinglePoint(u, index) { // a line with one point is invisible
+  function isSinglePoint(u, index) { // uPlot draws no line for a single point
     return u.data[index].filter(value => value !== null && value !== undefined).length === 1;
   }
 
@@ -333,7 +334,7 @@ const Charts = (() => {
         panels.get(id).draw(versions, loaded.map(run => run.name));
       }
     },
-    repaint() { // the colors have changed
+    repaint() { // rebuild all charts at the next draw, with the new colors
       panels.forEach(panel => { panel.signature = ""; });
     },
     colorOf: run => COLORS[run % COLORS.length],

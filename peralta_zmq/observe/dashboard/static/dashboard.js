@@ -1,5 +1,5 @@
-// Polls the server once a second and updates the page. Texts and numbers come formatted from the
-// server, or from the exported file, and are only assigned to textContent.
+// Polls the server once a second and updates the page; an exported file contains its data instead.
+// Texts and numbers arrive already formatted and are only assigned to textContent.
 "use strict";
 
 (() => {
@@ -7,7 +7,7 @@
   const COLUMNS = ["name", "state", "step", "behind", "tokens_per_s", "blocked", "reload_s", "groups"];
   const element = id => document.getElementById(id);
   const testid = name => document.querySelector(`[data-testid="${name}"]`);
-  const report = element("report"); // only in an exported file
+  const report = element("report"); // data of an exported file; null on a server
   const runs = []; // {name, cursor, charts, state}
   let selected = 0, lastUpdate = Date.now(), age = null, polling = false;
 
@@ -246,7 +246,7 @@
   setTheme(THEMES.includes(savedTheme()) ? savedTheme() : "auto");
   element("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % 3];
-    try { localStorage.setItem("theme", next); } catch { /* not allowed for files */ }
+    try { localStorage.setItem("theme", next); } catch { /* unavailable for local files */ }
     setTheme(next);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

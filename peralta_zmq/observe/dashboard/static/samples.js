@@ -4,7 +4,7 @@
 const Samples = (() => {
   const MAX_KEPT = 200;
   const element = id => document.getElementById(id);
-  let groups = [], index = -1, paused = false, shownGenerators = "";  // index -1: the newest
+  let groups = [], index = -1, paused = false, shownGenerators = "";  // index -1 = newest group
 
   function add(added) {
     groups.push(...added);
