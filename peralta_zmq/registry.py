@@ -107,9 +107,10 @@ class Engine(Protocol):
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
         """Replace the weights in place by a newer version.
 
-        Called between two decode steps, also with completions in flight. `weights` has all tensors of the version by name; they are finite, and may be used during
-        the call only. `folder` has the version's files; None if it exists in memory only. Raises
-        ValueError, with nothing changed, if the tensors do not fit the model.
+        Called between two decode steps, also with completions in flight. `weights` has all tensors
+        of the version by name; they are finite and valid during the call only. `folder` has the
+        version's files; None if it exists in memory only. Raises ValueError, with nothing changed,
+        if the tensors do not fit the model.
         """
         ...
 
