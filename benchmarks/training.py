@@ -141,7 +141,7 @@ class Setting:
 
     def needed_flops(self, num_groups: int) -> float:
         """FLOPs of the matrix products of both passes on distinct tokens, without attention."""
-        tokens = sum(sample.num_tokens for sample in self.samples(num_groups))
+        tokens = sum(len(sample.token_ids) for sample in self.samples(num_groups))
         generated = num_groups * sum(LENGTHS)
         return 6.0 * (tokens * self._num_body + generated * self._num_head)
 

@@ -26,7 +26,8 @@ class CanGenerate(Protocol):
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """One completion per request, in any order."""
+        """Yield one completion per request, in any order."""
+        ...
 
 
 def generate_groups(

@@ -219,13 +219,20 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
         envelope, columns = _read_fields(message, frame)
     except MALFORMED as error:
         raise WireError(_malformed(error)) from None
-    identity, acceptance = envelope[:8], envelope[8:]  # the fields before and after `rollouts`
+    *identity, min_sequence, sample_index, evaluation_step = envelope
     try:
         rollouts = _decode_rollouts(columns, policy_step=envelope[6], vocab_size=vocab_size)
     except MALFORMED as error:
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=envelope[8])
+        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
         raise InvalidGroupError(_malformed(error), group) from None
-    return RolloutGroup(*identity, rollouts, *acceptance, rollouts.summary)
+    return RolloutGroup(
+        *identity,
+        rollouts=rollouts,
+        min_sequence=min_sequence,
+        sample_index=sample_index,
+        evaluation_step=evaluation_step,
+        summary=rollouts.summary,
+    )
 
 
 def _malformed(error: Exception) -> str:

@@ -244,7 +244,7 @@ def test_charts_and_controls_work_with_the_keyboard(
     seen.page.keyboard.press("Home")
     for name in ("loss", "reward"):  # the cursor is shared
         assert seen.page.get_by_test_id(f"chart-{name}").locator(".at").inner_text() == (
-            "step 1 \u00b7 join generator=ann step=1 \u00b7 join generator=bob step=1"
+            "step 1 \u00b7 join step=1 generator=ann \u00b7 join step=1 generator=bob"
         )
     seen.page.keyboard.press("ArrowRight")
     rewards = [row["reward"] for row in read_rows(folder / "metrics.jsonl")]

@@ -41,8 +41,13 @@ class Decoder:
         self._sliding_window = _sliding_window(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self.device, self.dtype = model.device, model.dtype
-        memory = {"dtype": self.dtype, "device": self.device}
-        self.cache = KVCache(**cache_shape(config), num_rows=num_rows, capacity=capacity, **memory)
+        self.cache = KVCache(
+            **cache_shape(config),
+            num_rows=num_rows,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
         self._positions = torch.arange(capacity, device=self.device)
         self._weights = ModelWeights(model, pack=not live)
         self._rotary_table = _rotary_table(model, self._positions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
 from statistics import fmean
 from typing import Any, TypeAlias, cast
@@ -183,8 +184,10 @@ def sample(index: int, row: Row) -> Json:
 
 
 def format_number(value: float, digits: int, unit: str = "") -> str:
-    """Format a number with `digits` decimals; a dash for NaN."""
-    return f"{value:,.{digits}f}{unit}" if math.isfinite(value) else "-"
+    """Format a number with `digits` decimals, halves rounded up as in charts.js; a dash for NaN."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP):,}{unit}"
 
 
 def _header(run: RunFiles, config: Mapping[str, Any], status: str, now: float) -> Json:
@@ -255,12 +258,12 @@ def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
         ("reward", "Reward", newest("reward", 3), _reward_change(run)),
         ("eval", "Held-out accuracy", *_evaluation(run)),
         ("rollouts", "Rollouts/s", derived("rollouts_per_s"),
-         f"{derived('tokens_per_s')} generated tokens/s"),
+         f"{derived('tokens_per_s')} generated tokens/s" if run.rows else "no step yet"),
         ("wait", "Trainer waits", format_number(100 * share, 0, "%"),
-         f"of the last {num_steps} steps"),
+         f"of the last {num_steps} steps" if run.rows else "no step yet"),
         ("queue", "Queue", newest("queue/depth"), "groups waiting"),
         ("staleness", "Staleness", newest("staleness/mean", 1),
-         f"steps, at most {newest('staleness/max')}"),
+         f"steps, at most {newest('staleness/max')}" if run.rows else "no step yet"),
         ("dropped", "Dropped", derived("dropped"), "groups in total"),
         ("generators", "Generators up", *(("-", f"unknown, {seen}") if "unknown" in states
                                           else (up, f"of {seen}"))),
