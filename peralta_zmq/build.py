@@ -22,7 +22,7 @@ from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.engines.lora_engine import LoraEngine
+from peralta_zmq.engines.requests import LoraEngine
 from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
@@ -317,7 +317,8 @@ def make_engine(
         slots=config.engine.slots, max_model_len=config.engine.max_model_len,
     )  # fmt: skip
     if is_adapter:
-        engine = LoraEngine(engine, folder, device=device, dtype=dtype)
+        base = models.load_model(folder, device=device, dtype=dtype)
+        engine = LoraEngine(engine, models.weights_of(base))
         engine.apply(weights.tensors, step=version.step, folder=weights.folder)
     return engine, models.load_tokenizer(folder)
 

@@ -23,7 +23,7 @@ BELOW_LOOPS = TYPES | LEAVES | {"engines", "build"}
 MAY_IMPORT = {
     **dict.fromkeys(TYPES, TYPES),
     **dict.fromkeys(LEAVES, TYPES),
-    "engines": TYPES | {"models"},
+    "engines": TYPES | {"models", "registry"},  # the registry defines the protocol Engine
     "build": BELOW_LOOPS,
     **dict.fromkeys(LOOPS, BELOW_LOOPS),
     "operate": TYPES | {"config", "observe", "wire"},

@@ -1,9 +1,8 @@
-"""Engines: each turns prompts into sampled completions. `generate_groups` samples from any of them.
+"""Engines: each turns prompts into sampled completions (see the protocol registry.Engine).
 
-requests     problems to requests, tokens to completions: common to all engines
-native       decode loop with its own KV cache and C kernels
-hf           transformers' `generate`
-lora_engine  wrapper that serves LoRA adapters through either of them
+requests  what all engines share: problems to requests, tokens to completions, LoRA adapters
+native    decode loop with its own KV cache and C kernels
+hf        transformers' `generate`
 """
 
 from peralta_zmq.engines.requests import evaluate, generate_groups

@@ -1,37 +1,36 @@
-"""Common to all engines: problems to requests, sampled tokens to completions."""
+"""What all engines share: problems to requests, sampled tokens to completions, LoRA adapters.
+
+A request asks for one completion of a prompt. The requests for the same problem form a group, and
+the completions of a group are siblings. The policy step of a token is the number of optimizer steps
+of the weights that sampled it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import Protocol, cast
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.models import lora
+from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Completion, Problem, Request, Sampling, rollout_of
 
 logger = logging.getLogger(__name__)
 
 
-class CanGenerate(Protocol):
-    """The part of registry.Engine that sampling needs."""
-
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Yield one completion per request, in any order."""
-        ...
+# Problems to completions.
 
 
 def generate_groups(
-    engine: CanGenerate,
+    engine: Engine,
     tokenizer: models.Tokenizer,
     problems: Iterable[Problem | None],
     *,
@@ -41,52 +40,53 @@ def generate_groups(
 ) -> Iterator[tuple[Problem, list[Completion]]]:
     """Yield each problem with its `num_generations` completions as soon as all are complete.
 
-    The next problem is read when the engine has a free slot; None among the problems means that
-    none is available at the moment.
+    The next problem is read when the engine has a free slot. `problems` may yield None for "no
+    problem is available now"; the engine then continues and reads again later. The engine calls
+    `between_steps` whenever newer weights may be applied.
     """
-    in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by number of the problem
+    in_flight: dict[int, tuple[Problem, list[Completion]]] = {}  # by group number
 
     def requests() -> Iterator[Request | None]:
-        numbers = count()
+        group_numbers = count()
         for problem in problems:
             if problem is None:
                 yield None
                 continue
-            number = next(numbers)
-            in_flight[number] = problem, []
+            group = next(group_numbers)
+            in_flight[group] = problem, []
             tokens = problem.input_token_ids or models.chat_prompt(tokenizer, problem.messages)
             prompt_ids = np.array(tokens, np.int32)
             for sibling in range(num_generations):
-                yield Request(number * num_generations + sibling, prompt_ids)
+                yield Request(group * num_generations + sibling, prompt_ids)
 
     for completion in engine.generate(requests(), sampling, between_steps):
-        number = completion.index // num_generations
-        problem, siblings = in_flight[number]
+        group = completion.index // num_generations
+        problem, siblings = in_flight[group]
         siblings.append(completion)
         if len(siblings) == num_generations:
-            del in_flight[number]
+            del in_flight[group]
             yield problem, sorted(siblings, key=lambda sibling: sibling.index)
 
 
 def evaluate(
-    engine: CanGenerate,
+    engine: Engine,
     tokenizer: models.Tokenizer,
     problems: Sequence[Problem],
     reward: Callable[[Problem, str], float | dict[str, float]],
     *,
     sampling: Sampling,
     num_generations: int = 1,
-    reach: Callable[[int], None] = lambda num_done: None,
+    report_progress: Callable[[int], None] = lambda num_done: None,
     between_steps: Callable[[], None] | None = None,
 ) -> list[tuple[Problem, list[Answer]]]:
-    """`num_generations` scored answers to each problem, in the order of the problems.
+    """Return each problem with `num_generations` scored answers, in the order of `problems`.
 
-    `reach` receives the number of completed problems. `between_steps` may cancel the engine: then
-    only the problems completed so far are returned. A problem whose reward fails is skipped and
-    logged; raises TaskError if the reward fails for all of them.
+    `report_progress` receives the number of completed problems. If `between_steps` cancels the
+    engine, only the problems completed so far are returned. A problem whose reward function fails
+    is skipped and logged; raises TaskError if the reward function fails for all problems.
     """
     positions = {id(problem): position for position, problem in enumerate(problems)}
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[Answer]] = {}  # by position in `problems`
     failure: TaskError | None = None
     groups = generate_groups(
         engine,
@@ -99,28 +99,36 @@ def evaluate(
     for num_done, (problem, completions) in enumerate(groups, start=1):
         try:
             answers[positions[id(problem)]] = [
-                Answer(
-                    problem.question,
-                    completion.text,
-                    rollout_of(completion, reward(problem, completion.text)).reward,
-                )
-                for completion in completions
+                _scored_answer(problem, completion, reward) for completion in completions
             ]
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
-        reach(num_done)
+        report_progress(num_done)
     if failure is not None and not answers:
         raise failure
     return [(problems[position], answers[position]) for position in sorted(answers)]
 
 
+def _scored_answer(
+    problem: Problem,
+    completion: Completion,
+    reward: Callable[[Problem, str], float | dict[str, float]],
+) -> Answer:
+    rollout = rollout_of(completion, reward(problem, completion.text))  # sums named reward terms
+    return Answer(problem.question, completion.text, rollout.reward)
+
+
+# Helpers of the engines.
+
+
 def read_requests(
     source: Iterator[Request | None], sampling: Sampling, *, limit: int, max_model_len: int
 ) -> tuple[list[Request], bool]:
-    """Up to `limit` requests, fewer if none is available now, and whether more may follow.
+    """Read up to `limit` requests, fewer if `source` has none available now or ends.
 
-    Raises ConfigError unless prompt and completion fit into `max_model_len` tokens.
+    Returns the requests, and True if `source` may yield more later. Raises ConfigError unless
+    prompt and completion together fit into `max_model_len` tokens.
     """
     batch: list[Request] = []
     for request in islice(source, limit):
@@ -151,14 +159,14 @@ def completion_of(
     request: Request,
     sampling: Sampling,
     *,
-    token_ids: NDArray[np.integer],
-    logprobs: NDArray[np.floating],
-    policy_steps: NDArray[np.integer],
+    token_ids: NDArray[np.integer],  # [T]
+    logprobs: NDArray[np.floating],  # [T]
+    policy_steps: NDArray[np.integer],  # [T]
     ended: bool,
 ) -> Completion:
-    """The completion of one request; its text ends before the first stop string.
+    """Build the completion of one request; its text ends before the first stop string.
 
-    `ended` is true if the last of `token_ids` is an end token.
+    `ended` says whether the last token is an end token.
     """
     text = decode(tokenizer, token_ids)
     stop_at = find_stop(text, sampling.stop)
@@ -174,12 +182,12 @@ def completion_of(
 
 
 def decode(tokenizer: models.Tokenizer, token_ids: NDArray[np.integer]) -> str:
-    """Generated text for rewards and stop strings: without special tokens."""
+    """Decode generated tokens to the text for rewards and stop strings: no special tokens."""
     return cast(str, tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Position of the first stop string in `text`, or None."""
+    """Position of the first of the `stop` strings in `text`; None if it contains none of them."""
     return min((text.find(string) for string in stop if string in text), default=None)
 
 
@@ -190,3 +198,26 @@ def end_token_ids(model: models.Model, tokenizer: models.Tokenizer) -> list[int]
         configured = tokenizer.eos_token_id
     token_ids = configured if isinstance(configured, (list, tuple)) else [configured]
     return [cast(int, token_id) for token_id in token_ids if token_id is not None]
+
+
+class LoraEngine:
+    """Serves LoRA adapters: merges each adapter into the base weights of the wrapped engine.
+
+    `base` holds copies of the base weights; the engine must not change them, because every adapter
+    is merged into the unchanged base.
+    """
+
+    def __init__(self, engine: Engine, base: Mapping[str, Tensor]) -> None:
+        self._engine, self._base, self.step = engine, base, engine.step
+        self.generate, self.cancel = engine.generate, engine.cancel
+
+    def apply(
+        self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
+    ) -> None:
+        """Sample from the base with the adapter `weights` from the next token on.
+
+        Raises ValueError, with nothing changed, if the adapter belongs to another model.
+        """
+        del folder  # it contains the adapter, not the merged weights
+        self._engine.apply(lora.MergedWeights(self._base, weights), step=step, folder=None)
+        self.step = step

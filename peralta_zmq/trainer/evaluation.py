@@ -41,7 +41,8 @@ class EvaluationCoordinator:
                 answers = evaluate(
                     self._policy.engine, self._policy.tokenizer, problems, self._held_out.reward,
                     sampling=build.make_eval_sampling(config, seed=config.run.seed),
-                    num_generations=config.eval.rollouts_per_example, reach=progress.update,
+                    num_generations=config.eval.rollouts_per_example,
+                    report_progress=progress.update,
                     between_steps=self._cancel_on_stop,
                 )  # fmt: skip
             if self._session.stop.requested:
