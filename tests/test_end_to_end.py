@@ -21,8 +21,8 @@ from benchmarks.throttle import Link
 from peralta_zmq import models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import JournalError
-from peralta_zmq.observe.metric_names import meaning_of
 from peralta_zmq.observe.metrics import Row, read_rows
+from peralta_zmq.observe.prometheus import documented_name
 from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import read_records
@@ -149,7 +149,7 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
     assert "; same versions as the trainer" in trainer.printed
-    assert not {key for row in machine.rows() for key in row if meaning_of(key) is None}
+    assert not {key for row in machine.rows() for key in row if documented_name(key) is None}
     name = f"gen/{socket.gethostname()}-0"
     known = {key for row in machine.rows() for key in row}
     assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}

@@ -1,60 +1,78 @@
-"""Newest metrics of runs in the Prometheus text format 0.0.4.
+"""Documented metric names, and export of the newest metrics to Prometheus.
 
-`a/b` becomes peralta_a_b; the name of a generator or reward becomes a label. All metrics are gauges
-except the cumulative counts, whose names end in _total.
-Source: prometheus.io/docs/instrumenting/exposition_formats.
+metric_names.toml has the name and meaning of every metric in metrics.jsonl, as has docs/metrics.md.
+The export is the text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats): metric
+`a/b` becomes peralta_a_b, and the name of a generator or reward becomes a label. All metrics are
+gauges except the cumulative counts, whose names end in _total.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from peralta_zmq.observe.metric_names import meaning_of
 from peralta_zmq.observe.metrics import number
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELLED = (
-    (re.compile(r"gen/(?P<label>.+)/(?P<kind>[^/]+)", re.DOTALL), "generator", "gen"),
-    (re.compile(r"rewards/(?P<label>.+)/(?P<kind>[^/]+)", re.DOTALL), "reward", "rewards"),
-)
+LABELS = {"gen": "generator", "rewards": "reward"}  # first part of a metric name -> label
+LABELLED = re.compile(r"(gen|rewards)/(.+)/([^/]+)", re.DOTALL)
 COUNTER_PREFIX = "dropped/"  # cumulative since the run began
+
+# section of docs/metrics.md -> documented name -> meaning
+SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_name("metric_names.toml").read_text("utf-8")
+)
+MEANINGS = {name: meaning for names in SECTIONS.values() for name, meaning in names.items()}
+PATTERNS = {
+    name: re.compile(re.escape(name).replace("NAME", "(.+)"), re.DOTALL) for name in MEANINGS
+}
+
+
+def documented_name(key: str) -> str | None:
+    """Name in MEANINGS of a metric; None for a metric that a custom loss added."""
+    if key in MEANINGS:
+        return key
+    return next((name for name, pattern in PATTERNS.items() if pattern.fullmatch(key)), None)
 
 
 def exposition(rows: Mapping[str, Mapping[str, object]]) -> str:
-    """All finite numbers of `rows` (run name -> newest row), each labelled with its run.
+    """Format all finite numbers of `rows` (run name -> newest row), each labelled with its run.
 
-    If two keys yield the same name and labels, the first one counts.
+    If two keys become the same name and labels, the first one counts.
     """
-    heads: dict[str, str] = {}  # by name
-    samples: dict[str, dict[str, str]] = {}  # by name: name and labels -> line
+    heads: dict[str, str] = {}  # Prometheus name -> HELP and TYPE lines
+    samples: dict[str, dict[str, str]] = {}  # Prometheus name -> labels -> sample line
     for run, row in rows.items():
         for key in row:
             if math.isnan(value := number(row, key)):
                 continue
-            name, labels = _name(key)
+            name, labels = _name_and_labels(key)
             text = ",".join(f'{k}="{_escape(v)}"' for k, v in {"run": run, **labels}.items())
             heads.setdefault(name, _head(name, key))
-            lines = samples.setdefault(name, {})
-            lines.setdefault(text, f"{name}{{{text}}} {value!r}\n")
+            samples.setdefault(name, {}).setdefault(text, f"{name}{{{text}}} {value!r}\n")
     return "".join(head + "".join(samples[name].values()) for name, head in heads.items())
 
 
-def _name(key: str) -> tuple[str, dict[str, str]]:
-    for pattern, label, prefix in LABELLED:
-        if match := pattern.fullmatch(key):
-            return _legal(f"{prefix}/{match['kind']}"), {label: match["label"]}
-    return _legal(f"{key}/total" if key.startswith(COUNTER_PREFIX) else key), {}
-
-
-def _legal(key: str) -> str:
-    return "peralta_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
+    labels: dict[str, str] = {}
+    if match := LABELLED.fullmatch(key):
+        prefix, label, metric = match.groups()
+        key, labels = f"{prefix}/{metric}", {LABELS[prefix]: label}
+    suffix = "_total" if key.startswith(COUNTER_PREFIX) else ""
+    return "peralta_" + re.sub(r"[^a-zA-Z0-9_]", "_", key) + suffix, labels
 
 
 def _head(name: str, key: str) -> str:
-    known = meaning_of(key)
-    meaning = known[1] if known else "a metric added by the loss"
+    documented = documented_name(key)
+    meaning = MEANINGS[documented] if documented else "a metric added by the loss"
     kind = "counter" if key.startswith(COUNTER_PREFIX) else "gauge"
     return f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n"
 

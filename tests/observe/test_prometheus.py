@@ -1,12 +1,13 @@
-"""Prometheus text format, checked literally and with the parser of prometheus-client."""
+"""Documented metric names, and the Prometheus text format."""
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from peralta_zmq.observe.metrics import Row
-from peralta_zmq.observe.prometheus import exposition
+from peralta_zmq.observe.prometheus import SECTIONS, documented_name, exposition
 
 parser = pytest.importorskip("prometheus_client.parser", reason="make setup installs it")
 pytestmark = pytest.mark.timeout(20)
@@ -99,3 +100,23 @@ def test_two_runs_share_the_head_of_a_metric() -> None:
         "# TYPE peralta_my_own gauge",
         'peralta_my_own{run="b"} 3.0',
     ]
+
+
+def test_metrics_page_contains_the_table_of_every_section() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text("utf-8")
+    for section, names in SECTIONS.items():
+        rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in names.items())
+        assert f"## {section}\n\n| name | meaning |\n|---|---|\n{rows}\n" in page
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("rewards/a/b/mean", "rewards/NAME/mean"),
+        ("filter/taken_out", "filter/taken_out"),
+        ("filter/overlong", "filter/NAME"),
+        *((key, None) for key in ("rewards", "gen/a/mood", "reward_", "rewards//mean")),
+    ],
+)
+def test_documented_name_of_a_metric(key: str, name: str | None) -> None:
+    assert documented_name(key) == name
