@@ -40,7 +40,7 @@ from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import Journal
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
-from peralta_zmq.wire.validation import encode_fields
+from peralta_zmq.wire.message_fields import encode_fields
 
 VOCAB_SIZE = 468
 NUM_PROCESSES = 4

@@ -30,7 +30,7 @@ from benchmarks.harness import Claim, interleaved, progress, seconds, spread
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
-from peralta_zmq.wire import messages, validation
+from peralta_zmq.wire import message_fields, messages
 from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.sockets import open_socket
 from tools.link_proxy import free_ports
@@ -155,11 +155,11 @@ def _checking(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Cl
 def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim]:
     """Microseconds of the parts of decoding: msgpack, envelope and checksum, rollouts."""
     frame, rounds = wire.encode_group(group), 3000
-    message = validation.unpack(frame)
+    message = message_fields.unpack(frame)
     _, columns = messages._read_fields(message, frame)  # pyright: ignore[reportPrivateUsage]
     decode_rollouts = messages._decode_rollouts  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Callable[[], object]] = {
-        "unpack": lambda: validation.unpack(frame),
+        "unpack": lambda: message_fields.unpack(frame),
         "envelope": lambda: messages._read_fields(message, frame),  # pyright: ignore[reportPrivateUsage]
         "rollouts": lambda: decode_rollouts(
             columns, policy_step=group.policy_step, vocab_size=VOCAB_SIZE

@@ -6,7 +6,7 @@ fourth. A receiver counts and drops invalid messages. The sender keeps each grou
 until an announcement acknowledges it as durable, and resends it if it was lost.
 
     messages          RolloutGroup <-> bytes
-    validation        bounded unpacking, field types, limits, rules of a group
+    message_fields    bounded unpacking, field types, limits, rules of a group
     sockets           socket options, addresses, RolloutSender and RolloutReceiver
     announcements     trainer -> generators: progress, acknowledgements
     generator_status  generator -> trainer: counters

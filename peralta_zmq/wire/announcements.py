@@ -14,8 +14,8 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.message_fields import decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
-from peralta_zmq.wire.validation import decode_fields, encode_fields
 
 ANNOUNCE_SECONDS = 1.0
 MAX_ANNOUNCEMENT = 4 << 20  # bytes; with 4,096 senders of the longest names it has 2.7 million

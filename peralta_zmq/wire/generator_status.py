@@ -15,7 +15,7 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
-from peralta_zmq.wire import validation
+from peralta_zmq.wire import message_fields
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
@@ -58,15 +58,15 @@ def decode_generator_status(frame: bytes) -> GeneratorStatus:
 
     Raises WireError if an identity is missing, a field has a wrong type or a number is invalid.
     """
-    return validation.decode_fields(frame, GeneratorStatus, _check)
+    return message_fields.decode_fields(frame, GeneratorStatus, _check)
 
 
 def _check(status: GeneratorStatus) -> None:
-    validation.check_identity(status.generator_id, status.incarnation)
-    for name, value in validation.fields_of(status).items():
+    message_fields.check_identity(status.generator_id, status.incarnation)
+    for name, value in message_fields.fields_of(status).items():
         if type(value) in (int, float) and not 0 <= value < math.inf:  # a NaN is refused, too
             raise ValueError(f"{name} {value} is negative or not finite")
-    validation.check_facts(status.worker_info)
+    message_fields.check_facts(status.worker_info)
 
 
 class GeneratorStatusSender:
@@ -90,7 +90,7 @@ class GeneratorStatusSender:
     def send(self, status: GeneratorStatus) -> None:
         """Send now."""
         self._due = time.monotonic() + STATUS_SECONDS
-        self._socket.send(validation.encode_fields(status))
+        self._socket.send(message_fields.encode_fields(status))
 
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close after sending the last status for up to `linger_seconds`."""
@@ -142,7 +142,7 @@ class GeneratorStatusReceiver:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)
         owner = str(frames[0]["User-Id"]) if self._has_keys else None
-        validation.check_owner(status.generator_id, owner)
+        message_fields.check_owner(status.generator_id, owner)
         if status.run_id != self._run_id:
             raise WireError(f"generator status of another run, {status.run_id[:40]!a}")
         self.latest.pop(status.sender, None)

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
-from peralta_zmq.wire import validation
+from peralta_zmq.wire import message_fields
 
 FORMAT = 3
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -56,7 +56,7 @@ COLUMNS = {
     "policy_steps": bytes, "rewards": bytes, "reward_names": str, "reward_values": bytes,
     "finish_reasons": bytes,
 }  # fmt: skip
-SCHEMA = validation.Schema(
+SCHEMA = message_fields.Schema(
     {**ENVELOPE, **COLUMNS, "format": int, "crc32": bytes}, sample_index=-1, evaluation_step=-1
 )
 _envelope_of = attrgetter(*ENVELOPE)
@@ -82,7 +82,7 @@ def _encode(group: RolloutGroup) -> bytes:
         raise ValueError("it has no rollouts")
     envelope = _envelope_of(group)
     _check_envelope(envelope)
-    validation.check_rewards(group.rewards)
+    message_fields.check_rewards(group.rewards)
     turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
     tokens = [_bytes(rollout.token_ids, INT) for rollout in rollouts]
     prompt = tokens[0][: 4 * spans[0]]
@@ -156,40 +156,40 @@ def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
     if any("\0" in name for name in names):
         raise ValueError("the name of a reward contains NUL")
     for rollout in rollouts:
-        validation.check_rewards(tuple(rollout.rewards.values()))
+        message_fields.check_rewards(tuple(rollout.rewards.values()))
     values = [rollout.rewards.get(name, math.nan) for rollout in rollouts for name in names]
     return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
 
 def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> None:
-    if num_bytes > validation.MAX_MESSAGE or num_tokens > validation.MAX_TOKENS:
+    if num_bytes > message_fields.MAX_MESSAGE or num_tokens > message_fields.MAX_TOKENS:
         raise ValueError(
             f"{num_bytes} bytes and {num_tokens} tokens exceed the limits of "
-            f"{validation.MAX_MESSAGE} and {validation.MAX_TOKENS}; "
+            f"{message_fields.MAX_MESSAGE} and {message_fields.MAX_TOKENS}; "
             "lower sampling.max_completion_length or sampling.num_generations"
         )
-    if max(len(message["spans"]), len(message["policy_steps"])) > 8 * validation.MAX_COUNT:
+    if max(len(message["spans"]), len(message["policy_steps"])) > 8 * message_fields.MAX_COUNT:
         raise ValueError(
-            f"more than {validation.MAX_COUNT} rollouts, turns or changes of the policy step"
+            f"more than {message_fields.MAX_COUNT} rollouts, turns or changes of the policy step"
         )
-    if len(message["reward_values"]) > 8 * validation.MAX_VALUES:
-        raise ValueError(f"more than {validation.MAX_VALUES} named rewards")
+    if len(message["reward_values"]) > 8 * message_fields.MAX_VALUES:
+        raise ValueError(f"more than {message_fields.MAX_VALUES} named rewards")
     for name, value in message.items():
-        if type(value) is str and len(value.encode()) > validation.MAX_TEXT:
-            raise ValueError(f"{name} is longer than {validation.MAX_TEXT} bytes; shorten it")
+        if type(value) is str and len(value.encode()) > message_fields.MAX_TEXT:
+            raise ValueError(f"{name} is longer than {message_fields.MAX_TEXT} bytes; shorten it")
 
 
 def _check_envelope(envelope: tuple[Any, ...]) -> None:
     """Raise ValueError for a value of ENVELOPE out of bounds."""
     _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
     min_sequence, sample_index, evaluation_step = last
-    validation.check_identity(generator_id, incarnation)
+    message_fields.check_identity(generator_id, incarnation)
     if not 0 <= min_sequence <= sequence:
         raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= policy_step <= validation.MAX_STEP:
+    if not 0 <= policy_step <= message_fields.MAX_STEP:
         raise ValueError("policy step out of bounds")
     if not (
-        -1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= validation.MAX_STEP
+        -1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= message_fields.MAX_STEP
     ):
         raise ValueError("sample_index or evaluation_step out of bounds")
 
@@ -214,7 +214,7 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     Raises WireError with the broken rule; InvalidGroupError if only the rollouts are invalid, so
     that the receiver can account for the group.
     """
-    message = validation.unpack(frame)
+    message = message_fields.unpack(frame)
     try:
         envelope, columns = _read_fields(message, frame)
     except MALFORMED as error:
@@ -241,7 +241,7 @@ def _malformed(error: Exception) -> str:
 
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The values of ENVELOPE and of COLUMNS."""
-    if (number := validation.check_type(message["format"], int, "format")) != FORMAT:
+    if (number := message_fields.check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {number} is not {FORMAT}; use one version of the program")
     values = SCHEMA.read(message)
     if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:
@@ -261,15 +261,15 @@ def _decode_rollouts(
     columns: tuple[Any, ...], *, policy_step: int, vocab_size: int
 ) -> LazyRollouts:
     turns, spans, prompt, tokens, logprobs, runs, rewards, names, values, finish_reasons = columns
-    if max(len(turns) >> 1, len(spans) >> 3) > validation.MAX_COUNT:
-        raise ValueError(f"more than {validation.MAX_COUNT} rollouts or turns")
+    if max(len(turns) >> 1, len(spans) >> 3) > message_fields.MAX_COUNT:
+        raise ValueError(f"more than {message_fields.MAX_COUNT} rollouts or turns")
     turns = _unpacker(len(turns) >> 1, "H")(turns)
     spans = _unpacker(len(spans) >> 2, "I")(spans)
-    validation.check_lengths(turns, spans, prompt, tokens, logprobs)
-    validation.check_tokens(prompt + tokens, vocab_size)
-    validation.check_logprobs(logprobs)
+    message_fields.check_lengths(turns, spans, prompt, tokens, logprobs)
+    message_fields.check_tokens(prompt + tokens, vocab_size)
+    message_fields.check_logprobs(logprobs)
     rewards = _unpacker(len(turns), "d")(rewards)
-    validation.check_rewards(rewards)
+    message_fields.check_rewards(rewards)
     if len(finish_reasons) != len(rewards) or finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
     named = _decode_named_rewards(names, values, len(rewards)) if names or values else []
@@ -281,12 +281,12 @@ def _decode_rollouts(
 
 def _decode_runs(content: bytes, policy_step: int, num_bytes: int) -> tuple[int, ...]:
     """Policy steps above `policy_step`, each followed by its number of generated tokens."""
-    if len(content) > 8 * validation.MAX_COUNT:
-        raise ValueError(f"more than {validation.MAX_COUNT} changes of the policy step")
+    if len(content) > 8 * message_fields.MAX_COUNT:
+        raise ValueError(f"more than {message_fields.MAX_COUNT} changes of the policy step")
     runs = _unpacker(len(content) >> 2, "I")(content)
     if len(runs) % 2 or 4 * sum(runs[1::2]) != num_bytes:
         raise ValueError("policy steps and spans of unequal length")
-    if policy_step + max(runs[::2]) > validation.MAX_STEP:
+    if policy_step + max(runs[::2]) > message_fields.MAX_STEP:
         raise ValueError("policy step out of bounds")
     return runs
 
@@ -294,8 +294,8 @@ def _decode_runs(content: bytes, policy_step: int, num_bytes: int) -> tuple[int,
 def _decode_named_rewards(text: str, values: bytes, count: int) -> list[dict[str, float]]:
     """The named rewards of each rollout."""
     *names, rest = text.split("\0")
-    if count * len(names) > validation.MAX_VALUES:
-        raise ValueError(f"more than {validation.MAX_VALUES} named rewards")
+    if count * len(names) > message_fields.MAX_VALUES:
+        raise ValueError(f"more than {message_fields.MAX_VALUES} named rewards")
     numbers = iter(_unpacker(count * len(names), "d")(values))
     if rest:
         raise ValueError("the last reward name does not end with NUL")
@@ -304,7 +304,7 @@ def _decode_named_rewards(text: str, values: bytes, count: int) -> list[dict[str
         for _ in range(count)
     ]
     for rewards in named:
-        validation.check_rewards(tuple(rewards.values()))
+        message_fields.check_rewards(tuple(rewards.values()))
     return named
 
 

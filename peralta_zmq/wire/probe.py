@@ -19,8 +19,8 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.message_fields import check_facts, decode_fields, encode_fields, unpack
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
-from peralta_zmq.wire.validation import check_facts, decode_fields, encode_fields, unpack
 
 POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refusal
 MAX_REQUEST = 256 << 10  # bytes

@@ -14,8 +14,8 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
+from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
-from peralta_zmq.wire.validation import MAX_MESSAGE, check_owner
 
 SEND_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
 # Below two segments of the loopback device (64 KiB each) TCP waits 40 ms for an acknowledgement

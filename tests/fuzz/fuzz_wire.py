@@ -17,7 +17,7 @@ import atheris
 with atheris.instrument_imports(include=["peralta_zmq"]):
     from peralta_zmq import atomic_files, wire
     from peralta_zmq.errors import WireError
-    from peralta_zmq.wire import announcements, generator_status, probe, validation
+    from peralta_zmq.wire import announcements, generator_status, message_fields, probe
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from fakes import VOCAB_SIZE, group_of
@@ -63,13 +63,13 @@ def main() -> None:
     announcement = wire.Announcement(
         "run", incarnation=bytes(8), received={"a/00": 1}, durable={"a/00": 0}
     )
-    (corpus / "announcement").write_bytes(validation.encode_fields(announcement))
+    (corpus / "announcement").write_bytes(message_fields.encode_fields(announcement))
     status = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})
-    (corpus / "status").write_bytes(validation.encode_fields(status))
+    (corpus / "status").write_bytes(message_fields.encode_fields(status))
     reply = wire.ProbeReply(
         "run", run_id="run-00", worker_info={"python": "3.11"}, created_file="file"
     )
-    (corpus / "reply").write_bytes(validation.encode_fields(reply))
+    (corpus / "reply").write_bytes(message_fields.encode_fields(reply))
     (corpus / "request").write_bytes(probe.encode_probe_request("discard", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'
     (corpus / "manifest").write_bytes(manifest)

@@ -27,7 +27,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
-from peralta_zmq.wire import announcements, validation
+from peralta_zmq.wire import announcements, message_fields
 
 
 def open_pair(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
@@ -116,7 +116,7 @@ def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
         "x" * 1024, received=senders, durable=senders, highest_received=senders,
         consumed=senders, excluded=bits, answered=bits,
     )  # fmt: skip
-    frame = validation.encode_fields(announcement)
+    frame = message_fields.encode_fields(announcement)
     assert announcements.decode_announcement(frame) == announcement
     spare = bytes(announcements.MAX_ANNOUNCEMENT - len(frame))
     larger = msgpack.packb({**msgpack.unpackb(frame), "added": spare})
@@ -132,7 +132,7 @@ def test_refused_announcement_leaves_the_latest(stack: ExitStack) -> None:
     valid = wire.Announcement(RUN, step=1)
 
     def publish() -> wire.Announcement | None:
-        raw.send(validation.encode_fields(valid))
+        raw.send(message_fields.encode_fields(valid))
         raw.send(b"\xc1")
         return subscriber.receive(timeout=0.1)
 

@@ -28,8 +28,8 @@ from sockets import (
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
+from peralta_zmq.wire import message_fields
 from peralta_zmq.wire import sockets as wire_sockets
-from peralta_zmq.wire import validation
 
 NUM_IN_FLIGHT = 4  # groups, as the sampling pacer would allow
 
@@ -264,7 +264,7 @@ def test_sender_refuses_an_oversize_group_only(
 ) -> None:
     receiver, sender = pair(stack)
     large = group_of([1.0, 0.0], lengths=[4000, 4000], sequence=6)
-    monkeypatch.setattr(validation, "MAX_MESSAGE", 32_000)
+    monkeypatch.setattr(message_fields, "MAX_MESSAGE", 32_000)
     assert sender.send(numbered(5), timeout=DEADLINE)
     with pytest.raises(WireError, match=r"32000.*lower sampling\.max_completion_length"):
         sender.send(wire.encode_group(large), timeout=DEADLINE)
@@ -275,7 +275,7 @@ def test_sender_refuses_an_oversize_group_only(
 def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
     receiver, sender = pair(stack)
     hostile = raw_socket(stack, receiver.address)
-    hostile.send(bytes(validation.MAX_MESSAGE + 1))
+    hostile.send(bytes(message_fields.MAX_MESSAGE + 1))
     for number in range(5):
         assert sender.send(numbered(number), timeout=DEADLINE)
         assert received(receiver).sequence == number

@@ -17,7 +17,7 @@ from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import announcements, generator_status, validation
+from peralta_zmq.wire import announcements, generator_status, message_fields
 
 STATUS = wire.GeneratorStatus(
     RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unjudged=2, step=4,
@@ -52,7 +52,7 @@ def send_until_received(
 
 
 def test_status_round_trip_keeps_every_field() -> None:
-    assert generator_status.decode_generator_status(validation.encode_fields(STATUS)) == STATUS
+    assert generator_status.decode_generator_status(message_fields.encode_fields(STATUS)) == STATUS
 
 
 def test_status_of_another_version_is_read() -> None:
@@ -93,8 +93,10 @@ def test_receive_waits_until_the_timeout_or_a_status(
 def test_largest_status_is_accepted_and_a_larger_message_not_queued(
     receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
 ) -> None:
-    longest = "\U00010000" * validation.MAX_FACT
-    facts = {f"{n}{longest}"[: validation.MAX_FACT]: longest for n in range(validation.MAX_FACTS)}
+    longest = "\U00010000" * message_fields.MAX_FACT
+    facts = {
+        f"{n}{longest}"[: message_fields.MAX_FACT]: longest for n in range(message_fields.MAX_FACTS)
+    }
     send_until_received(sender, receiver, dataclasses.replace(STATUS, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(STATUS, generator_id="bob"))
     sender._socket.send(msgpack.packb({**bob, "added": bytes(generator_status.MAX_STATUS)}))
@@ -193,7 +195,7 @@ def test_decode_status_raises_only_wire_error(fields: dict[str, Any]) -> None:
         )
     except WireError:
         return
-    assert generator_status.decode_generator_status(validation.encode_fields(status)) == status
+    assert generator_status.decode_generator_status(message_fields.encode_fields(status)) == status
 
 
 @given(fields=st.dictionaries(st.sampled_from(ANNOUNCEMENT_FIELDS), ANY_VALUE, min_size=1))
@@ -203,7 +205,10 @@ def test_decode_announcement_raises_only_wire_error(fields: dict[str, Any]) -> N
         announcement = announcements.decode_announcement(msgpack.packb({"run_id": RUN, **fields}))
     except WireError:
         return
-    assert announcements.decode_announcement(validation.encode_fields(announcement)) == announcement
+    assert (
+        announcements.decode_announcement(message_fields.encode_fields(announcement))
+        == announcement
+    )
 
 
 @given(st.binary(max_size=80))

@@ -25,7 +25,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.learning import admission
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire import messages, probe, validation
+from peralta_zmq.wire import message_fields, messages, probe
 from peralta_zmq.wire.announcements import decode_announcement
 from peralta_zmq.wire.generator_status import decode_generator_status
 
@@ -107,9 +107,9 @@ def test_generator_name_has_one_limit_in_all_messages() -> None:
     longest = "ü" * 64
     group = decoded(wire.encode_group(dataclasses.replace(GROUP, generator_id=longest)))
     announcement = wire.Announcement(RUN, received={group.sender: 5})
-    assert decode_announcement(validation.encode_fields(announcement)) == announcement
+    assert decode_announcement(message_fields.encode_fields(announcement)) == announcement
     status = wire.GeneratorStatus(RUN, longest, GROUP.incarnation)
-    assert decode_generator_status(validation.encode_fields(status)).sender == group.sender
+    assert decode_generator_status(message_fields.encode_fields(status)).sender == group.sender
     longer = longest + "x"
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         wire.encode_group(dataclasses.replace(GROUP, generator_id=longer))
@@ -117,7 +117,7 @@ def test_generator_name_has_one_limit_in_all_messages() -> None:
         decoded(changed(generator_id=longer))
     with pytest.raises(WireError, match="name of more than 128 bytes"):
         decode_generator_status(
-            validation.encode_fields(dataclasses.replace(status, generator_id=longer))
+            message_fields.encode_fields(dataclasses.replace(status, generator_id=longer))
         )
 
 
@@ -213,13 +213,13 @@ def test_round_trip_keeps_any_group(
 def test_encode_refuses_a_group_above_the_size_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME) - 1)
+    monkeypatch.setattr(message_fields, "MAX_MESSAGE", len(FRAME) - 1)
     with pytest.raises(WireError, match="max_completion_length"):
         wire.encode_group(GROUP)
 
 
 def test_encode_accepts_a_group_at_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "MAX_MESSAGE", len(FRAME))
+    monkeypatch.setattr(message_fields, "MAX_MESSAGE", len(FRAME))
     assert wire.encode_group(GROUP) == FRAME
 
 
@@ -535,15 +535,15 @@ def test_any_field_value_raises_only_wire_error(fields: dict[str, Any]) -> None:
 
 
 BOMBS = {
-    "empty maps": lambda: b"\xdf\x00\x00\x00\x40" + b"\x80" * (validation.MAX_MESSAGE - 10),
+    "empty maps": lambda: b"\xdf\x00\x00\x00\x40" + b"\x80" * (message_fields.MAX_MESSAGE - 10),
     "maps of maps": lambda: maps_of(maps_of(maps_of(b"\x80"))),
     "deeply nested maps": lambda: b"\x81\xa1x" * 4_000_000,
     "empty lists": lambda: maps_of(b"\x90"),
     "a long list": lambda: b"\x81\xa1v\xdd\x00\xff\xff\xff" + b"\x01" * 0xFFFF,
-    "one long version": lambda: changed(format=bytes(validation.MAX_MESSAGE - 2000)),
-    "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, validation.MAX_MESSAGE),
-    "one long name": lambda: changed(run_id=bytes(validation.MAX_MESSAGE - 2000)),
-    "a long name": lambda: changed(run_id="x" * (validation.MAX_MESSAGE - 2000)),
+    "one long version": lambda: changed(format=bytes(message_fields.MAX_MESSAGE - 2000)),
+    "wide names in open maps": lambda: open_maps("\U0001f600{:x>247}", 64, 16 << 20),
+    "one long name": lambda: changed(run_id=bytes(message_fields.MAX_MESSAGE - 2000)),
+    "a long name": lambda: changed(run_id="x" * (message_fields.MAX_MESSAGE - 2000)),
     "a prompt of thousands of rollouts": lambda: thousands_of_rollouts(256),
     "a prompt of millions": lambda: changed(
         turns=shorts(*[1] * 16), spans=longs(*[2**21, 1] * 16), prompt=bytes(4 * 2**21),
@@ -591,11 +591,11 @@ OTHER_DECODERS: dict[str, Callable[[bytes], object]] = {
     "reply": probe.decode_probe_reply, "request": probe.decode_probe_request,
 }  # fmt: skip
 OPEN_MAPS = {
-    "many maps": lambda: open_maps("{:x}", 700, validation.MAX_MESSAGE),
-    "long maps": lambda: open_maps("{:x}", 10_950, validation.MAX_MESSAGE),
+    "many maps": lambda: open_maps("{:x}", 700, message_fields.MAX_MESSAGE),
+    "long maps": lambda: open_maps("{:x}", 10_950, message_fields.MAX_MESSAGE),
     "as large as an announcement": lambda: open_maps("{:x}", 1366, 4 << 20),
     "wide names": BOMBS["wide names in open maps"],
-    "in a small message": lambda: open_maps("{:x}", 64, validation.LARGE),
+    "in a small message": lambda: open_maps("{:x}", 64, message_fields.LARGE),
     "texts": lambda: msgpack.packb(
         {"received": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
     ),
@@ -617,7 +617,7 @@ def test_other_decoders_refuse_a_bomb_within_50_mb(name: str) -> None:
 @pytest.mark.parametrize("name", list(BOMBS))
 def test_decode_group_refuses_a_bomb_within_50_mb(name: str) -> None:
     frame = BOMBS[name]()
-    assert len(frame) <= validation.MAX_MESSAGE
+    assert len(frame) <= message_fields.MAX_MESSAGE
     tracemalloc.start()
     with pytest.raises(WireError):
         decoded(frame)

@@ -32,7 +32,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import auth, validation
+from peralta_zmq.wire import auth, message_fields
 from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, known_generators, make_keys
 from peralta_zmq.wire.sockets import open_socket
 
@@ -439,7 +439,7 @@ def test_known_generators_omits_the_trainer(folder: Path) -> None:
 
 def test_refusal_escapes_newlines_in_a_name() -> None:
     with pytest.raises(WireError) as refused:
-        validation.check_owner("ann\ntrainer: forged line", "bob")
+        message_fields.check_owner("ann\ntrainer: forged line", "bob")
     assert "\n" not in str(refused.value)
 
 
@@ -457,4 +457,4 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
     status = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
     other = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        other._accept([zmq.Frame(validation.encode_fields(status))])
+        other._accept([zmq.Frame(message_fields.encode_fields(status))])
