@@ -144,8 +144,12 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
     assert [row["step"] for row in machine.rows()] == [1, 2, 3]
     assert [missing_keys(row) for row in machine.rows()] == [set()] * 3
-    hellos = [row["hello"] for row in read_rows(machine.run / "events.jsonl") if row.get("hello")]
-    assert [hello.keys() for hello in hellos] == [
+    infos = [
+        row["worker_info"]
+        for row in read_rows(machine.run / "events.jsonl")
+        if row.get("worker_info")
+    ]
+    assert [info.keys() for info in infos] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
     assert "; same versions as the trainer" in trainer.printed

@@ -26,8 +26,8 @@ from peralta_zmq.errors import EngineError, RewardError, TaskError
 from peralta_zmq.generator.pacing import SamplingPacer
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
 from peralta_zmq.generator.weight_sync import (
+    ObsoleteGroupsError,
     ServedWeights,
-    StaleRunError,
     open_engine,
     open_subscriber,
 )
@@ -123,7 +123,7 @@ class Generator:
             try:
                 self._sample_training_groups()
                 self._evaluate()
-            except StaleRunError as error:
+            except ObsoleteGroupsError as error:
                 logger.info("%s dropped", error)
             except EngineError as error:
                 self._reject_weights(error)
@@ -205,11 +205,11 @@ class Generator:
         )
 
     def _refresh_weights(self) -> None:
-        """Apply newer weights if possible. Raises StaleRunError: groups in flight are useless."""
+        """Apply newer weights if possible. Raises ObsoleteGroupsError as ServedWeights.refresh."""
         previous = self._weights.version
         try:
             self._weights.refresh(self._engine, num_in_flight=self._num_in_flight)
-        except StaleRunError:
+        except ObsoleteGroupsError:
             version = self._weights.version
             if version.run_id != previous.run_id:
                 self._connection.start_run()
@@ -227,7 +227,7 @@ class Generator:
         self._weights.reject()
         while not self._connection.is_run_complete and self._weights.version.number == number:
             self._connection.receive(timeout=0.2)
-            with suppress(StaleRunError):
+            with suppress(ObsoleteGroupsError):
                 self._refresh_weights()
 
     def _between_steps(self) -> None:

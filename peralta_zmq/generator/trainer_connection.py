@@ -177,7 +177,7 @@ class TrainerConnection:
                 made=self.num_made,
                 lost=self.outbox.lost,
                 resent=self.outbox.resent,
-                unjudged=self.num_unscored,
+                unscored=self.num_unscored,
                 step=self._weights.version.step,
                 tokens_per_s=counts.num_tokens / seconds,
                 blocked_frac=min(1.0, blocked / seconds),

@@ -18,7 +18,7 @@ LOG_SECONDS = 5.0  # between two log lines of one wait
 logger = logging.getLogger(__name__)
 
 
-class StaleRunError(Exception):
+class ObsoleteGroupsError(Exception):
     """The weights now belong to another run or lineage, so groups in flight must be dropped."""
 
 
@@ -61,7 +61,7 @@ class ServedWeights:
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
         """Apply the newest pending version in place, if there is one and it may be applied now.
 
-        Raises StaleRunError after a change to another run or lineage.
+        Raises ObsoleteGroupsError after a change to another run or lineage.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
@@ -75,13 +75,15 @@ class ServedWeights:
         if version.run_id != previous.run_id:
             self._ids.clear()
             self._serve(version)
-            raise StaleRunError(f"another run: {version.run_id}; groups of the previous run")
+            raise ObsoleteGroupsError(f"another run: {version.run_id}; groups of the previous run")
         self._serve(version)
         if version.step == previous.step and version.field("result") == previous.field("result"):
             return  # the same weights, published again
         if version.lineage != previous.lineage or version.step <= previous.step:
             # After a roll-back a token's step no longer identifies the weights that sampled it.
-            raise StaleRunError(f"at step {version.step} of another lineage; groups in flight")
+            raise ObsoleteGroupsError(
+                f"at step {version.step} of another lineage; groups in flight"
+            )
 
 
 def apply_newest(

@@ -172,7 +172,7 @@ def _equal_groups(state: RunState) -> tuple[float, float]:
 
 def _lost_groups(state: RunState) -> Iterator[Verdict]:
     names = [generator.name for generator in state.generators]
-    failed = {name: state.growth(f"gen/{name}/unjudged") for name in names}
+    failed = {name: state.growth(f"gen/{name}/unscored") for name in names}
     num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
     if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
         yield Verdict(

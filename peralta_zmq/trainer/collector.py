@@ -292,7 +292,6 @@ class Acknowledgements:
         self._status.publish(
             step=step,
             started_step=started_step,
-            min_step=max(0, step - self._admission.max_off_policy_steps),
             received={sender: ledger.settled(sender) for sender in live},
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},

@@ -22,7 +22,7 @@ FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
 MAX_LIVE = 4096  # live senders; more are not registered
 MAX_STARTS = 64  # live senders of one name; the longest silent one is removed
 MAX_FINAL_STATUSES = 1 << 16
-STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unjudged")
+STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
 
 
 class GeneratorRegistry:
@@ -90,7 +90,7 @@ class GeneratorRegistry:
             if len(self._last_message) >= MAX_LIVE:
                 return
             self._with_info &= self._last_message.keys()
-            self._run_log.event("join", **facts, hello=dict(worker_info or {}))
+            self._run_log.event("join", **facts, worker_info=dict(worker_info or {}))
             live = self.live(within=SAME_NAME_SECONDS)
             if any(other.startswith(f"{name}/") for other in live):
                 self._run_log.note(
@@ -100,7 +100,7 @@ class GeneratorRegistry:
             self._with_info.add(sender)
             self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
             if not is_new:
-                self._run_log.event("hello", **facts, hello=dict(worker_info))
+                self._run_log.event("worker_info", **facts, worker_info=dict(worker_info))
         self._last_message[sender] = time.monotonic()
 
     def _record_final(self, sender: str, made: int) -> None:

@@ -33,7 +33,6 @@ class Announcement:
     started_step: int = 0  # optimizer steps started
     version: int = -1  # newest published weight version; -1 before the first
     weights_id: str = ""  # of the newest version
-    min_step: int = 0  # the trainer drops groups from older weights; for display
     received: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: all of its groups up to this sequence were received."""
     durable: dict[str, int] = field(default_factory=dict[str, int])

@@ -36,7 +36,7 @@ class GeneratorStatus:
     made: int = 0  # groups
     lost: int = 0  # groups dropped because the outbox was full
     resent: int = 0  # groups sent again
-    unjudged: int = 0  # groups dropped because a reward failed
+    unscored: int = 0  # groups dropped because a reward failed
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0
     blocked_frac: float = 0.0  # share of the time in which it may not sample

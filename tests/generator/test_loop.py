@@ -20,7 +20,7 @@ from peralta_zmq.errors import EngineError, RewardError
 from peralta_zmq.generator import pacing, trainer_connection
 from peralta_zmq.generator.loop import MAX_REWARD_FAILURES, Generator
 from peralta_zmq.generator.trainer_connection import Sockets
-from peralta_zmq.generator.weight_sync import StaleRunError
+from peralta_zmq.generator.weight_sync import ObsoleteGroupsError
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, Sampling
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -91,7 +91,7 @@ def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> No
     WeightStore.open(scene.store.folder).claim("another-run")
     publish(WeightStore.open(scene.store.folder), 1, 1.0)
     assert scene.subscriber.poll(timeout=20) is not None
-    with pytest.raises(StaleRunError):
+    with pytest.raises(ObsoleteGroupsError):
         generator._refresh_weights()
     assert (connection.num_made, generator._num_in_flight, len(connection.outbox)) == (0, 0, 0)
     assert connection.outbox.sender != sender
@@ -104,7 +104,7 @@ def test_weights_of_another_lineage_are_stale_whatever_their_step(scene: Scene, 
     generator = scene.start(8)
     generator._evaluated_step = 8
     scene.publish(step, 4.0, lineage=1)
-    with pytest.raises(StaleRunError):
+    with pytest.raises(ObsoleteGroupsError):
         generator._refresh_weights()
     scene.publish(14, 9.0, lineage=1)
     generator._refresh_weights()
@@ -229,7 +229,7 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
     rolled_back = loop.generator._weights.version.weights_id
     assert set(steps) == {(8, 8, loop.first.weights_id), (4, 4, rolled_back)}
     assert steps == sorted(steps, reverse=True)  # no group of step 8 after one of step 4
-    assert "at step 4 of another lineage; groups in flight dropped" in caplog.text
+    assert "step 4 of another lineage; groups in flight dropped" in caplog.text
 
 
 # Groups.

@@ -16,7 +16,7 @@ NOW = 5000.0  # unix seconds; step n ends at 1000 + 2 n
 
 
 def gen(name: str, **kinds: float) -> Row:
-    fields = {"tokens_per_s": 400.0, "blocked_frac": 0.05, "reload_s": 0.01, "unjudged": 0} | kinds
+    fields = {"tokens_per_s": 400.0, "blocked_frac": 0.05, "reload_s": 0.01, "unscored": 0} | kinds
     return {f"gen/{name}/{kind}": value for kind, value in fields.items()}
 
 
@@ -190,7 +190,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     "no reward": (
-        growing(run(), gen__b__unjudged=4), [], None,
+        growing(run(), gen__b__unscored=4), [], None,
         Verdict(
             "33% of groups got no reward, most of them on b",
             "check its log: the reward function fails or exceeds task.reward_timeout", "warn",

@@ -137,8 +137,8 @@ def test_workers_with_other_versions_train_and_are_logged(
     )
     assert logged_versions(trainer.printed) == differences(at_generator, at_trainer)
     print(elsewhere, "elsewhere:", logged_versions(trainer.printed))
-    (join,) = [row["hello"] for row in field.events if row["event"] in ("join", "hello")
-               and row.get("hello")]  # fmt: skip
+    (join,) = [row["worker_info"] for row in field.events if row["event"] in ("join", "worker_info")
+               and row.get("worker_info")]  # fmt: skip
     assert isinstance(join, dict)
     assert {name: join[name] for name in VERSIONS} == {
         name: at_generator[name] for name in VERSIONS

@@ -101,7 +101,7 @@ def test_final_statuses_of_invented_starts_are_bounded(
 def test_metrics_have_the_reported_statistics(registry: GeneratorRegistry) -> None:
     assert registry.metrics({}) == {
         "gen/ann/tokens_per_s": 100.0, "gen/ann/blocked_frac": 0.5, "gen/ann/queue_frac": 0.25,
-        "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unjudged": 0,
+        "gen/ann/reload_s": 1.0, "gen/ann/step": 4, "gen/ann/unscored": 0,
     }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
 
 
 def infos(folder: Path) -> list[tuple[object, object]]:
-    return [(row["event"], row["hello"]) for row in read_rows(folder / EVENTS)]
+    return [(row["event"], row["worker_info"]) for row in read_rows(folder / EVENTS)]
 
 
 def test_join_is_recorded_once_with_the_worker_info(
@@ -191,7 +191,7 @@ def test_worker_info_after_the_first_group_is_recorded(
     assert "generator ann" not in capsys.readouterr().out
     empty.mark_alive("ann/00", step=1, worker_info=INFO)
     empty.mark_alive("ann/00", step=1)
-    assert infos(tmp_path) == [("join", {}), ("hello", INFO)]
+    assert infos(tmp_path) == [("join", {}), ("worker_info", INFO)]
     assert "generator ann" in capsys.readouterr().out
 
 

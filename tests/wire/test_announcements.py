@@ -53,7 +53,7 @@ def publish_until_received(
 def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
     sender = {"ann/00": 5}
     announcement = wire.Announcement(
-        RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", 3, sender, sender, sender, sender, True,
+        RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, True,
         True, 4, 100, b"8 digest", b"\1", 6, b"\2",
     )  # fmt: skip
     defaults = wire.Announcement(RUN)
@@ -88,7 +88,7 @@ def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscribe
     [
         {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
         {"durable": {"ann": "5"}, "highest_received": {"ann": 5}}, {"highest_received": {b"a": 5}},
-        {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"min_step": True},
+        {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
         {"received": {"ann": {}}}, {"added": {"a": {}, "b": {}, "c": {}, "d": {}}}, {"added": [1]},
     ],
     ids=repr,

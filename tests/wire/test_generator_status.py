@@ -20,7 +20,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire import announcements, generator_status, message_fields
 
 STATUS = wire.GeneratorStatus(
-    RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unjudged=2, step=4,
+    RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unscored=2, step=4,
     tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5, wants_keyframe=True,
     last=True, worker_info={"python": "3.11", "device": "cpu"},
 )  # fmt: skip

@@ -270,8 +270,8 @@ def test_event_shows_nested_fields(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "hand", num_steps=1)
     info = {"device": "cpu", "threads": 1}
     append(folder / "events.jsonl",
-           {"event": "hello", "generator": "ann", "hello": info},
-           {"event": "join", "generator": "bob", "hello": {}})  # fmt: skip
+           {"event": "worker_info", "generator": "ann", "worker_info": info},
+           {"event": "join", "generator": "bob", "worker_info": {}})  # fmt: skip
     events = view.state(read_run(folder), now=0.0)["events"]
     assert [event["text"] for event in events[:2]] == [
         "generator=bob", "generator=ann  device=cpu  threads=1",
