@@ -178,21 +178,21 @@ class RolloutGroup:
         return len(set(self.rewards)) > 1
 
 
-class PrefixSpan(NamedTuple):
-    """Consecutive tokens of a PackedSequence that continue after an earlier token."""
+class TreeSpan(NamedTuple):
+    """Consecutive tokens of a PrefixTree that continue after an earlier token."""
 
     after: int  # position of that token in the packed sequence; -1 = the span starts a sequence
     length: int  # tokens
 
 
-class PackedSequence(NamedTuple):
+class PrefixTree(NamedTuple):
     """Token sequences that share prefixes, stored once: [prompt | completion 1 | ... | K].
 
     A token attends only to itself and to the tokens on its path back to the start. `learning`
     builds these and `models` scores them; neither imports the other, so the type is here.
     """
 
-    spans: tuple[PrefixSpan, ...]
+    spans: tuple[TreeSpan, ...]
 
     @property
     def num_tokens(self) -> int:

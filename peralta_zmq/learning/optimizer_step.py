@@ -23,7 +23,7 @@ from peralta_zmq.learning.step_metrics import Mismatch
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
 
 
-# Score(token_ids [M], segments, scored [N], temperature=...) returns the logprobs [N] of the tokens
+# Score(token_ids [M], trees, scored [N], temperature=...) returns the logprobs [N] of the tokens
 # at the indices `scored` of a row; ScoreWithEntropy returns them and the entropies [N] of the
 # distributions. `temperature` is a number or a tensor [N].
 Score: TypeAlias = Callable[..., Tensor]
@@ -60,7 +60,7 @@ def take_step(
     step_tokens, step_sequences, num_batches = _totals(batches, ranks)
     sums: dict[str, float] = {}
     for batch in batches:
-        row = (batch.token_ids, batch.segments, batch.scored)
+        row = (batch.token_ids, batch.trees, batch.scored)
         if score_with_entropy is None:
             logprobs, entropy = score(*row, temperature=batch.temperatures), None
         else:

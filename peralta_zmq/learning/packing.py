@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peralta_zmq.learning.advantages import AdvantageFunction, advantages_of
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.rollout import Int32Array, PackedSequence, PrefixSpan, Rollout, RolloutGroup
+from peralta_zmq.rollout import Int32Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Temperature: TypeAlias = float | Callable[[int], float]  # constant, or a function of policy_step
@@ -30,7 +30,7 @@ class PackedSample:
     """Rollouts of one group that are packed together: the unit that batches are made of."""
 
     token_ids: Int32Array  # [T], shared prefixes once
-    segment: PackedSequence
+    tree: PrefixTree
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
@@ -40,10 +40,10 @@ class PackedSample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: segments in a row of M tokens, with N generated tokens to score."""
+    """One micro-batch: trees in a row of M tokens, with N generated tokens to score."""
 
     token_ids: Tensor  # int64 [M]
-    segments: tuple[PackedSequence, ...]  # in the order of the row
+    trees: tuple[PrefixTree, ...]  # in the order of the row
     scored: Tensor  # int64 [N], indices of the generated tokens in the row; siblings share some
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], advantage of the token's rollout
@@ -67,12 +67,12 @@ class PackedGroups:
     advantages: tuple[tuple[float, ...], ...]  # per group and rollout; empty without signal
 
 
-class PrefixTree:
+class TreeBuilder:
     """Token sequences in one row; each added sequence stores only its part after a known prefix."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # the row
-        self.spans: list[PrefixSpan] = []
+        self.spans: list[TreeSpan] = []
         self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in the row
         self._next: dict[tuple[int, int], int] = {}  # (index, next token) -> index of that token
 
@@ -89,7 +89,7 @@ class PrefixTree:
         if self.positions and start + len(suffix) > max_tokens:
             return False
         if suffix:
-            self.spans.append(PrefixSpan(last, len(suffix)))
+            self.spans.append(TreeSpan(last, len(suffix)))
         for index, token in enumerate(suffix, start=start):
             self._next[last, token] = index
             last = index
@@ -206,14 +206,14 @@ def _next_sample(
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
-    tree, members = PrefixTree(), list[tuple[Rollout, float]]()
-    while packable and tree.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):
+    builder, members = TreeBuilder(), list[tuple[Rollout, float]]()
+    while packable and builder.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):
         members.append(packable.popleft())
     rollouts, advantages = zip(*members, strict=True)
     return PackedSample(
-        token_ids=np.array(tree.tokens, np.int32),
-        segment=PackedSequence(tuple(tree.spans)),
-        positions=tuple(tree.positions),
+        token_ids=np.array(builder.tokens, np.int32),
+        tree=PrefixTree(tuple(builder.spans)),
+        positions=tuple(builder.positions),
         rollouts=rollouts,
         advantages=advantages,
         sender=sender,
@@ -243,7 +243,7 @@ def _to_batch(
     steps = np.concatenate([r.policy_steps[at] for r, at in zip(rollouts, scored, strict=True)])
     return Batch(
         token_ids=tensor((sample.token_ids for sample in samples), np.int64),
-        segments=tuple(sample.segment for sample in samples),
+        trees=tuple(sample.tree for sample in samples),
         scored=tensor((p[at] for p, at in zip(positions, scored, strict=True)), np.int64),
         old_logprobs=old,
         advantages=tensor([np.repeat(advantages, counts)], np.float32),

@@ -19,7 +19,7 @@ ReferenceModel: TypeAlias = Callable[[Sequence[Batch]], list[Tensor]]
 def compute_logprobs(score: Score, batches: Sequence[Batch]) -> list[Tensor]:
     """Logprobs [N] of the generated tokens of each batch, without gradient."""
     return [
-        score(batch.token_ids, batch.segments, batch.scored, temperature=batch.temperatures)
+        score(batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures)
         for batch in batches
     ]
 

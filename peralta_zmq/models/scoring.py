@@ -1,6 +1,6 @@
 """Differentiable logprobs of packed rows: the trainer's forward pass.
 
-A row stores a prefix shared by several sequences once; attention runs per segment with a tree mask.
+A row stores a prefix shared by several sequences once; attention runs per tree with a tree mask.
 The token before the first token of a span is the one the span continues: tokens are shifted here
 and in `logprobs.token_logprobs`, nowhere else.
 """
@@ -21,17 +21,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.loading import Model
 from peralta_zmq.models.logprobs import entropies, selected_logprobs
-from peralta_zmq.rollout import PackedSequence, PrefixSpan
+from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
-SEGMENT_ATTENTION = "peralta_zmq_segments"  # name of `_attention` among those of transformers
+TREE_ATTENTION = "peralta_zmq_trees"  # name of `_attention` among those of transformers
 BASE_ATTENTION = "sdpa"  # the attention that it replaces
 TOLERANCE = 1e-3  # between packed and padded logprobs in fp32
-MATMUL_LENGTHS = range(128, 513)  # segment tokens for which matmuls beat SDPA on a CPU
-TRIAL_SEGMENTS = (  # row on which a model is tested, with spans that continue spans
-    PackedSequence((PrefixSpan(-1, 5), PrefixSpan(4, 3), PrefixSpan(5, 4))),
-    PackedSequence((PrefixSpan(-1, 2), PrefixSpan(1, 6))),
+MATMUL_LENGTHS = range(128, 513)  # tree tokens for which matmuls beat SDPA on a CPU
+TRIAL_TREES = (  # row on which a model is tested, with spans that continue spans
+    PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
+    PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
 )
 TRIAL_SCORED = (*range(5, 12), *range(14, 20))
 
@@ -64,43 +64,39 @@ class Scorer:
     def __call__(
         self,
         token_ids: Tensor,  # [M]
-        segments: Sequence[PackedSequence],  # in the order of the row, M tokens in total
+        trees: Sequence[PrefixTree],  # in the order of the row, M tokens in total
         scored: Tensor,  # [N], indices in the row; not of first tokens
         *,
         temperature: Tensor | float = 1.0,  # a scalar, or one per scored token [N]
     ) -> Tensor:
         """Logprobs [N] of the scored tokens given the tokens before them in their sequence."""
         if isinstance(temperature, Tensor):
-            logits = self._logits(token_ids, segments, scored)
+            logits = self._logits(token_ids, trees, scored)
             return selected_logprobs(logits, token_ids[scored], temperature=temperature)
         unique, inverse = scored.unique(return_inverse=True)  # siblings share tokens
-        logits = self._logits(token_ids, segments, unique)
+        logits = self._logits(token_ids, trees, unique)
         return selected_logprobs(logits, token_ids[unique], temperature=temperature)[inverse]
 
     def with_entropy(
         self,
         token_ids: Tensor,
-        segments: Sequence[PackedSequence],
+        trees: Sequence[PrefixTree],
         scored: Tensor,
         *,
         temperature: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Also returns the entropy of the predictive distribution at each scored token, in nats."""
-        logits = self._logits(token_ids, segments, scored)
+        logits = self._logits(token_ids, trees, scored)
         logprobs = selected_logprobs(logits, token_ids[scored], temperature=temperature)
         return logprobs, entropies(logits, temperature=temperature)
 
-    def _logits(
-        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
-    ) -> Tensor:
+    def _logits(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
         """Logits [N, V] that predict the scored tokens."""
         forward = self._packed if self.packs else self._padded
-        return forward(token_ids, segments, scored)
+        return forward(token_ids, trees, scored)
 
-    def _packed(
-        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
-    ) -> Tensor:
-        layout = _PackedLayout.of(segments, token_ids.device)
+    def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
+        layout = _PackedLayout.of(trees, token_ids.device)
         with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
             out = self._model(
                 input_ids=token_ids[None],
@@ -108,14 +104,12 @@ class Scorer:
                 attention_mask=layout.no_mask,
                 logits_to_keep=layout.previous[scored],
                 use_cache=False,
-                segments=layout,
+                trees=layout,
             )
         return out.logits[0]
 
-    def _padded(
-        self, token_ids: Tensor, segments: Sequence[PackedSequence], scored: Tensor
-    ) -> Tensor:
-        indices, attention, cells = _padded_layout(segments, token_ids.device)
+    def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
+        indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
         num_kept = indices.shape[1] - int(column.min()) + 1
         with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
@@ -137,17 +131,17 @@ class Scorer:
         if layer_types != {"full_attention"}:
             return f"padded rows: the model has {', '.join(sorted(layer_types))}"
         attention = self._model.config._attn_implementation
-        if attention not in (BASE_ATTENTION, SEGMENT_ATTENTION):
+        if attention not in (BASE_ATTENTION, TREE_ATTENTION):
             return f"padded rows: the model's attention is {attention}"
         scored = torch.tensor(TRIAL_SCORED, device=self._model.device)
         random, vocab_size = torch.Generator().manual_seed(0), int(self._model.config.vocab_size)
-        length = sum(segment.num_tokens for segment in TRIAL_SEGMENTS)
+        length = sum(tree.num_tokens for tree in TRIAL_TREES)
         tokens = torch.randint(vocab_size, (length,), generator=random).to(self._model.device)
         dtype, self._dtype = self._dtype, torch.float32
-        self._model.config._attn_implementation = SEGMENT_ATTENTION
+        self._model.config._attn_implementation = TREE_ATTENTION
         try:
             packed, padded = (
-                selected_logprobs(forward(tokens, TRIAL_SEGMENTS, scored), tokens[scored])
+                selected_logprobs(forward(tokens, TRIAL_TREES, scored), tokens[scored])
                 for forward in (self._packed, self._padded)
             )
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -158,17 +152,17 @@ class Scorer:
         return "" if gap < TOLERANCE else f"padded rows: packed logprobs differ by {gap:.2g}"
 
 
-class _SegmentLayout:
-    """Arrays of a segment; index t is its token t."""
+class _TreeLayout:
+    """Arrays of a tree; index t is its token t."""
 
-    def __init__(self, segment: PackedSequence) -> None:
-        length, self.num_spans = segment.num_tokens, len(segment.spans)
+    def __init__(self, tree: PrefixTree) -> None:
+        length, self.num_spans = tree.num_tokens, len(tree.spans)
         self.position = np.zeros(length, np.int64)  # of the token in its sequence
         self.previous = np.zeros(length, np.int64)  # index of the token before; itself at a start
         self.span = np.zeros(length, np.int64)  # index of the token's span
         self.mask = np.zeros((length, length), np.bool_)  # True where row attends to column
         start = 0
-        for index, (parent, size) in enumerate(segment.spans):
+        for index, (parent, size) in enumerate(tree.spans):
             end, depth = start + size, 0 if parent < 0 else self.position[parent] + 1
             self.position[start:end] = np.arange(depth, depth + size)
             self.previous[start:end] = np.arange(start - 1, end - 1)
@@ -189,14 +183,14 @@ class _PackedLayout(NamedTuple):
 
     positions: Tensor  # int64 [M]
     previous: Tensor  # int64 [M], indices in the row
-    sizes: list[int]  # tokens of each segment
-    masks: list[Tensor]  # bool [T, T] of each segment, True where row attends to column
+    sizes: list[int]  # tokens of each tree
+    masks: list[Tensor]  # bool [T, T] of each tree, True where row attends to column
     no_mask: Tensor  # 4 dimensions, so that transformers makes no mask of its own
 
     @classmethod
-    def of(cls, segments: Sequence[PackedSequence], device: torch.device) -> _PackedLayout:
-        layouts = [_SegmentLayout(segment) for segment in segments]
-        sizes = [segment.num_tokens for segment in segments]
+    def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> _PackedLayout:
+        layouts = [_TreeLayout(tree) for tree in trees]
+        sizes = [tree.num_tokens for tree in trees]
         starts = np.cumsum([0, *sizes[:-1]])
         previous = [s.previous + start for s, start in zip(layouts, starts, strict=True)]
         positions = np.concatenate([layout.position for layout in layouts])
@@ -210,7 +204,7 @@ class _PackedLayout(NamedTuple):
 
 
 def _padded_layout(
-    segments: Sequence[PackedSequence], device: torch.device
+    trees: Sequence[PrefixTree], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One padded row per span: the span with everything before it in its sequence.
 
@@ -218,11 +212,11 @@ def _padded_layout(
     and the row and column of each token of the packed row, int64 [M, 2].
     """
     paths, cells, start = list[Int64Array](), list[Int64Array](), 0
-    for segment in segments:
-        layout = _SegmentLayout(segment)
+    for tree in trees:
+        layout = _TreeLayout(tree)
         cells.append(np.stack([len(paths) + layout.span, layout.position], 1))
         paths += [start + layout.path(span) for span in range(layout.num_spans)]
-        start += segment.num_tokens
+        start += tree.num_tokens
     indices, attention = (np.zeros((len(paths), max(map(len, paths))), np.int64) for _ in range(2))
     for row, path in enumerate(paths):
         indices[row, : len(path)] = path
@@ -238,26 +232,26 @@ def _attention(
     value: Tensor,
     mask: Tensor | None,
     *,
-    segments: _PackedLayout | None = None,
+    trees: _PackedLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention per segment; transformers' own without segments (an engine over the same model)."""
-    if segments is None:
+    """Attention per tree; transformers' own without trees (an engine over the same model)."""
+    if trees is None:
         return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
     if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
-    queries, keys, values = (tensor.split(segments.sizes, 2) for tensor in (query, key, value))
+    queries, keys, values = (tensor.split(trees.sizes, 2) for tensor in (query, key, value))
     outputs = [
-        _segment_attention(*inputs, scaling=options["scaling"])
-        for inputs in zip(queries, keys, values, segments.masks, strict=True)
+        _tree_attention(*inputs, scaling=options["scaling"])
+        for inputs in zip(queries, keys, values, trees.masks, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def _segment_attention(
+def _tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float
 ) -> Tensor:
-    """Attention of one segment; avoids SDPA in bfloat16 on a CPU, whose backward pass is slow."""
+    """Attention of one tree; avoids SDPA in bfloat16 on a CPU, whose backward pass is slow."""
     if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scaling,
@@ -266,7 +260,7 @@ def _segment_attention(
     if len(mask) in MATMUL_LENGTHS:
         return _matmul_attention(query, key, value, mask, scaling=scaling)
     with torch.autocast("cpu", enabled=False):
-        return _segment_attention(query.float(), key.float(), value.float(), mask, scaling=scaling)
+        return _tree_attention(query.float(), key.float(), value.float(), mask, scaling=scaling)
 
 
 def _matmul_attention(
@@ -339,5 +333,5 @@ def _checkpoint_layers(model: Model) -> None:
             module.training = True
 
 
-AttentionInterface.register(SEGMENT_ATTENTION, _attention)
-AttentionMaskInterface.register(SEGMENT_ATTENTION, AttentionMaskInterface()[BASE_ATTENTION])
+AttentionInterface.register(TREE_ATTENTION, _attention)
+AttentionMaskInterface.register(TREE_ATTENTION, AttentionMaskInterface()[BASE_ATTENTION])

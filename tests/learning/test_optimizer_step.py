@@ -25,7 +25,7 @@ from peralta_zmq.learning.packing import (
     pack_groups,
 )
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import PackedSequence, PrefixSpan
+from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 GROUPS = [
     siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1),
@@ -152,7 +152,7 @@ def by_hand(old: float) -> tuple[torch.nn.Parameter, Batch]:
     one = torch.ones(1, dtype=torch.float64)
     batch = Batch(
         token_ids=torch.tensor([3, 4]),
-        segments=(PackedSequence((PrefixSpan(-1, 2),)),), scored=torch.tensor([1]),
+        trees=(PrefixTree((TreeSpan(-1, 2),)),), scored=torch.tensor([1]),
         old_logprobs=one * old, advantages=one / 2, mask=one,
         sequence=torch.tensor([0]), num_sequences=1,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def step_by_hand(
     parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
 ) -> StepResult:
     chosen: dict[str, Any] = {
-        "score": lambda ids, segments, scored, temperature: parameter.expand(1) * factor,
+        "score": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,
         "loss": reinforce,
         "max_grad_norm": 10.0,
     }
@@ -260,9 +260,7 @@ def test_tokens_are_scored_at_batch_temperatures() -> None:
     parameter, batch = by_hand(old=-1.0)
     seen: list[object] = []
 
-    def score(
-        ids: Tensor, segments: object, scored: Tensor, *, temperature: Tensor | float
-    ) -> Tensor:
+    def score(ids: Tensor, trees: object, scored: Tensor, *, temperature: Tensor | float) -> Tensor:
         seen.append(temperature)
         return parameter.expand(1)
 

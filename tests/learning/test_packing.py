@@ -26,7 +26,7 @@ def batches_of(
 
 
 def layouts(batches: list[Batch]) -> list[list[list[tuple[int, int]]]]:
-    return [[[*map(tuple, each.spans)] for each in batch.segments] for batch in batches]
+    return [[[*map(tuple, each.spans)] for each in batch.trees] for batch in batches]
 
 
 def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
@@ -97,7 +97,7 @@ def test_generated_first_token_is_not_scored() -> None:
 def test_groups_without_signal_are_left_out() -> None:
     groups = [siblings([1, 1]), siblings([1, 0]), siblings([0, 0])]
     (batch,) = batches_of(groups)
-    assert (len(batch.segments), batch.num_sequences) == (1, 2)
+    assert (len(batch.trees), batch.num_sequences) == (1, 2)
 
 
 def test_step_without_any_signal_has_no_batches() -> None:
@@ -134,7 +134,7 @@ def test_rank_0_has_a_sample_in_every_round() -> None:
 
 
 def sizes(batches: list[Batch]) -> list[list[int]]:
-    return [[each.num_tokens for each in batch.segments] for batch in batches]
+    return [[each.num_tokens for each in batch.trees] for batch in batches]
 
 
 def test_groups_share_a_micro_batch_up_to_max_tokens() -> None:

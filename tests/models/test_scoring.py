@@ -9,13 +9,13 @@ from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.rollout import PackedSequence, PrefixSpan
+from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 # two prompts with completions, one of which branches from another, and one token before two
-SEGMENTS = [
-    PackedSequence((PrefixSpan(-1, 3), PrefixSpan(2, 3), PrefixSpan(3, 2), PrefixSpan(2, 1))),
-    PackedSequence((PrefixSpan(-1, 5), PrefixSpan(4, 3))),
-    PackedSequence((PrefixSpan(-1, 1), PrefixSpan(0, 1), PrefixSpan(0, 2))),
+TREES = [
+    PrefixTree((TreeSpan(-1, 3), TreeSpan(2, 3), TreeSpan(3, 2), TreeSpan(2, 1))),
+    PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3))),
+    PrefixTree((TreeSpan(-1, 1), TreeSpan(0, 1), TreeSpan(0, 2))),
 ]
 SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
 SEQUENCES = [  # indices in the row, and the first index that no earlier sequence has
@@ -30,7 +30,7 @@ OTHERS = {  # need padded rows: a sliding window and a cap on scores; another at
 
 
 def row(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random tokens of SEGMENTS, and the indices of the completions."""
+    """Random tokens of TREES, and the indices of the completions."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB_SIZE, (21,), generator=random)
     return tokens, torch.tensor(SCORED)
@@ -54,7 +54,7 @@ def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> Non
     model, (tokens, scored) = tiny_model(), row()
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "forced by the test"
-    ours = scorer(tokens, SEGMENTS, scored, temperature=temperature)
+    ours = scorer(tokens, TREES, scored, temperature=temperature)
     assert ours.tolist() == pytest.approx(plainly(model, tokens, temperature), abs=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_scorer_matches_each_sequence_alone(way: str, temperature: float) -> Non
 def test_scorer_takes_a_temperature_per_token() -> None:
     model, (tokens, scored) = tiny_model(), row()
     few, temperatures = [1, 4, 9], [0.5, 1.0, 2.0]
-    ours = Scorer(model)(tokens, SEGMENTS, scored[few], temperature=torch.tensor(temperatures))
+    ours = Scorer(model)(tokens, TREES, scored[few], temperature=torch.tensor(temperatures))
     plain = [plainly(model, tokens, t)[n] for n, t in zip(few, temperatures, strict=True)]
     assert ours.tolist() == pytest.approx(plain, abs=1e-5)
 
@@ -71,8 +71,8 @@ def test_scorer_takes_a_temperature_per_token() -> None:
 def test_scorer_repeats_tokens_shared_by_siblings() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, again = Scorer(model), torch.tensor([3, 4, 3, 6, 4])
-    once = dict(zip(SCORED, scorer(tokens, SEGMENTS, scored).tolist(), strict=True))
-    assert scorer(tokens, SEGMENTS, again).tolist() == [once[each] for each in again.tolist()]
+    once = dict(zip(SCORED, scorer(tokens, TREES, scored).tolist(), strict=True))
+    assert scorer(tokens, TREES, again).tolist() == [once[each] for each in again.tolist()]
 
 
 @torch.no_grad()
@@ -81,18 +81,18 @@ def test_tokens_attend_to_their_own_sequence_only() -> None:
     scorer, other = Scorer(model), tokens.clone()
     changed = [4, 5, 8, *range(9, 21)]  # all but the prompt and [3, 6, 7]
     other[changed] = (tokens[changed] + 1) % VOCAB_SIZE
-    before, after = (scorer(each, SEGMENTS, scored) for each in (tokens, other))
+    before, after = (scorer(each, TREES, scored) for each in (tokens, other))
     seen = [SCORED.index(each) for each in (3, 6, 7)]
     assert torch.equal(before[seen], after[seen])
     assert int((before != after).sum()) == len(SCORED) - 3
 
 
 @torch.no_grad()
-def test_forward_pass_without_segments_is_unchanged() -> None:
+def test_forward_pass_without_trees_is_unchanged() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, ids = Scorer(model), torch.tensor([[5, 9, 33, 0]])
     before = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
-    scorer(tokens, SEGMENTS, scored)
+    scorer(tokens, TREES, scored)
     after = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
     assert torch.equal(before, after)
 
@@ -104,7 +104,7 @@ def test_model_that_cannot_pack_is_padded_with_reason(kind: str) -> None:
     scorer = Scorer(model)
     assert not scorer.packs
     assert scorer.padding_reason.startswith("padded rows: ") and "\n" not in scorer.padding_reason
-    ours = scorer(tokens, SEGMENTS, scored)
+    ours = scorer(tokens, TREES, scored)
     assert ours.tolist() == pytest.approx(plainly(model, tokens), abs=1e-5)
 
 
@@ -116,7 +116,7 @@ def test_models_of_other_families_are_packed(kind: str) -> None:
 def gradient(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Logprobs and the flat gradient of their sum."""
     tokens, scored = row()
-    logprobs = Scorer(model, **options)(tokens, SEGMENTS, scored)
+    logprobs = Scorer(model, **options)(tokens, TREES, scored)
     logprobs.sum().backward()
     flat = torch.cat([each.grad.flatten() for each in model.parameters()])
     model.zero_grad()
@@ -137,7 +137,7 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "forced by the test"
     for _ in range(2):  # micro-batches add up
-        scorer(tokens, SEGMENTS, scored).sum().backward()
+        scorer(tokens, TREES, scored).sum().backward()
     for parameter, each in zip(parameters, expected, strict=True):
         assert torch.allclose(parameter.grad, 2 * each, atol=1e-5)
 
@@ -165,7 +165,7 @@ def test_gradient_checkpointing_computes_layers_twice() -> None:
     scorer = Scorer(model, gradient_checkpointing=True)
     counts.clear()
     tokens, scored = row()
-    scorer(tokens, SEGMENTS, scored).sum().backward()
+    scorer(tokens, TREES, scored).sum().backward()
     assert len(counts) == 2
 
 
@@ -196,25 +196,23 @@ def test_with_entropy_returns_the_same_logprobs(way: str) -> None:
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "forced by the test"
     temperatures = torch.linspace(0.5, 1.5, len(scored))
-    logprobs, entropy = scorer.with_entropy(tokens, SEGMENTS, scored, temperature=temperatures)
+    logprobs, entropy = scorer.with_entropy(tokens, TREES, scored, temperature=temperatures)
     assert torch.allclose(
-        logprobs, scorer(tokens, SEGMENTS, scored, temperature=temperatures), atol=1e-6
+        logprobs, scorer(tokens, TREES, scored, temperature=temperatures), atol=1e-6
     )
     assert entropy.shape == logprobs.shape
     assert (entropy > 3).all() and (entropy < 4.16).all()  # a random model is near ln 64
 
 
 @pytest.mark.parametrize("length", [100, 200])  # below and in MATMUL_LENGTHS
-def test_bfloat16_attention_of_long_segments_is_near_fp32(length: int) -> None:
+def test_bfloat16_attention_of_long_trees_is_near_fp32(length: int) -> None:
     tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
-    segments = [
-        PackedSequence((PrefixSpan(-1, 20), PrefixSpan(19, 40), PrefixSpan(19, length - 60)))
-    ]
+    trees = [PrefixTree((TreeSpan(-1, 20), TreeSpan(19, 40), TreeSpan(19, length - 60)))]
     scored = torch.arange(20, length)
     found = list[Tensor]()
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model()
-        logprobs = Scorer(model, dtype=dtype)(tokens, segments, scored)
+        logprobs = Scorer(model, dtype=dtype)(tokens, trees, scored)
         logprobs.sum().backward()
         found += [
             logprobs.detach(),
