@@ -1,6 +1,10 @@
-"""Builds the parts of a run from its config: models, learner, loss, engine and environments.
+"""Build the objects of a run from its settings: learner, loss, engine, environments.
 
-The constructors of these parts take plain values; this module translates the settings into them.
+This is the only module that passes settings to constructors; all classes below it take plain
+values. An environment is a source of problems together with the reward function for them. A
+generator opens an engine, which samples completions; the trainer makes a learner, which takes
+optimizer steps. A published weight version is either a whole model or, with [lora], the adapters
+alone, to be added to the base model on each machine.
 """
 
 from __future__ import annotations
@@ -8,8 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +24,14 @@ from peralta_zmq import models, registry
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
-from peralta_zmq.config.training_sections import EnvSection
+from peralta_zmq.config.training_sections import AdvantageSection, EnvSection, LossSection
 from peralta_zmq.engines.requests import LoraEngine
-from peralta_zmq.environments.dataset import Environments, RewardSource, load_problems, problem_id
+from peralta_zmq.environments.dataset import (
+    Environments,
+    RewardSource,
+    labeled_problem,
+    load_problems,
+)
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError, UserCodeError
@@ -37,7 +45,7 @@ from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, co
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import progress_on
-from peralta_zmq.rollout import Problem, RolloutGroup, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import Problem, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
@@ -53,8 +61,9 @@ REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> Learner:
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
-    `model` must hold the base weights, because a reference model is a copy of them. With several
-    ranks, the module that `ranks.prepare(model)` returns is trained.
+    A loss may compare the policy with a reference model or teacher; unless `model.teacher` is set,
+    they are copies of the weights that `model` has now, which must be the base weights. `ranks` are
+    the processes of a distributed trainer; `ranks.prepare(model)` shards the model over them.
     """
     train = config.train
     trained = ranks.prepare(model)
@@ -85,7 +94,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 
 
 def load_policy(config: Config, folder: Path) -> models.Model:
-    """The model to train, in fp32, with LoRA adapters if [lora] sets a rank."""
+    """The model in `folder` in fp32, to be trained, with LoRA adapters if `lora.rank` is set."""
     device = models.choose_device(config.model.device)
     model = models.load_model(folder, device=device, dtype=torch.float32)
     section = config.lora
@@ -99,14 +108,15 @@ def load_policy(config: Config, folder: Path) -> models.Model:
             seed=config.run.seed,
         )
         if section.dropout:
-            torch.manual_seed(config.run.seed)  # later restored from checkpoints
-        num_trained = sum(each.numel() for each in lora.trained_parameters(model).values())
+            torch.manual_seed(config.run.seed)  # a resumed run restores the state of a checkpoint
+        trained = lora.trained_parameters(model).values()
+        num_trained = sum(parameter.numel() for parameter in trained)
         logger.info("lora rank=%d trained=%d", section.rank, num_trained)
     return model
 
 
 def make_scorer(config: Config, model: models.Model) -> Scorer:
-    """The scorer that computes logprobs on the trainer; logs its dtype and the reason for it."""
+    """The forward pass of the trainer, which returns logprobs; logs its dtype with the reason."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
     score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
@@ -128,51 +138,34 @@ def learning_rate_schedule(config: Config) -> functools.partial[float]:
     )
 
 
-def is_full(config: Config, groups: Sequence[RolloutGroup]) -> bool:
-    """Whether the groups fill an optimizer step."""
-    return sum(size_of(config, group) for group in groups) >= step_size(config)
-
-
-def step_size(config: Config) -> int:
-    """Rollouts in an optimizer step; tokens instead if `train.token_batch_size` is set."""
-    return config.train.token_batch_size or config.train.batch_size
-
-
-def size_of(config: Config, group: RolloutGroup) -> int:
-    """Size of a group, in the unit of `step_size`: rollouts or tokens."""
-    if config.train.token_batch_size is None:
-        return len(group.rollouts)
-    return sum(len(rollout.token_ids) for rollout in group.rollouts)
-
-
 # Loss, advantage, filters.
 
 
 def make_loss(config: Config) -> TokenLoss:
-    """The configured loss with its options bound. Raises ConfigError for an unknown option."""
+    """The loss of [loss] with its options bound and, if `entropy_coef` is set, an entropy bonus.
+
+    Raises ConfigError for an unknown option.
+    """
     section = config.loss
-    function = registry.load_function("loss", section.name, _check_finite)
-    settings = section.model_dump(exclude={"name", "kwargs", "entropy_coef"}, exclude_defaults=True)
-    options = registry.bind_options("loss", section.name, function, settings, section.kwargs)
-    all_options = {**options, "entropy_coef": section.entropy_coef}
-    check_loss_options(section.name, all_options, defaults=registry.defaults(function))
-    loss = functools.partial(function, **options)
+    loss = _bind_section("loss", section, _check_finite)
+    options = {**loss.keywords, "entropy_coef": section.entropy_coef}
+    check_loss_options(section.name, options, defaults=registry.defaults(loss.func))
     return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
 
 
 def make_advantage(config: Config) -> AdvantageFunction:
-    """The configured advantage with its options bound. Raises ConfigError for an unknown option."""
-    section = config.advantage
-    function = registry.load_function("advantage", section.name, _to_floats)
-    settings = section.model_dump(exclude={"name", "kwargs"}, exclude_defaults=True)
-    options = registry.bind_options("advantage", section.name, function, settings, section.kwargs)
-    return functools.partial(function, **options)
+    """The function of [advantage] with its options bound.
+
+    Raises ConfigError for an unknown option.
+    """
+    return _bind_section("advantage", config.advantage, _to_floats)
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
-    """The configured filters with their options bound. Raises ConfigError for an unknown option.
+    """The filters of [filter], which exclude rollouts from training, with their options bound.
 
-    A filter with a parameter `vocab_size` or `max_completion_length` gets the run's value.
+    A filter with a parameter `vocab_size` or `max_completion_length` gets the run's value. Raises
+    ConfigError for an unknown option.
     """
     run_values = {
         "vocab_size": vocab_size,
@@ -194,8 +187,24 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
     return filters
 
 
+def _bind_section(
+    kind: Literal["loss", "advantage"],
+    section: LossSection | AdvantageSection,
+    convert: Callable[..., Any],
+) -> functools.partial[Any]:
+    """The function that the section names, with the section's options bound."""
+    function = registry.load_function(kind, section.name, convert)
+    separate = {"name", "kwargs", "entropy_coef"}  # not options of the function
+    settings = section.model_dump(exclude=separate, exclude_defaults=True)
+    options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
+    return functools.partial(function, **options)
+
+
 def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
-    """The result of a loss. Raises UserCodeError for a non-finite loss of finite logprobs."""
+    """Return a loss function's result unchanged.
+
+    Raises UserCodeError if the loss is not finite although all logprobs are.
+    """
     value = result[0] if isinstance(result, tuple) and result else result
     if (
         isinstance(value, torch.Tensor)
@@ -225,10 +234,11 @@ def _to_bool(name: str, result: Any, *_: object) -> bool:
 def make_reference_models(
     config: Config, model: models.Model, score: Scorer
 ) -> tuple[PolicyCopy | None, ReferenceModel | None]:
-    """The reference model and the teacher that the loss uses; `model` must hold the base weights.
+    """The reference model and the teacher; None for a model that the loss does not use.
 
-    Without `model.teacher` the teacher is the base model. Raises ConfigError for settings that the
-    loss does not use, and for a teacher with a different vocabulary.
+    The reference model and, without `model.teacher`, the teacher start as copies of `model`, which
+    must have the base weights. Raises ConfigError for settings that the loss does not use, and for
+    a teacher with a different vocabulary.
     """
     train, used = config.train, reference_models_used(config)
     parameters = lora.trained_parameters(model)
@@ -255,8 +265,8 @@ def make_reference_models(
 def reference_models_used(config: Config) -> set[str]:
     """The models that the loss needs: 'reference', 'teacher', both or none.
 
-    A loss needs a model if its option in REQUIRED_MODELS is not 0. A user's loss also needs the
-    teacher that `model.teacher` names.
+    A loss needs a model if its option of REQUIRED_MODELS is not 0. A user's loss may use a teacher
+    without having that option: for such a loss, setting `model.teacher` is enough.
     """
     section = config.loss
     defaults = registry.defaults(registry.resolve("loss", section.name))
@@ -303,19 +313,24 @@ def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
 def make_engine(
     config: Config, weights: PendingWeights
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """The configured engine with the given weights, and the tokenizer.
+    """The engine of [engine] with the weights of a verified version, and the tokenizer.
 
-    Raises ConfigError for an adapter whose base model is not this machine's `model.name`.
+    Raises ConfigError if the version has adapters for a model other than `model.name`.
     """
     device = models.choose_device(config.model.device)
     dtype, reason = models.choose_dtype(device, config.model.dtype)
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     version, is_adapter = weights.version, weights.version.field("adapts") is not None
     folder = base_folder(config, version) if is_adapter else weights.folder
-    engine = registry.resolve("engine", config.engine.name).open(
-        folder, device=device, dtype=dtype, step=version.step,
-        slots=config.engine.slots, max_model_len=config.engine.max_model_len,
-    )  # fmt: skip
+    section = config.engine
+    engine = registry.resolve("engine", section.name).open(
+        folder,
+        device=device,
+        dtype=dtype,
+        step=version.step,
+        slots=section.slots,
+        max_model_len=section.max_model_len,
+    )
     if is_adapter:
         base = models.load_model(folder, device=device, dtype=dtype)
         engine = LoraEngine(engine, models.weights_of(base))
@@ -324,9 +339,10 @@ def make_engine(
 
 
 def base_folder(config: Config, version: Version) -> Path:
-    """The folder of the base model of a published adapter.
+    """The folder of `model.name`, the base model of a version that contains adapters only.
 
-    Raises ConfigError if `model.name` is a different model.
+    Raises ConfigError if the adapters were trained on a different model, according to the digest
+    of the base weights in the version's manifest.
     """
     folder = models.model_folder(config.model.name)
     if lora.weights_digest(folder) != version.field("adapts"):
@@ -351,7 +367,11 @@ def make_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
-    """Greedy decoding for one rollout per held-out example; for several, the training options."""
+    """The sampling options of an evaluation.
+
+    Greedy with one rollout per held-out problem; as in training with `eval.rollouts_per_example`
+    above 1.
+    """
     if config.eval.rollouts_per_example > 1:
         return make_sampling(config, seed=seed)
     length = config.sampling.max_completion_length
@@ -359,7 +379,10 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:
-    """The temperature as a function of the policy step; None for a constant temperature."""
+    """The temperature as a function of the policy step (optimizer steps of the sampling weights).
+
+    None if the temperature is constant.
+    """
     section = config.sampling
     if section.temp_scheduler is None:
         return None
@@ -375,10 +398,11 @@ def temperature_schedule(config: Config) -> TemperatureSchedule | None:
 def open_environments(
     config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
 ) -> Environments:
-    """All environments of a split, with at most `limit` problems of each; -1 for no limit.
+    """All environments of a split, with at most `limit` problems of each; -1 means no limit.
 
-    An environment with an address uses the verifier at that address unless `local`. Shows a
-    progress bar while loading takes long. Raises ConfigError or TaskError.
+    For an environment with `env.address`, the verifier service at that address supplies problems
+    and rewards, unless `local` is True, as in the verifier itself. Shows a progress bar while
+    loading takes long. Raises ConfigError or TaskError.
     """
     sections = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
@@ -392,16 +416,16 @@ def open_environments(
         loaded = load_problems(task, split, seed=config.run.seed, options=options, wrap=wrap)
         loaded = loaded[: None if limit < 0 else limit]
         keys = config.curriculum.hash_keys
-        problems += [_labeled_problem(problem, env.label, keys) for problem in loaded]
+        problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
         sizes[env.label] = len(loaded)
         reward_sources[env.label] = task if is_remote else make_reward_runner(config, task)
     return Environments(sizes, tuple(problems), reward_sources)
 
 
 def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
-    """Runs the reward function `task.reward`, by default the task's own.
+    """A runner of the task's reward function, or of the one that the setting `task.reward` names.
 
-    Raises ConfigError for options that do not fit the function's signature.
+    Raises ConfigError if `task.reward_kwargs` do not fit the function's signature.
     """
     section = config.task
     function: Callable[..., Any] = task.reward
@@ -433,20 +457,8 @@ def _open_task(
 
 
 def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Problem]:
-    """The same problems, with a progress bar if the iterator has a length hint."""
+    """Yield the problems; show a progress bar if the iterator has a length hint."""
     with progress_on(text, length_hint(problems)) as progress:
         for count, problem in enumerate(problems):
             progress.update(count)
             yield problem
-
-
-def _labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
-    """The problem with its environment's label as task, and an id hashed from these `keys`."""
-    contents = [message.content for message in problem.messages if message.role != "system"]
-    values = {
-        "task": label,
-        "prompt": "\n".join(contents) or problem.question,
-        "answer": problem.answer,
-        "id": problem.id,
-    }
-    return replace(problem, task=label, id=problem_id([values[key] for key in keys]))

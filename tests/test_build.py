@@ -46,16 +46,6 @@ def test_eval_sampling_is_greedy_for_one_rollout_per_example() -> None:
     assert build.make_eval_sampling(several, seed=3) == Sampling(temperature=0.7, seed=3)
 
 
-def test_step_is_full_by_rollouts_or_by_tokens() -> None:
-    groups = [group_of([1, 0, 0, 1], lengths=[4, 1, 1, 4]) for _ in range(2)]  # 22 tokens each
-    assert build.is_full(config_of(), groups)
-    assert not build.is_full(config_of(), groups[:1])
-    by_tokens = config_of("--train.token-batch-size=44")
-    assert build.is_full(by_tokens, groups)
-    assert not build.is_full(config_of("--train.token-batch-size=45"), groups)
-    assert not build.is_full(by_tokens, groups[:1])
-
-
 def sharp_model() -> Any:
     """A random model to whose logprobs the temperature makes a difference."""
     model = tiny_model(seed=3, tie_word_embeddings=False)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -115,6 +115,21 @@ def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
 def problem_id(values: Sequence[str]) -> str:
     """16 hexadecimal digits of the SHA-256 of the texts that identify a problem."""
     return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+
+
+def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
+    """The problem with its environment's label as task, and an id that is hashed from `keys`.
+
+    `keys` are names of `curriculum.hash_keys`: task, prompt, answer, id.
+    """
+    contents = [message.content for message in problem.messages if message.role != "system"]
+    values = {
+        "task": label,
+        "prompt": "\n".join(contents) or problem.question,
+        "answer": problem.answer,
+        "id": problem.id,
+    }
+    return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
 
 
 # Problems of a file.

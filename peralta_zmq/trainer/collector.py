@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peralta_zmq import build, wire
-from peralta_zmq.config import files_given
+from peralta_zmq import wire
+from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import JournalError
 from peralta_zmq.failpoints import failpoint
@@ -71,12 +71,12 @@ class BatchCollector:
         )
         self._session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
-        self._size = 0  # sum of build.size_of over the batch
+        self._size = 0  # sum of size_of over the batch
 
     @property
     def is_full(self) -> bool:
         """True if the batch is large enough for a step."""
-        return self._size >= build.step_size(self._session.config)
+        return self._size >= step_size(self._session.config)
 
     def collect(
         self, step: int, between_groups: Callable[[bool], None]
@@ -127,7 +127,7 @@ class BatchCollector:
         if decision in ADMITTED:
             self.journal.append(step, frame)
             self.batch.append(group)
-            self._size += build.size_of(self._session.config, group)
+            self._size += size_of(self._session.config, group)
             self.curriculum.update(group, decision)
         elif decision != "duplicate":
             self._drop(group, decision, step=step)
@@ -182,7 +182,7 @@ class BatchCollector:
     def restore_batch(self, groups: list[RolloutGroup]) -> None:
         """Set the batch to groups read from the journal."""
         self.batch = groups
-        self._size = sum(build.size_of(self._session.config, group) for group in groups)
+        self._size = sum(size_of(self._session.config, group) for group in groups)
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
@@ -328,3 +328,15 @@ def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> st
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: bin/generator{files_given()}"
     return f"no rollouts for {seconds:.0f} s on {address}{others}. {start}"
+
+
+def step_size(config: Config) -> int:
+    """Rollouts in an optimizer step; tokens instead if `train.token_batch_size` is set."""
+    return config.train.token_batch_size or config.train.batch_size
+
+
+def size_of(config: Config, group: RolloutGroup) -> int:
+    """Size of a group in the unit of `step_size`: rollouts, or prompt and completion tokens."""
+    if config.train.token_batch_size is None:
+        return len(group.rollouts)
+    return sum(len(rollout.token_ids) for rollout in group.rollouts)

@@ -22,6 +22,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.trainer import checkpoint, journal
+from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import write_merged
 from peralta_zmq.trainer.run_folder import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
@@ -106,7 +107,7 @@ def replay(
                 for record in records
                 if record.kind == journal.GROUP
             ]
-            if not build.is_full(config, groups):
+            if sum(size_of(config, group) for group in groups) < step_size(config):
                 if step < max(steps):
                     larger = " (or train.batch_size is larger than the run's)" if groups else ""
                     raise JournalError(
