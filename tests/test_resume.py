@@ -114,7 +114,7 @@ class Session:
         return {
             "step": learner.step,
             "tensors": {name: each.clone() for name, each in learner.state().items()},
-            "rate": learner.learning_rate(learner.step),
+            "rate": read_rows(self.trainer.session.folder / METRICS)[-1]["learning_rate"],
             "pools": self.trainer.collector.curriculum.pools.saved(),
             "excluded": self.trainer.session.status.announcement.excluded,
             "next_sample_index": self.trainer.collector.state()["next_sample_index"],
@@ -317,9 +317,9 @@ def test_stop_during_a_replay_changes_no_published_step(
         trainer = continued.open(stack, max_steps=8)
         learn = trainer.steps.learn
 
-        def learn_then_stop(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> dict[str, float]:
             trainer.session.stop.requested = True
-            return learn(groups)
+            return learn(groups, **options)
 
         monkeypatch.setattr(trainer.steps, "learn", learn_then_stop)
         trainer.recover()

@@ -76,7 +76,7 @@ class Learner:
         self.skip_reason = ""
         self.advantages: Sequence[Sequence[float]] = ()
         self.mismatch: dict[str, Mismatch] = {}
-        self.learning_rate: Callable[[int], float] = learning_rate  # of a step
+        self._learning_rate = learning_rate
         self._num_skipped = self._num_skipped_in_a_row = 0
         self._parameters, self._score = parameters, score
         self._reference, self._teacher = reference, teacher
@@ -98,14 +98,17 @@ class Learner:
             score_with_entropy=score_with_entropy, ranks=ranks,
         )  # fmt: skip
 
-    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    def learn(
+        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
+    ) -> dict[str, float]:
         """Take step `self.step + 1` on these groups and return its metrics.
 
+        `learning_rate`, if not None, replaces that of the schedule for this step.
         Raises TrainingError if this is the third consecutive step that is skipped.
         """
         self.step += 1
         started = time.monotonic()
-        rate = self.learning_rate(self.step)
+        rate = self._learning_rate(self.step) if learning_rate is None else learning_rate
         adamw.set_learning_rate(self._optimizer, rate)
         included, filter_metrics = apply_filters(groups, self._filters)
         packed = self._pack(groups, included=included)

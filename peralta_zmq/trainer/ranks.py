@@ -107,13 +107,14 @@ class Leader:
         self._ranks = ranks if isinstance(ranks, DistributedRanks) else None
         self._parameters = lora.trained_parameters(model)
 
-    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    def learn(
+        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
+    ) -> dict[str, float]:
         """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
         if self._ranks is not None:
-            rate = self._learner.learning_rate(self._learner.step + 1)
             frames = [wire.encode_group(group) for group in groups]
-            self._ranks.send_command({"do": "learn", "rate": rate}, frames)
-        metrics = self._learner.learn(groups)
+            self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
+        metrics = self._learner.learn(groups, learning_rate=learning_rate)
         self._gather()
         return metrics
 
@@ -167,10 +168,8 @@ def _execute(
 ) -> None:
     fields = command.fields
     if fields["do"] == "learn":
-        learner.learning_rate = lambda step: fields["rate"]
-        learner.learn(
-            [wire.decode_group(frame, vocab_size=vocab_size) for frame in command.payloads]
-        )
+        groups = [wire.decode_group(frame, vocab_size=vocab_size) for frame in command.payloads]
+        learner.learn(groups, learning_rate=fields["learning_rate"])
     elif fields["do"] == "restore":
         specs = fields["tensors"]
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dt)) for name, dt, shape in specs}

@@ -135,7 +135,7 @@ class Recovery:
         the next start replays the remaining steps. Raises JournalError if the settings changed and
         no checkpoint can be written.
         """
-        self._learner.learning_rate = build.learning_rate_schedule(self._previous_config)
+        schedule = build.learning_rate_schedule(self._previous_config)
         begin = self._learner.step
         end = max(self._collector.journal.steps(), default=begin)
         with self._run_log.progress("replaying", end - begin) as progress:
@@ -147,9 +147,10 @@ class Recovery:
                 if self._session.stop.requested:
                     return False
                 groups = self._collector.take_batch()
-                self._steps.record(groups, self._steps.learn(groups), step_time=0.0)
+                rate = schedule(self._learner.step + 1)
+                metrics = self._steps.learn(groups, learning_rate=rate)
+                self._steps.record(groups, metrics, step_time=0.0)
                 progress.update(self._learner.step - begin)
-        self._learner.learning_rate = build.learning_rate_schedule(self._config)
         if self._previous_config != self._config:
             try:
                 self._steps.write_checkpoint()  # the old schedule is never replayed again

@@ -91,8 +91,6 @@ def replay(
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
-    schedule = build.learning_rate_schedule(config)
-    learner.learning_rate = lambda step: rates.get(step, schedule(step))
     steps = journal.steps_in(folder / "journal")
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
@@ -116,7 +114,7 @@ def replay(
                         "steps before it (--to) or after a later checkpoint (--from)"
                     )
                 break
-            metrics = learner.learn(groups)
+            metrics = learner.learn(groups, learning_rate=rates.get(step))
             progress.hide()
             if first is None or step >= first:
                 yield step, metrics, fingerprint(lora.published_weights(model))

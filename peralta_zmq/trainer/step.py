@@ -45,10 +45,12 @@ class StepTrainer:
         self.mismatch = LogprobMismatchMonitor(session.config, session.run_log, collector.admission)
         self._recorder = StepRecorder(session.run_log, policy.tokenizer)
 
-    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    def learn(
+        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
+    ) -> dict[str, float]:
         """Take the next optimizer step and make its groups durable; returns the step's metrics."""
         learner, run_log = self._policy.learner, self._session.run_log
-        metrics = self._policy.leader.learn(groups)
+        metrics = self._policy.leader.learn(groups, learning_rate=learning_rate)
         failpoint("trainer.learned")
         self._collector.commit()  # before the step is announced or published
         if reason := learner.skip_reason:

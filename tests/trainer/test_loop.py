@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -311,9 +312,9 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
         assert collector.add(group, wire.encode_group(group), step=1) == "trained"
     before = dict(collector.acknowledgements.durable)
 
-    def learn_and_stop(groups: list[RolloutGroup]) -> dict[str, float]:
+    def learn_and_stop(groups: list[RolloutGroup], **options: Any) -> dict[str, float]:
         opened.session.stop.requested = True  # else it retries until there is room
-        return learn(groups)
+        return learn(groups, **options)
 
     def full(content: bytes) -> None:
         raise OSError(errno.ENOSPC, "full")
