@@ -16,7 +16,7 @@ import torch
 from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
 from peralta_zmq import models
-from peralta_zmq.weights.http_backend import WeightServer
+from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
@@ -38,7 +38,7 @@ def claims(
     with ExitStack() as stack:
         store = WeightStore.open(root / "served")
         store.claim("bench")
-        server = WeightServer(store.folder, host="127.0.0.1", port=0, token=None)
+        server = serve_weights(store.folder, host="127.0.0.1", port=0, token=None)
         stack.enter_context(closing(server))
         link = Link(server.port, mbit_per_s=MBIT_PER_S, delay=DELAY)
         remote = WeightStore.open(stack.enter_context(closing(link)).address)

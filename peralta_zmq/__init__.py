@@ -35,7 +35,7 @@ generator/weight_sync.py. registry.py lists the plug-ins; build.py makes objects
 
 Layers (tests/test_layers.py); a module imports its own package and the layers named:
 
-    0 types    rollout errors atomic_files failpoints: standard library and numpy
+    0 types    rollout errors atomic_files http_server: standard library and numpy
     1 leaves   config registry wire weights models learning environments observe: layer 0
     2 engines  layer 0 and models
     3 build    layers 0 to 2

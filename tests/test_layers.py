@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
-TYPES = {"rollout", "errors", "atomic_files", "failpoints"}
+TYPES = {"rollout", "errors", "atomic_files", "http_server"}
 LEAVES = {
     *("config", "registry", "wire", "weights"),
     *("models", "learning", "environments", "observe"),

@@ -9,28 +9,26 @@ Every connection has a thread; reward functions are called one at a time.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import signal
 import threading
 from contextlib import closing, suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from peralta_zmq.atomic_files import is_loopback, read_private_token
+from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.verifier_client import problem_to_json
-from peralta_zmq.errors import ConfigError, PeraltaError
+from peralta_zmq.errors import PeraltaError
+from peralta_zmq.http_server import HttpServer, RequestHandler
 
 MAX_REQUEST_BYTES = 1 << 20
 # Maximum wait for other rewards, then status 503; shorter than the client's request timeout.
 LOCK_TIMEOUT_SECONDS = 25.0
-IDLE_TIMEOUT_SECONDS = 60.0  # until an idle connection is closed
 logger = logging.getLogger(__name__)
 
 
@@ -62,11 +60,6 @@ class Verifier:
     """
 
     def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
-        if token is None and not is_loopback(host):
-            raise ConfigError(
-                f"verifier.host {host} is open to other machines without a password; "
-                "set verifier.token_file on every machine"
-            )
         self._splits: dict[str, Environments] = {
             split: open_environments(config, split, local=True) for split in ("train", "eval")
         }
@@ -76,26 +69,14 @@ class Verifier:
             for problem in environments.problems
         }
         self._reward_lock, self._closed = threading.Lock(), False
-        handler = type("Handler", (_Handler,), {"verifier": self, "token": token})
-        try:
-            self._server = ThreadingHTTPServer((host, port), handler)
-        except OSError as error:
-            raise ConfigError(
-                f"verifier.port {port} cannot be used ({error.strerror}); choose another"
-            ) from None
-        self._server.daemon_threads = True
-        self._server.handle_error = _log_error
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
+        self._server = HttpServer(
+            _Handler, host=host, port=port, token=token, port_setting="verifier.port", verifier=self
         )
-        self._thread.start()
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop the server; waits for a running reward function."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
         with self._reward_lock:
             self._closed = True
             for environments in self._splits.values():
@@ -137,35 +118,22 @@ class Verifier:
             self._reward_lock.release()
 
 
-def _log_error(request: object, client_address: object) -> None:
-    """Log for debugging only: clients may disconnect at any time."""
-    logger.debug("request of %s failed", client_address, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_TIMEOUT_SECONDS
+class _Handler(RequestHandler):
     verifier: Verifier
-    token: str | None
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the log line of every request."""
 
     def do_GET(self) -> None:
         """Respond to a GET or POST request."""
         try:
-            self._check_token()
+            if not self.is_authorized():
+                raise _RequestError(
+                    HTTPStatus.UNAUTHORIZED, "set the password in verifier.token_file"
+                )
             status, message = HTTPStatus.OK, self._result()
         except _RequestError as error:
             status, message = error.status, {"error": str(error)}
             self.close_connection = True  # the body may be unread
-        content = json.dumps(message).encode()
         with suppress(ConnectionError, TimeoutError):  # the client retries
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.respond(status, json.dumps(message).encode(), content_type="application/json")
 
     do_POST = do_GET
 
@@ -188,13 +156,6 @@ class _Handler(BaseHTTPRequestHandler):
                     HTTPStatus.NOT_FOUND,
                     "no such path; use GET /health, GET /problems or POST /verify_answer",
                 )
-
-    def _check_token(self) -> None:
-        sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.token is not None and not hmac.compare_digest(
-            sent.encode("utf-8", "replace"), self.token.encode()
-        ):
-            raise _RequestError(HTTPStatus.UNAUTHORIZED, "set the password in verifier.token_file")
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")

@@ -12,7 +12,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
-from peralta_zmq.weights.http_backend import WeightServer
+from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.publisher import PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
@@ -34,7 +34,7 @@ class WeightPublishing:
         weights = session.config.weights
         token = read_private_token(weights.token_file)
         if weights.serve_port:
-            server = WeightServer(
+            server = serve_weights(
                 session.config.weights_folder,
                 host=session.config.wire.bind, port=weights.serve_port, token=token,
             )  # fmt: skip

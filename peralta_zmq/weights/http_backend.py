@@ -1,41 +1,36 @@
 """A trainer's weights folder over HTTP, read-only, for machines without a shared folder.
 
-`WeightServer` runs in the trainer, `HttpBackend` in the generators. Content is verified by its
+The trainer calls `serve_weights`, generators use `HttpBackend`. Content is verified by its
 hashes, so integrity needs no encryption; a token keeps other clients out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import http.client
 import json
-import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Generator, Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME, is_loopback
+from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
 from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.http_server import HttpServer, RequestHandler
 from peralta_zmq.weights.backends import LocalBackend
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
-SERVER_TIMEOUT_SECONDS = 60.0  # without a request, or without reading the response
 MAX_LISTING = 16 << 20  # bytes
 RANGE = re.compile(r"bytes=(\d{1,18})-")
-logger = logging.getLogger(__name__)
 
 
 class HttpBackend:
-    """Client of a `WeightServer` at http://HOST:PORT."""
+    """Client of a trainer's weight server at http://HOST:PORT."""
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
         parts = urlsplit(address)
@@ -106,64 +101,34 @@ class HttpBackend:
     release_lease = free_bytes = being_read = _refuse
 
 
-class WeightServer:
-    """Serves a weights folder from threads. Use with `closing`.
-
-    Raises ConfigError if the port is in use, or reachable from other machines without a token.
-    """
-
-    def __init__(self, folder: Path, *, host: str, port: int, token: str | None) -> None:
-        if token is None and not is_loopback(host):
-            raise ConfigError(
-                f"weights.serve_port {port} on {host} is open to other machines without a "
-                "password; set weights.token_file on every machine"
-            )
-        served, expected = LocalBackend(folder), token
-
-        class Handler(_Handler):
-            backend, token = served, expected
-
-        try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"weights.serve_port {port} cannot be used ({error.strerror}); choose another"
-            ) from None
-        self._server.daemon_threads = True
-        self._server.handle_error = _log_error
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening; transfers in flight are broken off."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> HttpServer:
+    """Serve a weights folder. Raises ConfigError, as `HttpServer`."""
+    return HttpServer(
+        _Handler,
+        host=host,
+        port=port,
+        token=token,
+        port_setting="weights.serve_port",
+        backend=LocalBackend(folder),
+    )
 
 
-def _log_error(request: object, client_address: object) -> None:
-    """Only at debug level: a client that disconnects is no problem of the trainer."""
-    logger.debug("request failed client=%s", client_address, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(RequestHandler):
     """GET / lists the versions, GET /RUN.json and /step_N/FILE (Range: bytes=N-) return files."""
 
-    protocol_version = "HTTP/1.1"
-    timeout = SERVER_TIMEOUT_SECONDS
     backend: LocalBackend
-    token: str | None
 
     def do_GET(self) -> None:
-        if not self._is_authorized():
-            self._send(HTTPStatus.UNAUTHORIZED)
+        if not self.is_authorized():
+            self.respond(HTTPStatus.UNAUTHORIZED)
             return
         parts = self.path.strip("/").split("/")
         try:
             if parts == [""]:
                 names = sorted(filter(VERSION_NAME.fullmatch, self.backend.names()))
-                self._send(HTTPStatus.OK, json.dumps(names).encode())
+                self.respond(
+                    HTTPStatus.OK, json.dumps(names).encode(), content_type="application/json"
+                )
             elif parts == [RUN_FILE]:
                 self._send_file(self.backend.folder / RUN_FILE)
             elif (
@@ -174,18 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
                 with self.backend.reading(parts[0]):
                     self._send_file(self.backend.folder / parts[0] / parts[1])
             else:
-                self._send(HTTPStatus.NOT_FOUND)
+                self.respond(HTTPStatus.NOT_FOUND)
         except FileNotFoundError:
-            self._send(HTTPStatus.NOT_FOUND)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """No line per request."""
-
-    def _is_authorized(self) -> bool:
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self.token is None or hmac.compare_digest(
-            token.encode("utf-8", "replace"), self.token.encode()
-        )
+            self.respond(HTTPStatus.NOT_FOUND)
 
     def _send_file(self, path: Path) -> None:
         requested = RANGE.fullmatch(self.headers.get("Range", ""))
@@ -202,9 +158,3 @@ class _Handler(BaseHTTPRequestHandler):
                 shutil.copyfileobj(file, self.wfile, CHUNK)
             except (ConnectionError, TimeoutError):  # the client resumes with a new request
                 self.close_connection = True
-
-    def _send(self, status: HTTPStatus, content: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)

@@ -16,8 +16,9 @@ from weight_sets import COMPANIONS, publish, publish_chain, reports_of, same, we
 
 from benchmarks.throttle import Link
 from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.http_server import HttpServer
 from peralta_zmq.weights.backends import open_backend
-from peralta_zmq.weights.http_backend import WeightServer
+from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
@@ -27,16 +28,16 @@ TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
-def server(store: WeightStore) -> Iterator[WeightServer]:
-    with closing(WeightServer(store.folder, host="127.0.0.1", port=0, token=TOKEN)) as opened:
+def server(store: WeightStore) -> Iterator[HttpServer]:
+    with closing(serve_weights(store.folder, host="127.0.0.1", port=0, token=TOKEN)) as opened:
         yield opened
 
 
-def client_of(server: WeightServer, token: str | None = TOKEN) -> WeightStore:
+def client_of(server: HttpServer, token: str | None = TOKEN) -> WeightStore:
     return WeightStore.open(f"http://127.0.0.1:{server.port}", token=token)
 
 
-def get(server: WeightServer, path: str, **headers: str) -> tuple[int, bytes]:
+def get(server: HttpServer, path: str, **headers: str) -> tuple[int, bytes]:
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
         connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}", **headers})
         response = connection.getresponse()
@@ -44,7 +45,7 @@ def get(server: WeightServer, path: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_subscriber_follows_over_http(
-    store: WeightStore, server: WeightServer, tmp_path: Path
+    store: WeightStore, server: HttpServer, tmp_path: Path
 ) -> None:
     versions = publish_chain(store, 3)
     remote = client_of(server)
@@ -59,9 +60,7 @@ def test_subscriber_follows_over_http(
         assert same(pending.tensors, weights_at(3))
 
 
-def test_broken_transfer_is_resumed(
-    store: WeightStore, server: WeightServer, tmp_path: Path
-) -> None:
+def test_broken_transfer_is_resumed(store: WeightStore, server: HttpServer, tmp_path: Path) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(200_000, generator=random).bfloat16()}
     store.publish(0, weights, companions=COMPANIONS)
@@ -82,7 +81,7 @@ def test_newest_without_a_server_is_none() -> None:
     assert WeightStore.open(f"http://127.0.0.1:{port}").newest() is None
 
 
-def test_wrong_token_is_refused(store: WeightStore, server: WeightServer) -> None:
+def test_wrong_token_is_refused(store: WeightStore, server: HttpServer) -> None:
     publish(store, 0)
     assert get(server, "/", Authorization="Bearer wrong")[0] == 401
     assert client_of(server, None).newest() is None
@@ -96,14 +95,14 @@ def test_wrong_token_is_refused(store: WeightStore, server: WeightServer) -> Non
      "/step_00000000/%2e%2e", "//etc/passwd", "/.lease-1", "/step_00000000/a/b", "/step_0000000"],
 )  # fmt: skip
 def test_server_serves_nothing_but_versions(
-    store: WeightStore, server: WeightServer, path: str
+    store: WeightStore, server: HttpServer, path: str
 ) -> None:
     publish(store, 0)
     (store.folder / "step_00000000" / ".hidden").write_text("x")
     assert get(server, path) == (404, b"")
 
 
-def test_server_honours_ranges(store: WeightStore, server: WeightServer) -> None:
+def test_server_honours_ranges(store: WeightStore, server: HttpServer) -> None:
     version = publish(store, 0)
     content = (version.folder / "manifest.json").read_bytes()
     path = f"/{version.folder.name}/manifest.json"
@@ -113,19 +112,19 @@ def test_server_honours_ranges(store: WeightStore, server: WeightServer) -> None
     assert get(server, path, Range="bytes=-x") == (200, content)
 
 
-def test_http_store_cannot_be_published_to(server: WeightServer) -> None:
+def test_http_store_cannot_be_published_to(server: HttpServer) -> None:
     with pytest.raises(StoreError, match="is read-only"):
         client_of(server).claim("run-1")
 
 
 def test_server_on_a_network_without_a_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set weights\.token_file"):
-        WeightServer(tmp_path, host="0.0.0.0", port=0, token=None)
+        serve_weights(tmp_path, host="0.0.0.0", port=0, token=None)
 
 
-def test_server_on_a_used_port_is_refused(store: WeightStore, server: WeightServer) -> None:
+def test_server_on_a_used_port_is_refused(store: WeightStore, server: HttpServer) -> None:
     with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
-        WeightServer(store.folder, host="127.0.0.1", port=server.port, token=None)
+        serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
 
 
 @pytest.mark.parametrize("address", ["http://", "http://host:99999", "http://host:1/path"])
@@ -155,7 +154,7 @@ def test_link_check_warns_once_after_two_slow_versions() -> None:
 
 
 def test_subscriber_on_a_slow_link_warns(
-    store: WeightStore, server: WeightServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: WeightStore, server: HttpServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(40_000, generator=random).bfloat16()}  # 80 kB: 0.6 s
@@ -174,7 +173,7 @@ def test_subscriber_on_a_slow_link_warns(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_100m_parameters_follow_over_20_mbit_and_60_ms(
-    store: WeightStore, server: WeightServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: WeightStore, server: HttpServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": 0.02 * torch.randn(100_000_000, generator=random)}

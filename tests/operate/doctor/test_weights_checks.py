@@ -183,12 +183,12 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
 
 
 def test_weights_behind_a_url(tmp_path: Path) -> None:
-    from peralta_zmq.weights.http_backend import WeightServer
+    from peralta_zmq.weights.http_backend import serve_weights
 
     store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
     store.backend.release_lease()
-    with closing(WeightServer(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
+    with closing(serve_weights(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
         address = f"http://127.0.0.1:{server.port}"
         assert weights_checks.check_address(address, None, run_id="demo-1").ok
         check = weights_checks.check_address(address, None, run_id="demo-2")

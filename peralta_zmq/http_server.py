@@ -1,0 +1,99 @@
+"""HTTP server base of the trainer's weight server and of the verifier.
+
+Every connection has a daemon thread, which closes it when it is idle. A server that other machines
+can reach must have a password, which clients send as a bearer token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from peralta_zmq.atomic_files import is_loopback
+from peralta_zmq.errors import ConfigError
+
+IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or without reading the response
+STOP_POLL_SECONDS = 0.1  # between two checks whether the server was closed
+logger = logging.getLogger(__name__)
+
+
+class RequestHandler(BaseHTTPRequestHandler):
+    """Base class of the handlers; subclasses implement do_GET or do_POST."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_TIMEOUT_SECONDS
+    token: str | None = None  # set by HttpServer
+
+    def is_authorized(self) -> bool:
+        """Whether the client sent the password, or none is needed."""
+        sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.token is None or hmac.compare_digest(
+            sent.encode("utf-8", "replace"), self.token.encode()
+        )
+
+    def respond(
+        self, status: HTTPStatus, content: bytes = b"", *, content_type: str = "text/plain"
+    ) -> None:
+        """Send a complete response."""
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Suppress the log line of every request."""
+
+
+class HttpServer:
+    """Serves requests in background threads. Use with `closing`.
+
+    `port_setting` is the name of the setting that `port` comes from, for error messages; its
+    section also has the setting `token_file`. `attributes` are set on the handler class. Raises
+    ConfigError if the port is in use, or reachable from other machines without a token.
+    """
+
+    def __init__(
+        self,
+        handler: type[RequestHandler],
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+        port_setting: str,
+        **attributes: object,
+    ) -> None:
+        if token is None and not is_loopback(host):
+            raise ConfigError(
+                f"{port_setting} {port} on {host} is open to other machines without a password; "
+                f"set {port_setting.partition('.')[0]}.token_file on every machine"
+            )
+        bound_handler = type("Handler", (handler,), {**attributes, "token": token})
+        try:
+            self._server = ThreadingHTTPServer((host, port), bound_handler)
+        except OSError as error:
+            raise ConfigError(
+                f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
+            ) from None
+        self._server.daemon_threads = True
+        self._server.handle_error = _log_error
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; the daemon threads of open connections end with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _log_error(request: object, client_address: object) -> None:
+    """Log at debug level only: clients may disconnect at any time."""
+    logger.debug("request failed client=%s", client_address, exc_info=True)
