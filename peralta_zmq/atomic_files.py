@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.failpoints import failpoint
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20
@@ -40,6 +40,7 @@ MALFORMED = (
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 MIN_TOKEN = 16  # characters
+FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
 
 
 class CorruptError(ValueError):
@@ -318,3 +319,30 @@ def _sync(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
     os.fsync(descriptor)
+
+
+def parse_failpoints(text: str) -> dict[str, int]:
+    """'journal.synced:2,send' -> {'journal.synced': 2, 'send': 1}. Raises ValueError."""
+    counts: dict[str, int] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, count = entry.partition(":")
+        counts[name] = int(count or 1)
+        if counts[name] < 1:
+            raise ValueError(f"{FAILPOINT_VARIABLE}: the count in {entry!r} must be at least 1")
+    return counts
+
+
+_failpoints = parse_failpoints(os.environ.get(FAILPOINT_VARIABLE, ""))  # passes left, by name
+
+
+def failpoint(name: str) -> None:
+    """Send SIGKILL to this process if PERALTA_FAILPOINT names this place; only tests set it.
+
+    `PERALTA_FAILPOINT=publish.visible:3` kills at the third pass of that place; commas separate
+    several. Without the variable the call is one dictionary lookup.
+    """
+    if name not in _failpoints:
+        return
+    _failpoints[name] -= 1
+    if _failpoints[name] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,9 @@ import hashlib
 import json
 import os
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,3 +328,38 @@ def test_private_token_file_is_read(tmp_path: Path) -> None:
     file.write_text(TOKEN + "\n")
     assert atomic_files.read_private_token(str(file)) == TOKEN
     assert atomic_files.read_private_token(None) is None
+
+
+# Failpoints.
+
+PROGRAM = """
+from peralta_zmq.atomic_files import failpoint
+for number in range(4):
+    failpoint("test.place")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "plan, code, num_passes",
+    [("test.place:3", -signal.SIGKILL, 2), ("test.other:1", 0, 4), ("", 0, 4)],
+)
+def test_failpoint_kills_at_the_named_pass_only(plan: str, code: int, num_passes: int) -> None:
+    environment = {**os.environ, atomic_files.FAILPOINT_VARIABLE: plan}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stdout.split())) == (code, num_passes)
+
+
+def test_several_failpoints_are_parsed() -> None:
+    assert atomic_files.parse_failpoints("journal.synced:2,send") == {
+        "journal.synced": 2,
+        "send": 1,
+    }
+
+
+@pytest.mark.parametrize("plan", ["send:0", "send:x"])
+def test_failpoint_with_invalid_count_is_refused(plan: str) -> None:
+    with pytest.raises(ValueError):
+        atomic_files.parse_failpoints(plan)

@@ -19,7 +19,7 @@ from bad_losses import POISON
 from fakes import group_of
 from forks import exit_code
 
-from peralta_zmq import atomic_files, failpoints, wire
+from peralta_zmq import atomic_files, wire
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError, TrainingError
 from peralta_zmq.models import lora
@@ -67,7 +67,7 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
 
 def recover(folder: Path, plan: str) -> None:
     """Open and recover a trainer that the failpoints of `plan` kill; runs in a child process."""
-    failpoints._remaining = failpoints.parse(plan)
+    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
         Trainer(load_config("bin/trainer", arguments), stack).recover()

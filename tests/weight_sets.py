@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from peralta_zmq import failpoints
+from peralta_zmq import atomic_files
 from peralta_zmq.weights import publisher
 from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.replica import load_version
@@ -72,7 +72,7 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
 
     The published steps are appended to `root/steps`.
     """
-    failpoints._remaining = failpoints.parse(plan)
+    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
     publisher.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
     store = WeightStore.open(root / "weights")
     store.claim("run-1")

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from peralta_zmq import wire
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.generator.pacing import SILENCE_SECONDS
 from peralta_zmq.generator.weight_sync import LOG_SECONDS, ServedWeights
 from peralta_zmq.rollout import RolloutGroup, sender_of

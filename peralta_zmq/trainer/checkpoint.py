@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from peralta_zmq import atomic_files
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
-from peralta_zmq.failpoints import failpoint
 
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 from peralta_zmq import wire
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import JournalError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.admission import (
     ADMITTED,
     OUTCOMES,

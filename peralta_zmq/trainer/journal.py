@@ -23,9 +23,8 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from peralta_zmq import atomic_files
-from peralta_zmq.atomic_files import STEP_NAME
+from peralta_zmq.atomic_files import STEP_NAME, failpoint
 from peralta_zmq.errors import JournalError
-from peralta_zmq.failpoints import failpoint
 
 HEADER = struct.Struct("<IIB")
 GROUP, DROPPED = 1, 2  # kinds of records

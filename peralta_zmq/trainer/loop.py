@@ -11,13 +11,12 @@ import time
 from contextlib import ExitStack, closing
 
 from peralta_zmq import models, wire
-from peralta_zmq.atomic_files import read_private_token
+from peralta_zmq.atomic_files import failpoint, read_private_token
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from peralta_zmq import atomic_files, models
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version, folder_name

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from peralta_zmq import atomic_files
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
 from peralta_zmq.weights.store import WeightStore

@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 import torch
 
 from peralta_zmq import atomic_files
-from peralta_zmq.atomic_files import Content, CorruptError
+from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, GoneError, StoreError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
 from peralta_zmq.weights.backends import StorageBackend, open_backend

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import ChainError, StoreError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.weights import tensors as sets
 from peralta_zmq.weights.backends import FolderWatcher
 from peralta_zmq.weights.replica import LocalReplica

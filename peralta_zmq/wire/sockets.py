@@ -10,8 +10,8 @@ from typing import cast
 import psutil
 import zmq
 
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
-from peralta_zmq.failpoints import failpoint
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMonitor
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 from field import REPO, Field, Program, chance, ended_within, until
 
-from peralta_zmq.failpoints import VARIABLE
+from peralta_zmq.atomic_files import FAILPOINT_VARIABLE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -116,7 +116,7 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
         if place.startswith(IN_GENERATORS):
             program, other = other, program
         starts, target = num_starts(field) + (program == "trainer"), field.step + 4
-        start(program, {VARIABLE: place})
+        start(program, {FAILPOINT_VARIABLE: place})
         if other not in running or not running[other].alive:
             start(other, {})
         until(
