@@ -1,4 +1,10 @@
-"""Append to and read JSON-lines files: metrics.jsonl, events.jsonl, samples.jsonl, eval.jsonl."""
+"""JSON-lines files of a run folder: append rows, read rows, and get numbers from a row.
+
+metrics.jsonl   one row for each optimizer step: metric name -> number
+events.jsonl    start, resume, a generator that joins or leaves, a publication, ...
+samples.jsonl   one group (all rollouts of one problem) of each step
+eval.jsonl      one row for each held-out evaluation
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,10 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import BinaryIO, TypeAlias, cast
 
 Row: TypeAlias = dict[str, object]
@@ -26,13 +33,13 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab+", buffering=0)
-        self._is_torn = False  # a full disk accepted only a part of the last line
+        self._is_torn = False  # a full disk accepted only the beginning of the last line
         _truncate_torn_line(self._file)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line, unbuffered; NaN and infinities become null.
 
-        A write error is logged and loses this row only.
+        After a write error, which is logged, this row is missing; later rows are not affected.
         """
         line = json.dumps(nan_to_null(row), allow_nan=False).encode() + b"\n"
         line = b"\n" + line if self._is_torn else line
@@ -55,14 +62,17 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete rows, oldest first; empty if the file does not exist."""
+    """Return all complete rows, oldest first; none if the file does not exist."""
     return parse_rows(path.read_bytes()) if path.exists() else []
 
 
 def parse_rows(block: bytes) -> list[Row]:
-    """The JSON objects in the complete lines of `block`; skips lines torn by a full disk."""
+    """Parse the complete lines of `block`; lines that are not a JSON object are skipped.
+
+    A full disk leaves incomplete lines.
+    """
     rows: list[Row] = []
-    for line in block.split(b"\n")[:-1]:  # what follows the last newline is incomplete
+    for line in block.split(b"\n")[:-1]:  # text after the last newline is an incomplete line
         with suppress(ValueError):
             if isinstance(row := json.loads(line), dict):
                 rows.append(cast("Row", row))
@@ -70,19 +80,32 @@ def parse_rows(block: bytes) -> list[Row]:
 
 
 def last_step(path: Path) -> int | None:
-    """`step` of the newest row that has one; None for an empty or absent file."""
+    """Return `step` of the newest row that has one; None for an empty or absent file."""
     steps = (row.get("step") for row in reversed(read_rows(path)))
     return next((step for step in steps if isinstance(step, int)), None)
 
 
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
-    """A field as a finite float; `default` if it is absent, not a number or not finite."""
+    """Return a field as a finite float; `default` if it is absent, not a number or not finite."""
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
+def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float]:
+    """Return the numbers of `gen/NAME/METRIC` in a row, by generator name; NaN for a null."""
+    prefix, suffix = "gen/", f"/{metric}"
+    keys = [key for key in row if key.startswith(prefix) and key.endswith(suffix)]
+    return {key[len(prefix) : -len(suffix)]: number(row, key) for key in keys}
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; NaN if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
 def nan_to_null(value: object) -> object:
-    """A copy with None for each NaN and infinity, which JSON does not have, at any depth."""
+    """Return a copy with None for each NaN and infinity at any depth; JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -97,5 +120,5 @@ def _truncate_torn_line(file: BinaryIO) -> None:
     if size := file.seek(0, os.SEEK_END):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
-        if end < size:  # leave a complete file as it is: another process may be appending to it
+        if end < size:  # a complete file stays untouched: another process may be appending to it
             file.truncate(end)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from peralta_zmq.observe import report
-from peralta_zmq.observe.dashboard.export import write_report
+from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import (
     EVALUATIONS,
     EVENTS,

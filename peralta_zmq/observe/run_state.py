@@ -1,6 +1,9 @@
-"""State of a run: recent steps, generators and session.
+"""State of a run, computed from the newest rows of metrics.jsonl and events.jsonl.
 
-Computed from the newest rows of metrics.jsonl and events.jsonl, for the verdict and the dashboard.
+The verdict and the dashboard use it. A session is one run of the trainer program: the event "start"
+or "resume" begins it, "stop" or "complete" ends it. A step that a resumed trainer replays from its
+journal (its log of received groups) has step_time 0. An incarnation is one process of a generator:
+a generator that restarts keeps its name and gets a new incarnation.
 """
 
 from __future__ import annotations
@@ -8,16 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import TypeAlias
 
-from peralta_zmq.observe.metrics import number
+from peralta_zmq.observe.metrics import finite_mean, generator_numbers, number
 
 Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
 
 WINDOW = 20  # newest rows that count
 MIN_ROWS = 3  # minimum number of rows for means of waiting times and rewards
-STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # limit without a step: the longer one
+STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # limit without a step: the longer of the two
 SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
@@ -29,13 +32,13 @@ class GeneratorStats:
     name: str
     tokens_per_s: float
     blocked: float  # share of its time in which it may not sample
-    queue: float  # share of its time in which its send queue is full; part of `blocked`
+    queue: float  # share of its time in which its send queue is full; included in `blocked`
     reload_seconds: float  # duration of one weight update
-    step: float  # optimizer step of its weights; NaN if unknown
+    step: float  # optimizer step of its weights, from the newest row; NaN if unknown
 
     @property
     def speed(self) -> float:
-        """Tokens per second, not counting the time in which it is blocked."""
+        """Tokens per second of the time in which it is not blocked."""
         return self.tokens_per_s / max(0.01, 1.0 - self.blocked)
 
 
@@ -44,7 +47,7 @@ class Session:
     """The trainer's newest session, as its events describe it."""
 
     start: float  # unix seconds; NaN if unknown
-    active_since: float  # `start`, or the end of the newest held-out evaluation
+    active_since: float  # end of the newest held-out evaluation; `start` if there was none
     is_evaluating: bool  # a held-out evaluation is running; no step is expected until it ends
     is_over: bool
     up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
@@ -59,19 +62,19 @@ class RunState:
     events: Rows
     session: Session
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
-    gone: Sequence[str]  # generators that reported in earlier rows and no longer do, or left
-    idle_seconds: float  # since the newest step; NaN if none is expected
+    gone: Sequence[str]  # generators that stopped reporting or left during the recent rows
+    idle_seconds: float  # since the newest step; NaN if no step is expected
 
     def total(self, key: str) -> float:
         """Sum over the rows; a row without the key counts 0."""
         return sum(number(row, key, 0.0) for row in self.rows)
 
     def share(self, key: str) -> float:
-        """Share of all step time that `key` (seconds) took."""
+        """Share of all step time that the activity `key` (seconds) took."""
         return self.total(key) / max(1e-9, self.total("step_time"))
 
     def growth(self, key: str) -> float:
-        """Increase of a cumulative count; 0 if a restart reset it."""
+        """Increase of a cumulative count; 0 if a restart of the trainer reset the count."""
         return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
     @property
@@ -86,10 +89,9 @@ class RunState:
 
     @property
     def num_groups(self) -> float:
-        """Groups consumed after the first row."""
-        keys = {key for row in self.rows for key in row if key.startswith("gen/")}
-        keys = {key for key in keys if key.endswith("/groups")}
-        return sum(number(row, key, 0.0) for row in self.rows[1:] for key in keys)
+        """Groups consumed after the first row, which `growth` compares with."""
+        counts = [generator_numbers(row, "groups").values() for row in self.rows[1:]]
+        return sum(count for row in counts for count in row if math.isfinite(count))
 
 
 def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState | None:
@@ -116,7 +118,7 @@ def session_of(events: Rows) -> Session:
     start = number(events[starts[-1]], "time") if starts else math.nan
     session = events[starts[-1] :] if starts else events
     evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
-    up, left = _membership(session)
+    up, left = membership(session)
     return Session(
         start=start,
         active_since=number(evaluations[-1], "time") if evaluations else start,
@@ -125,6 +127,25 @@ def session_of(events: Rows) -> Session:
         up=up,
         left=left,
     )
+
+
+def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
+    """Return generators that are up and generators that left, each with the time of the event.
+
+    If a process leaves after the generator joined again with a new process, the generator is up.
+    """
+    up: dict[str, float] = {}
+    left: dict[str, float] = {}
+    incarnations: dict[str, object] = {}  # newest incarnation of each generator
+    for event in events:
+        name, incarnation = str(event.get("generator")), event.get("incarnation")
+        if event.get("event") == "join":
+            up[name], incarnations[name] = number(event, "time"), incarnation
+            left.pop(name, None)
+        elif event.get("event") == "leave" and incarnations.get(name, incarnation) == incarnation:
+            up.pop(name, None)
+            left[name] = number(event, "time")
+    return up, left
 
 
 def stall_limit(step_seconds: float) -> float:
@@ -138,14 +159,13 @@ def seconds_left(rows: Rows, steps_left: float) -> float:
     `rows` must be of one session, so that the pause between two sessions does not count. NaN before
     the first step of the session.
     """
-    # A step that was replayed from the journal has step_time 0.
-    live = [row for row in rows if number(row, "step_time", 0.0) > 0.0][-WINDOW - 1 :]
-    if not live:
+    trained = _without_replayed(rows)[-WINDOW - 1 :]
+    if not trained:
         return math.nan
-    num_steps = number(live[-1], "step") - number(live[0], "step")
-    seconds = number(live[-1], "time") - number(live[0], "time")
+    num_steps = number(trained[-1], "step") - number(trained[0], "step")
+    seconds = number(trained[-1], "time") - number(trained[0], "time")
     is_measured = num_steps > 0 and seconds > 0  # the clock may have been set back
-    step_seconds = seconds / num_steps if is_measured else number(live[-1], "step_time")
+    step_seconds = seconds / num_steps if is_measured else number(trained[-1], "step_time")
     return step_seconds * max(0.0, steps_left)
 
 
@@ -160,30 +180,33 @@ def format_duration(seconds: float) -> str:
 
 
 def _recent(rows: Rows, events: Rows) -> Rows:
-    """Return the newest rows, without steps that were replayed from the journal (step_time 0).
+    """Return the newest WINDOW rows, without replayed steps.
 
-    The first step of each session is left out as well if MIN_ROWS others remain, because its time
-    includes the start of the trainer.
+    The first step of each session is excluded too, because its time includes the start of the
+    trainer, unless fewer than MIN_ROWS rows would remain.
     """
-    live = [row for row in rows[-2 * WINDOW :] if number(row, "step_time", 0.0) > 0.0]
+    trained = _without_replayed(rows[-2 * WINDOW :])
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
     first_steps = {number(event, "step") + 1 for event in starts}
-    later = [row for row in live if number(row, "step") not in first_steps]
-    return (later if len(later) >= MIN_ROWS else live)[-WINDOW:]
+    later = [row for row in trained if number(row, "step") not in first_steps]
+    return (later if len(later) >= MIN_ROWS else trained)[-WINDOW:]
+
+
+def _without_replayed(rows: Rows) -> Rows:
+    return [row for row in rows if number(row, "step_time", 0.0) > 0.0]
 
 
 def _reporting(row: Mapping[str, object]) -> set[str]:
     """Return the names of the generators that report in this row."""
-    suffix = "/tokens_per_s"
-    return {key[4 : -len(suffix)] for key in row if key.startswith("gen/") and key.endswith(suffix)}
+    return set(generator_numbers(row, "tokens_per_s"))
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
     """Average over the rows, because a single report covers only two seconds."""
 
-    def mean(key: str) -> float:
-        values = [number(row, f"gen/{name}/{key}") for row in rows]
-        return fmean([value for value in values if math.isfinite(value)] or [0.0])
+    def mean(metric: str) -> float:
+        average = finite_mean(number(row, f"gen/{name}/{metric}") for row in rows)
+        return 0.0 if math.isnan(average) else average
 
     return GeneratorStats(
         name,
@@ -197,23 +220,7 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
 
 def _gone(rows: Rows, events: Rows) -> list[str]:
     """Return generators that stopped reporting and are not up, or left since the first row."""
-    up, left = _membership(events)
+    up, left = membership(events)
     silent = {name for row in rows for name in _reporting(row)} - _reporting(rows[-1])
     since = number(rows[0], "time")
     return sorted(silent - up.keys() | {name for name, time in left.items() if time >= since})
-
-
-def _membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
-    """Return generators that are up and generators that left, each with the time of the event."""
-    up: dict[str, float] = {}
-    left: dict[str, float] = {}
-    incarnations: dict[str, object] = {}  # newest incarnation of each generator
-    for event in events:
-        name, incarnation = str(event.get("generator")), event.get("incarnation")
-        if event.get("event") == "join":
-            up[name], incarnations[name] = number(event, "time"), incarnation
-            left.pop(name, None)
-        elif event.get("event") == "leave" and incarnations.get(name, incarnation) == incarnation:
-            up.pop(name, None)
-            left[name] = number(event, "time")
-    return up, left

@@ -1,13 +1,18 @@
 """The verdict: one sentence on a run's bottleneck or fault, with advice.
 
-A pure function of the newest rows of metrics.jsonl and events.jsonl. The functions in FINDINGS run
-in order, and each yields a Verdict for every condition that holds. The first Verdict of level "bad"
-is returned; if there is none, the first of all.
+`verdict` is a pure function of the newest rows of metrics.jsonl and events.jsonl. Each function in
+FINDINGS checks several conditions and yields a Verdict for every one that holds. `verdict` returns
+the first Verdict of level "bad"; if there is none, the first of all.
+
+A group is all rollouts of one problem. A group is stale if the weights that sampled it are older
+than train.max_off_policy_steps; it has no learning signal if its rewards are equal. The journal is
+the trainer's log of received groups in run.dir; weights.dir is where it publishes weights.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -34,12 +39,12 @@ Level: TypeAlias = Literal["ok", "warn", "bad"]
 # Thresholds of the findings.
 WAITING = 0.25  # share of time that the trainer or a generator waits
 ONE_BLOCKED = 0.5  # share of time that one generator is blocked while the others are not
-STALLED = 0.15  # share of the trainer's time spent on publishing, or on the journal
+BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
 LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or that got no reward
-FIRST_STEP_SECONDS = 120.0  # without a first step, since the first generator joined
-STALE_SECONDS, STALE_STEPS = 10.0, 3  # age of a generator's weights; both must be reached
+FIRST_STEP_SECONDS = 120.0  # from the first join to a warning that there is no step yet
+OLD_SECONDS, OLD_STEPS = 10.0, 3  # age of a generator's weights; both must be reached
 SATURATED_SECONDS = 0.5  # time to publish a version; faster publishing is never a bottleneck
-SLOW = 0.5  # fraction of the median generator's speed; lower speeds are reported
+SLOW = 0.5  # fraction of the generators' median speed; a generator below it is reported
 NO_SIGNAL = 0.8  # share of groups with equal rewards
 SOLVED, HOPELESS = 0.9, 0.1  # mean reward: at least SOLVED, at most HOPELESS
 START_GENERATOR = "start one: bin/generator @ CONFIG"
@@ -72,35 +77,28 @@ def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdi
     return next((finding for finding in findings if finding.level == "bad"), findings[0])
 
 
-def waiting(rows: Rows, events: Rows = ()) -> tuple[float, int]:
-    """Return the share of time that the trainer waits for groups, and the number of rows used.
-
-    The verdict is based on the same share. The share is NaN before the first step.
-    """
-    state = run_state(rows, events)
-    return (state.waiting, len(state.rows)) if state else (math.nan, 0)
-
-
 def _before_first_step(events: Rows, now: float | None) -> Verdict:
     session = session_of(events)
-    if now is not None and not session.is_over:
-        if session.is_evaluating:
-            return Verdict("evaluating the untrained model before the first step", "", "ok")
-        if reason := _no_generator(session, now):
-            return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
-        seconds = now - min(session.up.values(), default=now)
-        if seconds > FIRST_STEP_SECONDS:
-            return Verdict(
-                f"no step yet: {', '.join(sorted(session.up))} joined {format_duration(seconds)} "
-                "ago",
-                "the first step of a large model takes long; otherwise check the last lines of "
-                "the trainer's and the generators' logs",
-            )
-    return Verdict("waiting for the first step", "", "ok")
+    if now is None or session.is_over:
+        return Verdict("waiting for the first step", "", "ok")
+    if session.is_evaluating:
+        return Verdict("evaluating the untrained model before the first step", "", "ok")
+    if reason := _no_generator(session, now):
+        return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
+    if not session.up:
+        return Verdict("waiting for the first generator", START_GENERATOR, "ok")
+    names, seconds = ", ".join(sorted(session.up)), now - min(session.up.values())
+    if seconds > FIRST_STEP_SECONDS:
+        return Verdict(
+            f"no step yet: {names} joined {format_duration(seconds)} ago",
+            "the first step of a large model takes long; otherwise check the last lines of "
+            "the trainer's and the generators' logs",
+        )
+    return Verdict(f"waiting for the first step; {names} joined", "", "ok")
 
 
 def _no_generator(session: Session, now: float) -> str:
-    """Return why no generator is up; empty if one is up, or if one may still join."""
+    """Return why no generator is up; empty if one is up, or if it is too early to say."""
     if session.up:
         return ""
     if session.left:
@@ -113,6 +111,7 @@ def _no_generator(session: Session, now: float) -> str:
 def _stalled(state: RunState) -> Iterator[Verdict]:
     session, seconds = state.session, state.idle_seconds
     has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
+    # Without a step in this session, `seconds` counts from `active_since`.
     if has_no_step and (reason := _no_generator(session, session.active_since + seconds)):
         yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
     if seconds > stall_limit(state.step_seconds):
@@ -125,7 +124,7 @@ def _stalled(state: RunState) -> Iterator[Verdict]:
 
 
 def _gone(state: RunState) -> Iterator[Verdict]:
-    # `gone` covers WINDOW steps only, so it hides other findings for a short time.
+    # `gone` covers WINDOW steps only, so this finding takes precedence for a short time.
     if state.gone:
         verb, pronoun = ("is", "it") if len(state.gone) == 1 else ("are", "them")
         sentence = f"{', '.join(state.gone)} {verb} gone, {len(state.generators)} still up"
@@ -181,14 +180,13 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
             "check its log: the reward function fails or exceeds task.reward_timeout",
         )
     if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LOST_GROUPS:
-        senders = [
-            str(event.get("sender")).rpartition("/")[0]
+        senders = Counter(
+            str(event.get("sender")).rpartition("/")[0]  # the sender is generator/incarnation
             for event in state.events
             if (event.get("event"), event.get("outcome")) == ("drop", "stale")
             and number(event, "time") >= number(state.rows[0], "time")
-        ]
-        top_sender = max(set(senders), key=lambda name: (senders.count(name), name), default="")
-        source = f", most of them from {top_sender}" if top_sender else ""
+        )
+        source = f", most of them from {senders.most_common(1)[0][0]}" if senders else ""
         yield Verdict(
             f"{_percent(share)} of groups were dropped as stale{source}",
             "raise train.max_off_policy_steps, or remove the slowest generator",
@@ -200,13 +198,13 @@ def _weights(state: RunState) -> Iterator[Verdict]:
     oldest = min(reported, key=lambda generator: generator.step, default=None)
     steps = number(state.rows[-1], "step") - oldest.step if oldest else 0.0
     seconds = steps * state.step_seconds
-    if oldest and steps >= STALE_STEPS and seconds >= STALE_SECONDS:
+    if oldest and steps >= OLD_STEPS and seconds >= OLD_SECONDS:
         yield Verdict(
             f"{oldest.name} still samples from the weights of step {oldest.step:.0f}, which are "
             f"{steps:.0f} steps or {seconds:.0f} s old",
             "check its link to weights.dir with bin/doctor on that machine",
         )
-    if (stall := state.share("time/publish")) >= STALLED:
+    if (stall := state.share("time/publish")) >= BLOCKING:
         yield Verdict(
             f"publishing blocks the trainer {_percent(stall)} of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
@@ -231,7 +229,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
 
 
 def _journal(state: RunState) -> Iterator[Verdict]:
-    if (share := state.share("time/journal")) >= STALLED:
+    if (share := state.share("time/journal")) >= BLOCKING:
         yield Verdict(
             f"the disk of run.dir is saturated: the journal takes {_percent(share)} of the "
             "trainer's time",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs import append, group, make_run, row
 
-from peralta_zmq.observe.dashboard.export import write_report
+from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,8 @@ def test_empty_run_explains_what_it_waits_for(
     folder = make_run(tmp_path / "hand", num_steps=0)
     seen = tab(serve(folder).url)
     seen.wait_for("status", "waiting for the first step")
-    assert "No generator has joined yet" in seen.text("note")
+    assert seen.text("verdict") == "waiting for the first generator"
+    assert seen.text("advice") == "start one: bin/generator @ CONFIG"
     assert seen.text("card-reward") == "-"
     assert [seen.text(f"note-{name}") for name in ("rollouts", "wait", "staleness")] == (
         3 * ["no step yet"]

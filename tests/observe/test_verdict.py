@@ -293,7 +293,13 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
         ),
     ),
     # few or no steps
-    "nothing": ([], [], NOW, Verdict("waiting for the first step", "", "ok")),
+    "nothing": (
+        [], [], NOW,
+        Verdict("waiting for the first generator", "start one: bin/generator @ CONFIG", "ok"),
+    ),
+    "run stopped before the first step": (
+        [], [START, START | {"event": "stop"}], NOW, Verdict("waiting for the first step", "", "ok")
+    ),
     "no join": (
         [], [START], 1045.0,
         Verdict(
@@ -307,7 +313,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, Verdict]] = {
     ),
     "one of two left": (
         [], [START, joined("a", 1010.0), joined("b", 1010.0), left("a", 1041.0)], 1042.0,
-        Verdict("waiting for the first step", "", "ok"),
+        Verdict("waiting for the first step; b joined", "", "ok"),
     ),
     "join in an earlier session": (
         [], [START, joined("a", 1010.0), START | {"event": "resume", "time": 2000.0}], 2045.0,

@@ -2,8 +2,7 @@
 
 run_files   incremental reading of a run folder
 charts      column store of the metrics, and the points of each chart
-view        everything shown, as JSON
-app         HTTP server: routes, access control, thread (optional packages)
-export      the dashboard with its data in one HTML file
+view        everything shown, as JSON or as one HTML file
+app         HTTP server: routes, access control, thread (needs optional packages)
 static/     HTML, CSS and JavaScript; uPlot draws the charts
 """

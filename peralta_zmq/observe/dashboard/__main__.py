@@ -12,8 +12,8 @@ from pathlib import Path
 
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.errors import ConfigError, PeraltaError
-from peralta_zmq.observe.dashboard.export import write_report
 from peralta_zmq.observe.dashboard.run_files import CONFIG
+from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import EVENTS, METRICS
 
 DEFAULT_PORT = 8470

@@ -17,6 +17,7 @@ from peralta_zmq.observe import metrics
 from peralta_zmq.observe.dashboard.charts import Table
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, Row, number
 from peralta_zmq.observe.report import SUMMARY
+from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,6 +32,8 @@ FREQUENT_EVENTS = ("publish", "drop")  # in a deque of their own, so that others
 BLOCK = 4 << 20  # bytes of one read; longer lines are skipped
 # Only the last MAX_BYTES of a longer file are read.
 MAX_BYTES = {METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20, SAMPLES: 16 << 20}
+ENDED = {"finished", "stopped"}  # statuses
+NOT_RUNNING = {*ENDED, "crashed", "silent"}  # reports of generators are no longer received
 REFRESH_SECONDS = 0.8  # after which refresh() leaves the remaining data for the next call
 
 
@@ -136,6 +139,36 @@ class RunFiles:
             while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
                 self.rows.pop()  # undone by a roll-back
             self.rows.append(row)
+
+
+def status_of(run: RunFiles, *, now: float) -> str:
+    """Return the status of a run.
+
+    "loading" (files not read yet), "empty" (no step yet), "training", "stalled" (the trainer runs
+    but takes no step), "silent" (no new data, and no way to check if the trainer runs), "crashed",
+    "stopped" (by the user) or "finished".
+    """
+    if run.loading:
+        return "loading"
+    kinds = [row.get("event") for row in run.events]
+    newest = [kind for kind in kinds if kind in (*SESSION_STARTS, *SESSION_ENDS)][-1:]
+    if newest == ["complete"] or _is_complete(run):
+        return "finished"
+    if newest == ["stop"]:
+        return "stopped"
+    seconds = now - run.newest_time
+    if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
+        return "training" if run.rows else "empty"
+    is_held = run.is_held()
+    if is_held:  # before the first step: its evaluation may take minutes
+        return "stalled" if run.rows else "empty"
+    return "silent" if is_held is None else "crashed"
+
+
+def _is_complete(run: RunFiles) -> bool:
+    if not run.summary():
+        return False
+    return number(run.last, "step", 0.0) >= number(run.config().get("train", {}), "max_steps")
 
 
 class Tail:

@@ -1,49 +1,58 @@
-"""Content of the dashboard as JSON: header, verdict, cards, charts, generators, events, samples.
+"""Content of the dashboard: header, verdict, cards, charts, generators, events, samples.
 
-All numbers are formatted here, so that the web page and the exported file show the same text.
-NaN becomes null when the JSON is written.
+`update` returns it as JSON for the page that app.py serves; `write_report` writes the page with its
+data into one HTML file. All numbers are formatted here, so that both show the same text. A NaN
+becomes null when the JSON is written. A sample is a group (all rollouts of one problem) of a step.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
-from statistics import fmean
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.dashboard.charts import charts_of
-from peralta_zmq.observe.dashboard.run_files import RunFiles
-from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.dashboard.run_files import (
+    ENDED,
+    NOT_RUNNING,
+    RunFiles,
+    open_runs,
+    status_of,
+)
+from peralta_zmq.observe.metrics import Row, finite_mean, nan_to_null, number
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
-    SESSION_ENDS,
-    SESSION_STARTS,
-    Session,
     format_duration,
+    membership,
+    run_state,
     seconds_left,
     session_of,
-    stall_limit,
 )
-from peralta_zmq.observe.verdict import verdict, waiting
+from peralta_zmq.observe.verdict import verdict
 
 Json: TypeAlias = dict[str, Any]
-NUM_CHANGE = 20  # number of newest steps that the change of the mean reward is computed over
-MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS, MAX_SAMPLES = (
-    60,
-    80,
-    200,
-    12,
-)  # newest entries sent in one update
+
+NUM_CHANGE = 20  # the change of the mean reward compares this number of newest steps
+MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS = 60, 80, 200  # newest entries in one update
+MAX_SAMPLES = 12  # newest groups in one response
+MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
 MAX_EVENT_TEXT = 300  # characters
-MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # of one group; characters of one text
-MARKED_EVENTS = {"start", "resume", "join", "leave", "restart", "killed", "skip", "roll_back",
-                 "publish_failed", "checkpoint_failed", "journal_failed", "stop",
-                 "complete"}  # fmt: skip
+REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
+# Events that are listed but not marked in the charts; run_files keeps publish and drop separately.
+UNMARKED = {*EVALUATION_EVENTS, "hello", "last_report", "pool_refilled", "pool_returned"}
 STATUS_TEXTS = {
     "loading": "reading the run's files",
     "empty": "waiting for the first step",
@@ -54,13 +63,22 @@ STATUS_TEXTS = {
     "stopped": "stopped",
     "finished": "finished",
 }
-GENERATOR_STATS = ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
-ENDED = {"finished", "stopped"}
-NOT_RUNNING = {*ENDED, "crashed", "silent"}  # reports of generators are no longer received
+GENERATOR_METRICS = ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
+NO_STEP = "no step yet"
+
+
+STATIC = files("peralta_zmq.observe.dashboard") / "static"
+STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
+SCRIPT = re.compile(r'<script defer src="([\w.-]+)"></script>')
+ICON = re.compile(r'<link rel="icon"[^>]*>\n')
 
 
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
-    """Return the state of a run and the chart points added since the update with `cursor`."""
+    """Return the state of a run and the chart points added since the update with `cursor`.
+
+    A cursor says what the page has: the run's generation (see RunFiles) and the numbers of steps
+    and evaluations. If it is invalid or outdated, `reset` is True and all points are sent.
+    """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
     sent = (len(run.table.steps), len(run.evaluations))
     reset = generation != run.generation or num_steps > sent[0]
@@ -75,6 +93,31 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
         "num_steps": sent[0],
         "state": state(run, now=now),
     }
+
+
+def write_report(folders: Sequence[Path], path: Path) -> Path:
+    """Write the dashboard of these runs, in their current state, atomically to `path`."""
+    replace_file(path, report(open_runs(folders)).encode())
+    return path
+
+
+def report(runs: Sequence[RunFiles]) -> str:
+    """Return the page with its data as HTML that loads nothing else.
+
+    Its content security policy allows only its own script and style.
+    """
+    html = ICON.sub("", (STATIC / "index.html").read_text("utf-8"))
+    style = "".join((STATIC / name).read_text("utf-8") for name in STYLE.findall(html))
+    script = "\n".join((STATIC / name).read_text("utf-8") for name in SCRIPT.findall(html))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    html = SCRIPT.sub("", STYLE.sub("", html))
+    html = html.replace("<title>", f"{meta}\n<style>{style}</style>\n<title>", 1)
+    data = f'<script type="application/json" id="report">{_data(runs)}</script>'
+    return html.replace("</body>", f"{data}\n<script>{script}</script>\n</body>", 1)
 
 
 def state(run: RunFiles, *, now: float) -> Json:
@@ -97,61 +140,38 @@ def state(run: RunFiles, *, now: float) -> Json:
     }
 
 
-def status_of(run: RunFiles, *, now: float) -> str:
-    """Return the status of a run: a key of STATUS_TEXTS."""
-    if run.loading:
-        return "loading"
-    kinds = [row.get("event") for row in run.events]
-    newest = [kind for kind in kinds if kind in (*SESSION_STARTS, *SESSION_ENDS)][-1:]
-    if newest == ["complete"] or _is_complete(run):
-        return "finished"
-    if newest == ["stop"]:
-        return "stopped"
-    seconds = now - run.newest_time
-    if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
-        return "training" if run.rows else "empty"
-    is_held = run.is_held()
-    if is_held:  # before the first step: its evaluation may take minutes
-        return "stalled" if run.rows else "empty"
-    return "silent" if is_held is None else "crashed"
-
-
 def generators_of(run: RunFiles, status: str) -> list[Json]:
-    """Return all generators that ever reported or joined, sorted by name."""
-    names = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
-    joins = {str(row.get("generator")): row for row in run.events if row.get("event") == "join"}
-    left = {_incarnation(row) for row in run.events if row.get("event") == "leave"}
+    """Return all generators that ever reported or joined, sorted by name.
+
+    `state` is "up"; "new" if the generator joined after the newest step; "gone" if it left or the
+    newest step has no metrics of it; "unknown" if the trainer does not run.
+    """
+    reported = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
+    up, left = membership(run.events)
     generators: list[Json] = []
-    for name in sorted(names | set(joins)):
-        stats = {key: number(run.last, f"gen/{name}/{key}") for key in GENERATOR_STATS}
-        reports = math.isfinite(stats["tokens_per_s"]) or math.isfinite(stats["groups"])
-        join = joins.get(name, {})
-        is_new = number(join, "time", -math.inf) > number(run.last, "time", -math.inf)
-        has_left = _incarnation({**join, "generator": name}) in left
-        if has_left or not (reports or is_new):
+    for name in sorted(reported | up.keys() | left.keys()):
+        values = {key: number(run.last, f"gen/{name}/{key}") for key in GENERATOR_METRICS}
+        reports = math.isfinite(values["tokens_per_s"]) or math.isfinite(values["groups"])
+        is_new = up.get(name, -math.inf) > number(run.last, "time", -math.inf)
+        if name in left or not (reports or is_new):
             generator_state = "gone"
         elif status in NOT_RUNNING:
             generator_state = "unknown"
         else:
             generator_state = "up" if reports else "new"
-        generators.append({"name": name, "state": generator_state, **_cells(run, stats)})
+        generators.append(
+            {
+                "name": name,
+                "state": generator_state,
+                "step": format_number(values["step"], 0),
+                "behind": format_number(number(run.last, "step") - values["step"], 0),
+                "tokens_per_s": format_number(values["tokens_per_s"], 0),
+                "blocked": format_number(100 * values["blocked_frac"], 0, "%"),
+                "reload_s": format_number(values["reload_s"], 3, " s"),
+                "groups": format_number(values["groups"], 0),
+            }
+        )
     return generators
-
-
-def _cells(run: RunFiles, stats: Mapping[str, float]) -> dict[str, str]:
-    return {
-        "step": format_number(stats["step"], 0),
-        "behind": format_number(number(run.last, "step") - stats["step"], 0),
-        "tokens_per_s": format_number(stats["tokens_per_s"], 0),
-        "blocked": format_number(100 * stats["blocked_frac"], 0, "%"),
-        "reload_s": format_number(stats["reload_s"], 3, " s"),
-        "groups": format_number(stats["groups"], 0),
-    }
-
-
-def _incarnation(row: Mapping[str, object]) -> tuple[str, str]:
-    """Return generator and incarnation of a join or leave event."""
-    return str(row.get("generator")), str(row.get("incarnation", 0))
 
 
 def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
@@ -161,12 +181,11 @@ def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
 
 
 def sample(index: int, row: Row) -> Json:
-    """Return one group of samples.jsonl, with number `index`; long texts are truncated."""
+    """Return one group of samples.jsonl as JSON; `index` is its row number, counted from 1."""
     texts, rewards, advantages = (
         cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
     )
     prompt = str(row.get("prompt", ""))
-    finite = [reward for reward in rewards if reward is not None]
     rollouts = zip(texts[:MAX_ROLLOUTS], rewards, advantages, strict=False)
     return {
         "number": index,
@@ -174,7 +193,7 @@ def sample(index: int, row: Row) -> Json:
         "task": str(row.get("task", "")),
         "generator": str(row.get("generator", "")),
         "policy_step": number(row, "policy_step", 0.0),
-        "mean": fmean(finite) if finite else None,
+        "mean": finite_mean(reward for reward in rewards if reward is not None),
         "prompt": _truncate(prompt),
         "rollouts": [
             {"text": _truncate(text.removeprefix(prompt)), "reward": reward, "advantage": advantage}
@@ -188,6 +207,26 @@ def format_number(value: float, digits: int, unit: str = "") -> str:
     if not math.isfinite(value):
         return "-"
     return f"{Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP):,}{unit}"
+
+
+def _data(runs: Sequence[RunFiles]) -> str:
+    """Return the data of all runs as JSON without `<`, so that it cannot end the script element.
+
+    Text that a model wrote therefore never becomes markup.
+    """
+    now = time.time()
+    exported: list[Json] = []
+    for run in runs:
+        run.refresh(seconds=REPORT_SECONDS)
+        content = {"name": run.name, "update": update(run, now=now), "samples": samples(run)}
+        exported.append(content)
+    data = nan_to_null({"written": now, "runs": exported})
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
+def _hash(content: str) -> str:
+    """Return the source expression that allows an inline script or style in the policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 def _header(run: RunFiles, config: Mapping[str, Any], status: str, now: float) -> Json:
@@ -214,7 +253,6 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
     age, summary = format_duration(now - run.newest_time), run.summary()
     before, after = (format_number(number(summary, f"eval_{at}"), 3) for at in ("before", "after"))
     return {
-        "empty": _no_step_text(session_of(list(run.events))),
         "stalled": f"The trainer is running and has taken no step for {age}.",
         "silent": f"No new data for {age}: the trainer is waiting or was killed. "
         "The same command resumes it without loss.",
@@ -227,17 +265,11 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
     }.get(status, "")
 
 
-def _no_step_text(session: Session) -> str:
-    """Explain why there is no first step yet."""
-    if not session.up:
-        reason = "All generators have left" if session.left else "No generator has joined yet"
-        return f"{reason}. Start one: bin/generator @ CONFIG"
-    noun = "generators have" if len(session.up) > 1 else "generator has"
-    return f"{len(session.up)} {noun} joined; charts appear with the first step."
-
-
 def _eta(run: RunFiles, steps_left: float) -> str:
-    """Return the estimated time left; empty before the first step of the newest session."""
+    """Return the estimated time left; empty before the first step of the newest session.
+
+    Rows of earlier sessions are ignored, so that a pause does not count.
+    """
     start = session_of(list(run.events)).start
     rows = [row for row in run.rows if not number(row, "time") < start]
     seconds = seconds_left(rows, steps_left)
@@ -251,34 +283,42 @@ def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
     def derived(key: str) -> str:
         return format_number(run.table.value(key, len(run.table.steps) - 1), 0)
 
-    share, num_steps = waiting(list(run.rows), _all_events(run))
+    def card(id: str, label: str, value: str, note: str) -> Json:
+        return {"id": id, "label": label, "value": value, "note": note}
+
+    recent = run_state(list(run.rows), _all_events(run))
+    waiting = format_number(100 * recent.waiting, 0, "%") if recent else "-"
     states = [generator["state"] for generator in generators]
     up, seen = str(sum(state != "gone" for state in states)), f"{len(generators)} seen"
-    cards = (
-        ("reward", "Reward", newest("reward", 3), _reward_change(run)),
-        ("eval", "Held-out accuracy", *_evaluation(run)),
-        ("rollouts", "Rollouts/s", derived("rollouts_per_s"),
-         f"{derived('tokens_per_s')} generated tokens/s" if run.rows else "no step yet"),
-        ("wait", "Trainer waits", format_number(100 * share, 0, "%"),
-         f"of the last {num_steps} steps" if run.rows else "no step yet"),
-        ("queue", "Queue", newest("queue/depth"), "groups waiting"),
-        ("staleness", "Staleness", newest("staleness/mean", 1),
-         f"steps, at most {newest('staleness/max')}" if run.rows else "no step yet"),
-        ("dropped", "Dropped", derived("dropped"), "groups in total"),
-        ("generators", "Generators up", *(("-", f"unknown, {seen}") if "unknown" in states
-                                          else (up, f"of {seen}"))),
-    )  # fmt: skip
-    return [dict(zip(("id", "label", "value", "note"), card, strict=True)) for card in cards]
+    up, seen = ("-", f"unknown, {seen}") if "unknown" in states else (up, f"of {seen}")
+    rate = f"{derived('tokens_per_s')} generated tokens/s"
+    span = f"of the last {len(recent.rows)} steps" if recent else NO_STEP
+    max_staleness = f"steps, at most {newest('staleness/max')}"
+    return [
+        card("reward", "Reward", newest("reward", 3), _reward_change(run)),
+        card("eval", "Held-out accuracy", *_evaluation(run)),
+        card("rollouts", "Rollouts/s", derived("rollouts_per_s"), rate if run.rows else NO_STEP),
+        card("wait", "Trainer waits", waiting, span),
+        card("queue", "Queue", newest("queue/depth"), "groups waiting"),
+        card(
+            "staleness",
+            "Staleness",
+            newest("staleness/mean", 1),
+            max_staleness if run.rows else NO_STEP,
+        ),
+        card("dropped", "Dropped", derived("dropped"), "groups in total"),
+        card("generators", "Generators up", up, seen),
+    ]
 
 
 def _reward_change(run: RunFiles) -> str:
-    """Mean reward of the newest steps minus the mean of the same number of steps before them."""
+    """Compare the mean reward of the newest steps with that of as many steps before."""
     rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     finite = rewards[np.isfinite(rewards)]
     half = len(finite) // 2
     if not half:
         return "no change yet"
-    change = fmean(finite[-half:]) - fmean(finite[-2 * half : -half])
+    change = finite[-half:].mean() - finite[-2 * half : -half].mean()
     return f"{change:+.3f} in {half} step{'s' * (half > 1)}"
 
 
@@ -311,8 +351,11 @@ def _format_value(value: object) -> str:
 
 
 def _markers(run: RunFiles) -> list[Json]:
-    """Return the events to mark in the charts, each with its step or the step in progress then."""
-    marked = [row for row in run.events if row.get("event") in MARKED_EVENTS][-MAX_MARKERS:]
+    """Return the events to mark in the charts.
+
+    An event that has no step gets the step that was in progress at its time.
+    """
+    marked = [row for row in run.events if row.get("event") not in UNMARKED][-MAX_MARKERS:]
     times, steps = run.table.values("time"), run.table.steps
     markers: list[Json] = []
     for row in marked:
@@ -328,12 +371,6 @@ def _markers(run: RunFiles) -> list[Json]:
 def _all_events(run: RunFiles) -> list[Row]:
     events = merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0))
     return list(events)
-
-
-def _is_complete(run: RunFiles) -> bool:
-    if not run.summary():
-        return False
-    return number(run.last, "step", 0.0) >= number(run.config().get("train", {}), "max_steps")
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:

@@ -11,8 +11,8 @@ from runs import append, group, make_run
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard.__main__ import main
-from peralta_zmq.observe.dashboard.export import report
 from peralta_zmq.observe.dashboard.run_files import RunFiles
+from peralta_zmq.observe.dashboard.view import report
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 VENDORED = {  # SHA-256 of uPlot 1.6.32 from npm

@@ -14,7 +14,7 @@ import pytest
 from runs import append, make_run, row
 
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run_files import RunFiles
+from peralta_zmq.observe.dashboard.run_files import RunFiles, status_of
 from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import Terminal
 
@@ -98,13 +98,12 @@ def test_status_of_run(
         append(folder / "events.jsonl", {"time": time.time(), "event": event, "step": 3})
     run = RunFiles(folder, live=lock == "live")
     run.refresh()
-    assert view.status_of(run, now=run.newest_time + later) == status
+    assert status_of(run, now=run.newest_time + later) == status
 
 
 SAVED = {"steps": 3, "seconds": 65.0, "eval_before": 0.4, "eval_after": 0.875}
 TEXTS = {  # status -> text and explanation
-    "empty": ("waiting for the first step",
-              "No generator has joined yet. Start one: bin/generator @ CONFIG"),
+    "empty": ("waiting for the first step", ""),
     "training": ("training", ""),
     "stalled": ("no recent step", "The trainer is running and has taken no step for 40s."),
     "crashed": ("crashed",
@@ -162,29 +161,6 @@ def test_eta_ignores_pauses_and_equals_the_terminals(tmp_path: Path) -> None:
             run.refresh()
             assert stream.getvalue().rstrip().endswith(f"eta={header_of(run)['eta']}")
     assert header_of(run)["eta"] == "1m10s"  # 35 steps of 2 s
-
-
-@pytest.mark.parametrize(("count", "text"), [
-    (1, "1 generator has joined; charts appear with the first step."),
-    (2, "2 generators have joined; charts appear with the first step."),
-])  # fmt: skip
-def test_joined_generators_are_counted_before_the_first_step(
-    tmp_path: Path, count: int, text: str
-) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=0)
-    joins = [{"time": time.time(), "event": "join", "generator": str(n)} for n in range(count)]
-    append(folder / "events.jsonl", *joins)
-    assert header_of(read_run(folder))["explanation"] == text
-
-
-def test_generators_that_left_are_not_counted(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=0)
-    append(folder / "events.jsonl", *(
-        {"time": time.time(), "event": event, "generator": "ann", "incarnation": "1"}
-        for event in ("join", "leave")
-    ))  # fmt: skip
-    text = "All generators have left. Start one: bin/generator @ CONFIG"
-    assert header_of(read_run(folder))["explanation"] == text
 
 
 def test_partly_read_file_is_loading(tmp_path: Path) -> None:
