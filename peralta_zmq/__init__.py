@@ -22,8 +22,7 @@ Files in the order in which a rollout passes through them, about an hour of read
     wire/sockets.py         send and receive groups
     trainer/collector.py    admit or drop groups, journal and acknowledge them
     learning/admission.py   decide whether a group is stale, a duplicate, without signal
-    trainer/loop.py         collect a batch, take a step, publish, save
-    trainer/step.py         learn from a batch, record metrics, save a checkpoint
+    trainer/loop.py         collect a batch, learn, publish, record, save
     learning/learner.py     filter and pack the groups, run the optimizer updates
     learning/advantages.py  rewards -> advantages
     learning/packing.py     groups -> packed sequences and micro-batches

@@ -221,7 +221,7 @@ def test_roll_back_to_the_published_step_publishes_the_new_lineage(tmp_path: Pat
         first = Session(stack, tmp_path)
         for _ in range(2):
             first.advance()
-        first.trainer.steps.save()
+        first.trainer.checkpoints.save()
     for more in (("--checkpoint.resume-step=2",), ()):  # the second start rolls nothing back
         with ExitStack() as stack:
             versions = Session(stack, tmp_path, *more).trainer.publishing.store.versions()
@@ -315,13 +315,13 @@ def test_stop_during_a_replay_changes_no_published_step(
         published = weights_of(killed)
     with ExitStack() as stack:
         trainer = continued.open(stack, max_steps=8)
-        learn = trainer.steps.learn
+        learn = trainer.policy.learner.learn
 
         def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> dict[str, float]:
             trainer.session.stop.requested = True
             return learn(groups, **options)
 
-        monkeypatch.setattr(trainer.steps, "learn", learn_then_stop)
+        monkeypatch.setattr(trainer.policy.learner, "learn", learn_then_stop)
         trainer.recover()
         trainer.finish()
         assert trainer.policy.learner.step == 1

@@ -16,7 +16,7 @@ from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import no_rollouts_text
-from peralta_zmq.trainer.step import NO_SIGNAL_STEPS, StepRecorder
+from peralta_zmq.trainer.loop import NO_SIGNAL_STEPS, StepRecorder
 from tools import config_reference
 
 ROOT = Path(__file__).parents[1]

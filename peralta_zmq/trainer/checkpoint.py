@@ -17,6 +17,9 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
+from peralta_zmq.trainer.collector import BatchCollector
+from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.session import Session
 
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
 logger = logging.getLogger(__name__)
@@ -29,6 +32,51 @@ class Checkpoint:
     step: int
     tensors: dict[str, torch.Tensor]  # fp32 masters, optimizer state, RNG
     progress: dict[str, Any]  # JSON: ledger, curriculum, base of the adapters
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a session, and prunes the journal before the oldest one kept."""
+
+    def __init__(self, session: Session, policy: Policy, collector: BatchCollector) -> None:
+        self.saved_step = -1  # of the newest checkpoint; -1: none
+        self._session, self._policy, self._collector = session, policy, collector
+        self.update_progress()
+
+    def update_progress(self) -> None:
+        """Take the JSON part of the next checkpoint; call it right after each step.
+
+        Groups that are received later belong to the next step.
+        """
+        self._progress = {**self._collector.state(), **self._policy.manifest_fields}
+
+    def save(self) -> None:
+        """Write a checkpoint of the newest step; a failed write only makes a replay longer."""
+        try:
+            self.write()
+        except JournalError as error:
+            run_log = self._session.run_log
+            run_log.event("checkpoint_failed", step=self._policy.learner.step, reason=str(error))
+            run_log.note(f"{error}; the journal still holds everything")
+
+    def write(self) -> None:
+        """Write a checkpoint of the newest step unless there is one; prune the journal.
+
+        Raises JournalError if it cannot be written.
+        """
+        step, rules = self._policy.learner.step, self._session.config.checkpoint
+        if step == self.saved_step:
+            return
+        folder = self._session.folder / "checkpoints"
+        save(
+            folder,
+            Checkpoint(step, self._policy.leader.state(), self._progress),
+            run_id=self._session.run_id,
+            keep_last=rules.keep_last,
+            keep_interval=rules.keep_interval,
+        )
+        self.saved_step = step
+        if not rules.keep_journal:
+            self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
 
 
 def save(

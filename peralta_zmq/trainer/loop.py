@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from peralta_zmq import models, wire
@@ -18,17 +19,22 @@ from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
+from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import evaluation, publishing, run_folder
+from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry, LogprobMismatchMonitor
 from peralta_zmq.trainer.policy import Policy, final_weights, open_policy
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
-from peralta_zmq.trainer.step import StepTrainer
 from peralta_zmq.weights.backends import ProbeFile
+
+# Limits, whichever comes first, of the warning that no group has two different rewards.
+NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 
 
 def run(config: Config) -> None:
@@ -79,9 +85,17 @@ class Trainer:
         self.collector = BatchCollector(
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
-        self.steps = StepTrainer(self.session, self.policy, self.collector, self.generators)
+        self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
+        self.mismatch = LogprobMismatchMonitor(config, run_log, self.collector.admission)
+        self.recorder = StepRecorder(run_log, self.policy.tokenizer)
         self.recovery = Recovery(
-            self.session, previous_config, self.policy, self.collector, self.steps, self.publishing
+            self.session,
+            previous_config,
+            self.policy,
+            self.collector,
+            self.checkpoints,
+            self.publishing,
+            train_again=self.train_again,
         )
         open_dashboard(config, stack, run_log)
         stop.install()  # until here a signal ends the process at once: there is no progress to save
@@ -117,9 +131,9 @@ class Trainer:
             return
         collected, journal_seconds = time.monotonic(), self.collector.journal_seconds
         failpoint("trainer.collected")
-        metrics = self.steps.learn(groups)
+        metrics = self.learn(groups)
         failpoint("trainer.stepped")
-        self.steps.mismatch.flag(step=self.step)
+        self.mismatch.flag(step=self.step)
         publish_seconds = self.publish()
         metrics |= {
             "queue/depth": depth,
@@ -128,12 +142,31 @@ class Trainer:
             "time/publish": publish_seconds,
             **self.publishing.metrics(),
         }
-        self.steps.record(groups, metrics, step_time=time.monotonic() - started)
+        self.record(groups, metrics, step_time=time.monotonic() - started)
         failpoint("trainer.recorded")
         if self.step % self.session.config.eval.interval == 0:
             self.evaluations.request(self.step)
         if self.step % self.session.config.checkpoint.interval == 0:
-            self.steps.save()
+            self.checkpoints.save()
+
+    def learn(
+        self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
+    ) -> dict[str, float]:
+        """Take the next optimizer step on a batch; returns its metrics.
+
+        On return the groups of the batch are on disk. `learning_rate`, if not None, replaces that
+        of the schedule.
+        """
+        learner, run_log = self.policy.learner, self.session.run_log
+        metrics = self.policy.leader.learn(groups, learning_rate=learning_rate)
+        failpoint("trainer.learned")
+        self.collector.commit()  # before the step is announced or published
+        if reason := learner.skip_reason:
+            run_log.event("skip", step=learner.step, reason=reason)
+            run_log.note(f"step {learner.step} skipped: {reason}")
+        self.checkpoints.update_progress()
+        self.mismatch.update(learner.mismatch)
+        return metrics | mismatch_metrics(learner.mismatch)
 
     def publish(self) -> float:
         """Publish the newest step in the background; returns the seconds that the copy took."""
@@ -141,11 +174,32 @@ class Trainer:
         keyframe, self.generators.keyframe_requested = self.generators.keyframe_requested, False
         return self.publishing.publish(self.step, keyframe=keyframe)
 
+    def record(
+        self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, step_time: float
+    ) -> None:
+        """Write the newest step to the run log, unless an earlier session has written it."""
+        by_task = by_environment(groups) if len(self.session.config.environments) > 1 else {}
+        row = {
+            **metrics,
+            **by_task,
+            **self.collector.metrics(),
+            "generators": len(self.generators.live()),
+            **self.generators.metrics(metrics),
+            "step_time": step_time,
+        }
+        advantages = self.policy.learner.advantages
+        self.recorder.record(self.step, groups, row, advantages=advantages)
+
+    def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
+        """Take a step of an earlier session again, on its groups from the journal."""
+        metrics = self.learn(groups, learning_rate=learning_rate)
+        self.record(groups, metrics, step_time=0.0)
+
     def finish(self) -> None:
         """Save; then close a complete run with its evaluation, or report how to resume it."""
         step, run_log = self.step, self.session.run_log
         self.collector.commit()
-        self.steps.save()
+        self.checkpoints.save()
         is_complete = step >= self.session.config.train.max_steps
         stopping = self.session.stop.requested or not is_complete
         self.publishing.wait(publishing.STOP_SECONDS if stopping else publishing.COMPLETE_SECONDS)
@@ -174,6 +228,66 @@ class Trainer:
         # While groups arrive, the next step publishes the keyframe soon enough.
         if idle and self.generators.keyframe_requested:
             self.publish()
+
+
+class StepRecorder:
+    """Writes metrics and one sample group per step; warns once if no group has a signal."""
+
+    def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
+        self._run_log, self._tokenizer = run_log, tokenizer
+        self._signal_time, self._signal_step = time.monotonic(), 0  # of the last step with a signal
+        self._warned = False
+
+    def record(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        row: Mapping[str, float],
+        *,
+        advantages: Sequence[Sequence[float]],
+    ) -> None:
+        """Write the step unless it is recorded; `advantages` has one sequence per group."""
+        full = {"step": step, "time": time.time(), **row}
+        if self._run_log.step(full, self._sample(step, groups[0], advantages[0])):
+            self._warn_without_signal(step, groups, row["frac_reward_zero_std"])
+
+    def _sample(
+        self, step: int, group: RolloutGroup, advantages: Sequence[float]
+    ) -> dict[str, object]:
+        first = group.rollouts[0]
+        prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]
+        return {
+            "step": step,
+            "problem": group.problem_id,
+            "task": group.task,
+            "generator": group.generator_id,
+            "policy_step": group.policy_step,
+            "rewards": group.rewards,
+            "advantages": list(advantages),
+            "prompt": models.text_of(self._tokenizer, prompt_ids),
+            "texts": [models.text_of(self._tokenizer, r.token_ids) for r in group.rollouts],
+        }
+
+    def _warn_without_signal(
+        self, step: int, groups: Sequence[RolloutGroup], frac_without: float
+    ) -> None:
+        if frac_without < 1.0:
+            self._signal_time, self._signal_step = time.monotonic(), step
+            return
+        steps = step - self._signal_step
+        is_long = steps > 1 and time.monotonic() - self._signal_time > NO_SIGNAL_SECONDS
+        if self._warned or not (steps >= NO_SIGNAL_STEPS or is_long):
+            return
+        self._warned = True
+        firsts = [group.rollouts[0] for group in groups[:3]]
+        samples = "; ".join(
+            f"{models.text_of(self._tokenizer, r.token_ids[r.loss_mask])!r} -> {r.reward:g}"
+            for r in firsts
+        )
+        self._run_log.note(
+            f"no learning signal: 100% of groups have equal rewards for {steps} steps; "
+            f"check the reward and the task's difficulty. Samples: {samples}"
+        )
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:

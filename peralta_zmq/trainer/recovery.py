@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config, write_resolved
@@ -28,7 +29,6 @@ from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, st
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.publishing import COMPLETE_SECONDS, WeightPublishing
 from peralta_zmq.trainer.session import Session
-from peralta_zmq.trainer.step import StepTrainer
 
 
 class Recovery:
@@ -40,12 +40,15 @@ class Recovery:
         previous_config: Config,  # settings of the previous session
         policy: Policy,
         collector: BatchCollector,
-        steps: StepTrainer,
+        checkpoints: checkpoint.CheckpointWriter,
         publishing: WeightPublishing,
+        *,
+        train_again: Callable[[Sequence[RolloutGroup], float], None],
     ) -> None:
         self._session, self._config, self._run_log = session, session.config, session.run_log
         self._policy, self._learner = policy, policy.learner
-        self._collector, self._steps, self._publishing = collector, steps, publishing
+        self._collector, self._checkpoints, self._publishing = collector, checkpoints, publishing
+        self._train_again = train_again  # on the groups of a journaled step, with its learning rate
         self._previous_config = previous_config
 
     def run(self) -> bool:
@@ -114,7 +117,8 @@ class Recovery:
                 f"({base}), but model.name is another model ({own_base}); choose another --run.name"
             )
         self._collector.restore(saved.progress)
-        self._steps.progress, self._steps.saved_step = saved.progress, saved.step
+        self._checkpoints.saved_step = saved.step
+        self._checkpoints.update_progress()
 
     def _check_journal_start(self) -> None:
         """Raise JournalError if the journal starts after step 1: a checkpoint is missing then."""
@@ -147,13 +151,11 @@ class Recovery:
                 if self._session.stop.requested:
                     return False
                 groups = self._collector.take_batch()
-                rate = schedule(self._learner.step + 1)
-                metrics = self._steps.learn(groups, learning_rate=rate)
-                self._steps.record(groups, metrics, step_time=0.0)
+                self._train_again(groups, schedule(self._learner.step + 1))
                 progress.update(self._learner.step - begin)
         if self._previous_config != self._config:
             try:
-                self._steps.write_checkpoint()  # the old schedule is never replayed again
+                self._checkpoints.write()  # the old schedule is never replayed again
             except JournalError as error:
                 raise JournalError(
                     f"{error}; make room for it: changed settings take effect only after a "
