@@ -1,4 +1,8 @@
-"""Engine on transformers' `generate`: correct for every model, slower than the native engine."""
+"""Engine that samples with transformers' `generate`: for every model, slower than the native one.
+
+Implements the protocol registry.Engine. Requests are sampled in batches of padded prompts; newer
+weights are applied between two batches.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,10 @@ from peralta_zmq.rollout import Completion, Request, Sampling
 
 
 class HfEngine:
-    """Samples batches of up to `slots` requests; `step` identifies the weights in use."""
+    """Samples batches of up to `slots` requests of at most `max_model_len` tokens each.
+
+    `step` is the optimizer step of the weights in use.
+    """
 
     def __init__(
         self,
@@ -49,13 +56,13 @@ class HfEngine:
         self._cancelled = False
         pad_ids = (tokenizer.pad_token_id, *self._end_ids, 0)
         self._pad_id = cast(int, next(token for token in pad_ids if token is not None))
-        model.generation_config = GenerationConfig()  # the model's own would change our sampling
+        model.generation_config = GenerationConfig()  # the model's defaults would change Sampling
 
     @classmethod
     def open(
         cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
     ) -> HfEngine:
-        """An engine on the model and tokenizer in `folder`; options as for the constructor."""
+        """Open the model and tokenizer in `folder`; options as for the constructor."""
         model = models.load_model(folder, device=device, dtype=dtype)
         return cls(model, models.load_tokenizer(folder), **options)
 
@@ -63,7 +70,7 @@ class HfEngine:
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
     ) -> HfEngine:
-        """An engine on a model in training: uses its weights as they are at each `generate`."""
+        """Open a model in training; each `generate` uses its weights of that moment."""
         return cls(model, tokenizer, **options)
 
     def apply(
@@ -71,9 +78,9 @@ class HfEngine:
     ) -> None:
         """Sample from `weights` from the next batch on.
 
-        Raises ValueError, with nothing changed, if they belong to another model.
+        Raises ValueError, with nothing changed, if the weights belong to another model.
         """
-        del folder
+        del folder  # needed by engines that read the weights from files
         models.apply_weights(self._model, weights)
         self.step = step
 
@@ -87,9 +94,11 @@ class HfEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """One completion per request, in their order; `between_steps` is called after each batch.
+        """Yield one completion per request, in the order of the requests.
 
-        Raises ConfigError for a request that does not fit, EngineError for non-finite logits.
+        A request of None means that no request is available now. `between_steps` is called after
+        each batch. Raises ConfigError for a request longer than `max_model_len`, and EngineError
+        for non-finite logits.
         """
         self._cancelled = False
         source, has_more = iter(requests), True
@@ -106,10 +115,12 @@ class HfEngine:
         step = self.step  # a caller may apply newer weights between two completions
         sampling = sampling.at(step)
         prompts = [request.prompt_ids.tolist() for request in requests]
-        token_ids, attention_mask = self._padded_left(prompts)
+        token_ids, attention_mask = self._pad_left(prompts)
         num_prompt = token_ids.shape[1]
         recorder = LogprobRecorder(sampling.temperature or 1.0)
-        processors = LogitsProcessorList([recorder])  # it records logits before any penalty
+        # In this order, so that the logits are recorded before any penalty; transformers appends
+        # temperature and truncation.
+        processors = LogitsProcessorList([recorder])
         if sampling.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.min_tokens and self._end_ids:
@@ -142,7 +153,8 @@ class HfEngine:
                 ended=int(ids[length - 1]) in self._end_ids,
             )
 
-    def _padded_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pad_left(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and attention mask, [B, length of the longest prompt] each."""
         longest = max(map(len, prompts))
         ids = [[self._pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -151,11 +163,13 @@ class HfEngine:
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
         truncation: dict[str, Any] = {}
-        if sampling.temperature:
+        if sampling.temperature:  # not greedy
             truncation = {
-                name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p or None,
             }
-            truncation["min_p"] = sampling.min_p or None
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_completion_length,
@@ -166,7 +180,10 @@ class HfEngine:
         )
 
     def _length(self, ids: list[int], sampling: Sampling) -> int:
-        """Number of tokens up to an end token or the token that completes a stop string."""
+        """Number of tokens up to and including the one that ends the completion.
+
+        That is the first end token, or the token that completes a stop string.
+        """
         for position, token in enumerate(ids):
             if token in self._end_ids:
                 return position + 1
@@ -180,27 +197,27 @@ class HfEngine:
 class LogprobRecorder(LogitsProcessor):
     """Records the logprob of each sampled token from the logits before any truncation.
 
-    transformers calls it with the logits of a step and the tokens sampled so far, so the token of
-    a step is available one call later.
+    transformers calls the recorder with the tokens sampled so far and the logits of the next token.
+    The token that was sampled from these logits is therefore known one call later.
     """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._logits: torch.Tensor | None = None  # of the step whose token is not yet known
-        self._logprobs: list[torch.Tensor] = []  # one [B] per finished step
+        self._logits: torch.Tensor | None = None  # [B, V], of the token that is not known yet
+        self._logprobs: list[torch.Tensor] = []  # [B] for each known token
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> Any:
         if self._logits is not None:
-            self._record(input_ids[:, -1])
+            self._record_token(input_ids[:, -1])
         self._logits = scores
         return scores
 
     def logprobs(self, generated: torch.Tensor) -> torch.Tensor:
-        """[B, T] for the generated tokens [B, T]; adds those of the last step."""
-        self._record(generated[:, -1])
+        """The logprobs [B, T] of all generated tokens [B, T]; call once, after generation."""
+        self._record_token(generated[:, -1])
         return torch.stack(self._logprobs, dim=1)
 
-    def _record(self, tokens: torch.Tensor) -> None:
+    def _record_token(self, tokens: torch.Tensor) -> None:
         assert self._logits is not None
         self._logprobs.append(
             models.selected_logprobs(self._logits, tokens, temperature=self._temperature)

@@ -1,9 +1,12 @@
 """KV cache: keys and values of every row, allocated once.
 
-Each row caches one sequence. A prefix that several rows have in common is stored once in the shared
-part; a row's own part holds the rest of its sequence, from position 0 of the row on. Rows are
-contiguous and only as wide as the longest own part needs: a CPU multiplies contiguous memory and
-would copy anything else first.
+Each row caches one sequence. A prefix that several rows have in common is stored once, in the
+shared part; the row's own part holds the rest of the sequence and starts at column 0. Rows are
+contiguous and only as wide as the longest own part needs, because a CPU matmul would copy memory
+that is not contiguous.
+
+Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row, D
+head_dim, S new tokens per row.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
 
-WIDTH_STEP = 32  # positions by which rows grow
+WIDTH_STEP = 32  # columns by which rows grow
 GIB = 2**30
 
 
@@ -35,7 +38,11 @@ EMPTY_SPAN = Span(0, 0)
 
 
 class KVCache:
-    """Memory for `num_rows` sequences of at most `capacity` tokens."""
+    """Keys and values of `num_rows` sequences of at most `capacity` tokens.
+
+    `layers[i]` and `shared[i]` hold the keys and the values of layer i: own parts [n, H, W, D] and
+    shared part [H, P, D]. `layout` changes whenever these tensors move in memory.
+    """
 
     def __init__(
         self,
@@ -51,12 +58,15 @@ class KVCache:
         size = num_rows * num_heads * capacity * head_dim
         self._memory = torch.zeros((num_layers, 2, size), dtype=dtype, device=device)
         self._shape, self._capacity = (num_rows, num_heads, head_dim), capacity
-        self.layout = 0  # changes whenever tensors move in memory
+        self.layout = 0
         self._set_width(0)
         self.drop_shared()
 
     def widen(self, length: int) -> None:
-        """Make rows wide enough for `length` own tokens, keeping their content."""
+        """Make rows wide enough for `length` own tokens, keeping their content.
+
+        Raises ValueError if `length` exceeds the capacity.
+        """
         if length > self._capacity:
             raise ValueError(f"{length} tokens in a row of {self._capacity}")
         if length <= self.width:
@@ -65,33 +75,35 @@ class KVCache:
         self._set_width(length)
         for old_layer, layer in zip(old_layers, self.layers, strict=True):
             for old, new in zip(old_layer, layer, strict=True):
-                content = old.clone()  # both views use the same memory
+                content = old.clone()  # `old` and `new` are views of the same memory
                 new.zero_()
                 new[:, :, :width] = content
 
     def clear(self) -> None:
-        """Zero everything: non-finite values would spread to other rows."""
+        """Zero all keys and values; a non-finite value would spread to rows that use its memory."""
         self._memory.zero_()
         self._set_width(0)
         self.drop_shared()
 
     def drop_shared(self) -> None:
-        """Empty the shared part."""
+        """Empty the shared part, and with it the span of every row."""
         num_rows, num_heads, head_dim = self._shape
         self.layout += 1
         empty = self._memory.new_zeros((2, num_heads, 0, head_dim))
-        self.shared = [(empty[0], empty[1]) for _ in self.layers]  # keys and values, [H, P, D]
+        self.shared = [(empty[0], empty[1]) for _ in self.layers]
         self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
 
     def share(self, row: int, length: int) -> Span:
-        """Copy the first `length` tokens of `row`, whose span is empty, to the shared part.
+        """Append the first `length` tokens of `row`, whose span must be empty, to the shared part.
 
-        Drops what no row uses there. Returns EMPTY_SPAN if there is no room.
+        Removes the parts of the shared part that no row uses, and moves the spans of the rows
+        accordingly. Returns the span of the new tokens; EMPTY_SPAN, with nothing changed, if there
+        is no room for them.
         """
-        used: dict[int, int] = {}  # start -> end
+        used: dict[int, int] = {}  # start of each used range -> its end
         for start, end in self.spans[self.spans[:, 1] > 0].tolist():
             used[start] = max(end, used.get(start, 0))
-        offsets, total = dict[int, int](), 0  # start -> how far it moves
+        offsets, total = dict[int, int](), 0  # start of each used range -> distance it moves
         for start, end in used.items():
             offsets[start] = total - start
             total += end - start
@@ -100,7 +112,10 @@ class KVCache:
         self.layout += 1
         for layer, own_part in enumerate(self.layers):
             keys, values = (
-                torch.cat([*(shared[:, a:b] for a, b in used.items()), own[row, :, :length]], 1)
+                torch.cat(
+                    [*(shared[:, start:end] for start, end in used.items()), own[row, :, :length]],
+                    dim=1,
+                )
                 for shared, own in zip(self.shared[layer], own_part, strict=True)
             )
             self.shared[layer] = keys, values
@@ -110,7 +125,7 @@ class KVCache:
         return Span(total, total + length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a sequence of `length` tokens from one row to another."""
+        """Copy a sequence of `length` tokens from row `source` to row `target`."""
         self.spans[target] = start, end = self.spans[source]
         own_length = length - (end - start)
         self._all[:, :, target, :, :own_length] = self._all[:, :, source, :, :own_length]
@@ -121,42 +136,47 @@ class KVCache:
         self.width = min(self._capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
         shape = (num_rows, num_heads, self.width, head_dim)
         self._all = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)
-        self.layers = [(layer[0], layer[1]) for layer in self._all]  # each [rows, H, W, D]
+        self.layers = [(layer[0], layer[1]) for layer in self._all]
 
 
 class Part(NamedTuple):
-    """Keys or values: of the shared part, and of the rows' own parts."""
+    """Keys or values of n rows: the shared part, and the rows' own parts."""
 
     shared: Tensor  # [H, P, D]
     own: Tensor  # [n, H, W, D]
 
 
 class RowWindow:
-    """A range of rows in the interface of transformers' caches: `update` writes and reads."""
+    """Consecutive rows of the cache with the interface of transformers' `Cache`.
+
+    `columns` [n, S] are the columns of the new tokens in the rows from `first_row` on.
+    """
 
     def __init__(self, cache: KVCache, first_row: int, columns: Tensor) -> None:
         num_rows = len(columns)
         self._cache = cache
         self._slice = slice(first_row, first_row + num_rows)
         self._rows = torch.arange(first_row, first_row + num_rows, device=columns.device)[:, None]
-        self._columns = columns  # [n, S], where in their rows the new tokens go
+        self._columns = columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
-        """Write keys and values of the new tokens [n, H, S, D]; return those of all tokens."""
-        parts: list[Part] = []
-        buffers = zip(self._cache.layers[layer], self._cache.shared[layer], strict=True)
-        for (own, shared), new in zip(buffers, (keys, values), strict=True):
-            own[self._rows, :, self._columns] = new.transpose(1, 2)
-            parts.append(Part(shared, own[self._slice]))
-        return parts[0], parts[1]
+        """Write keys and values of the new tokens, [n, H, S, D]; return keys and values of all."""
+        own_keys, own_values = self._cache.layers[layer]
+        own_keys[self._rows, :, self._columns] = keys.transpose(1, 2)
+        own_values[self._rows, :, self._columns] = values.transpose(1, 2)
+        shared_keys, shared_values = self._cache.shared[layer]
+        return (
+            Part(shared_keys, own_keys[self._slice]),
+            Part(shared_values, own_values[self._slice]),
+        )
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Some models call it when no positions are passed; ours always are."""
+        """Required by transformers, but the result is unused: the engine passes all positions."""
         return 0
 
 
 def cache_shape(config: Any) -> dict[str, int]:
-    """Number of layers, number of key-value heads and head_dim of a model."""
+    """The arguments of KVCache that the model's config determines."""
     head_dim = getattr(config, "head_dim", None)
     return {
         "num_layers": config.num_hidden_layers,
@@ -166,16 +186,16 @@ def cache_shape(config: Any) -> dict[str, int]:
 
 
 def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: int) -> None:
-    """Raise ConfigError when keys and values of all rows do not fit into the free memory.
+    """Raise ConfigError if keys and values of all rows do not fit into the free memory.
 
-    Nothing else is counted: the model is loaded already, packing needs one more matrix at a time
-    (and keeps a tied head twice), and the logits of a step are small in comparison.
+    Counts keys and values only: the model is loaded already, packing needs memory for one more
+    matrix at a time (and keeps a tied head twice), and the logits of a decode step are small.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     needed, free = row_bytes * (slots + extra_rows), free_bytes(model.device)
     if needed > free:
         max_slots = int(free // row_bytes) - extra_rows
-        remedy = f"use engine.slots {max_slots}" if max_slots > 0 else "use less"
+        remedy = f"use engine.slots {max_slots}" if max_slots > 0 else "use fewer"
         raise ConfigError(
             f"engine.slots {slots} of engine.max_model_len {capacity} tokens need "
             f"{needed / GIB:.1f} GiB for keys and values, {free / GIB:.1f} GiB are free on "
@@ -184,7 +204,7 @@ def check_memory(model: models.Model, *, slots: int, extra_rows: int, capacity: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process may still allocate, within the limits of its cgroup."""
+    """Bytes that this process may still allocate on a device, within the limit of its cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":

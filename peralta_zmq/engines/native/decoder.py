@@ -1,8 +1,14 @@
-"""Forward pass of a Hugging Face decoder over our KV cache.
+"""Forward pass of a Hugging Face decoder model over the engine's KV cache.
 
-Llama, Qwen2 and Qwen3 run through `decoder_forward`, written with fewer and larger operations than
-transformers' code, which takes a third of a small model's decode step. Other supported families run
-transformers' code with our attention and cache.
+Llama, Qwen2 and Qwen3 models run through `decoder_forward`, which has fewer and larger operations
+than transformers' code: with the latter, the Python code between the operations takes a third of a
+small model's decode step. The other supported families run transformers' code with this module's
+attention and the KV cache.
+
+The keys and values of a sequence have two parts: a span of the shared part, which all rows can
+read (the common prefix of the prompts), and the own part of the sequence's row. Letters in shapes:
+n rows, S new tokens per row, P positions of the shared part, W positions of a row's own part, H key
+heads, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +29,17 @@ from peralta_zmq.engines.native.graphs import GraphCache, capture_for
 from peralta_zmq.engines.native.kernels.decode_layer import CompiledLayerOps, library_for
 from peralta_zmq.engines.native.linears import ModelWeights
 
-LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")  # differ in modules (head norms, biases) only
-ONE_MASK = ("gemma",)  # the model takes one mask; other models take one per kind of layer
-FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK, "gemma2", "gemma3_text")
+LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")  # equal but for head norms and biases
+ONE_MASK_FAMILIES = ("gemma",)  # take one mask; the gemma families below take one per layer type
+FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 
 
 class Decoder:
-    """A model, the KV cache of its rows, and its weights in packed form.
+    """A model with packed weights, and the KV cache of `num_rows` sequences.
 
-    With `live` a trainer owns and changes the weights, so they are not packed.
+    With `live`, a trainer owns and changes the weights, so they are not packed. `capacity` is the
+    maximum number of tokens of a sequence.
     """
 
     def __init__(self, model: models.Model, *, num_rows: int, capacity: int, live: bool) -> None:
@@ -58,13 +65,14 @@ class Decoder:
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with `weights` from now on.
 
-        Raises ValueError, with nothing changed, if names or shapes differ.
+        Raises ValueError, with nothing changed, if names or shapes differ from the model's.
         """
         self._weights.apply(weights)
 
-    def hidden(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
-        """Last hidden states [n, S, H] of `tokens` [n, S] at `positions` [n, S] of the sequences
-        in the rows from `first_row` on.
+    def hidden_states(self, tokens: np.ndarray, positions: np.ndarray, *, first_row: int) -> Tensor:
+        """Last hidden states [n, S, hidden_size] of `tokens` [n, S]; caches keys and values.
+
+        The tokens belong to the n rows from `first_row` on, at `positions` [n, S] in the sequences.
         """
         spans = self.cache.spans[first_row : first_row + len(tokens)]
         own_starts = (spans[:, 1] - spans[:, 0])[:, None]  # position of a row's first own token
@@ -72,37 +80,37 @@ class Decoder:
         inputs = tokens, positions, spans[:, :1], spans[:, 1:]
         if self._graphs is not None and tokens.shape[1] == 1:
             return self._graphs.run(
-                lambda stacked: self._hidden(first_row, *stacked),
+                lambda stacked: self._forward(first_row, *stacked),
                 torch.from_numpy(np.stack(inputs)),  # [4, n, 1]
                 key=(first_row, len(tokens)),
                 layout=self.cache.layout,
             )
         tensors = (torch.tensor(array, device=self.device) for array in inputs)
-        return self._hidden(first_row, *tensors)
+        return self._forward(first_row, *tensors)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] from [n, H]."""
+        """Logits [n, V] of hidden states [n, hidden_size]."""
         logits = self._model.lm_head(hidden)
         if self._softcap is None:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
 
-    def _hidden(
+    def _forward(
         self,
         first_row: int,
         ids: Tensor,  # [n, S]
-        positions: Tensor,  # [n, S]
+        positions: Tensor,  # [n, S], in the sequence
         start: Tensor,  # [n, 1], of the row's span in the shared part
-        end: Tensor,  # [n, 1]
+        end: Tensor,  # [n, 1], of this span
     ) -> Tensor:
-        columns = positions - (end - start)  # positions in the row's own part
+        columns = positions - (end - start)  # [n, S], positions in the row's own part
         if self._config.model_type in LLAMA_FAMILIES:
             ops = self._layer_ops(first_row, positions, columns, start, end)
             return decoder_forward(self._model.model, ids, ops)
         masks: Any = self._masks(columns, start, end)
-        if self._config.model_type in ONE_MASK:
+        if self._config.model_type in ONE_MASK_FAMILIES:
             masks = masks["full_attention"]
-        previous = self._config._attn_implementation  # a trainer continues with this one
+        previous = self._config._attn_implementation  # restored for the trainer of a live model
         self._config._attn_implementation = ATTENTION_NAME
         try:
             return self._model.model(
@@ -131,28 +139,32 @@ class Decoder:
         return TorchLayerOps(RotaryEmbedding(*rotary), window, self._masks(columns, start, end))
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """Additive masks (0 or -inf) per kind of layer, [n, 1, S, P + W]: shared, then own part."""
-        shared = self._positions[: self.cache.shared[0][0].shape[1]]
-        own = self._positions[: self.cache.width]
-        foreign = (shared < start) | (shared >= end)  # [n, P]
-        foreign = foreign[:, None].expand(-1, columns.shape[1], -1)
-        hidden = torch.cat([foreign, own > columns[..., None]], -1)  # [n, S, P + W]
-        masks = {"full_attention": self._additive(hidden)}
+        """Additive masks (0 or -inf) by layer type, [n, 1, S, P + W]: shared part, then own part.
+
+        A token attends to its row's span of the shared part and to the own part up to itself.
+        """
+        shared = self._positions[: self.cache.shared[0][0].shape[1]]  # [P]
+        own = self._positions[: self.cache.width]  # [W]
+        outside_span = (shared < start) | (shared >= end)  # [n, P]
+        outside_span = outside_span[:, None].expand(-1, columns.shape[1], -1)
+        masked = torch.cat([outside_span, own > columns[..., None]], -1)  # [n, S, P + W]
+        masks = {"full_attention": self._additive_mask(masked)}
         if self._sliding_window is not None:
-            relative = torch.cat([shared - end, own.expand(len(columns), -1)], -1)  # to own part
-            too_old = relative[:, None] <= columns[..., None] - self._sliding_window
-            masks["sliding_attention"] = self._additive(hidden | too_old)
+            # Shared positions precede the own part: here they have negative columns.
+            all_columns = torch.cat([shared - end, own.expand(len(columns), -1)], -1)  # [n, P + W]
+            too_old = all_columns[:, None] <= columns[..., None] - self._sliding_window
+            masks["sliding_attention"] = self._additive_mask(masked | too_old)
         return masks
 
-    def _additive(self, hidden: Tensor) -> Tensor:
-        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(hidden, float("-inf"))[:, None]
+    def _additive_mask(self, masked: Tensor) -> Tensor:
+        zeros = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(masked, float("-inf"))[:, None]
 
 
 def can_capture(model: Any) -> bool:
-    """Whether the forward of a model (without its head) can be captured in a CUDA graph.
+    """Whether the forward pass of a model (without its head) can be captured in a CUDA graph.
 
-    The forward must be `decoder_forward` and must not read a number back from the GPU; rotary
+    It must be `decoder_forward` and must not read a number back from the GPU, which rotary
     embeddings that grow with the longest sequence do.
     """
     rope_type = getattr(model.rotary_emb, "rope_type", "default")
@@ -161,7 +173,10 @@ def can_capture(model: Any) -> bool:
 
 
 def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [capacity, D] of all positions; None if they may change or are not used."""
+    """Cosines and sines [capacity, D] by position.
+
+    None if they change with the longest sequence, or if the model runs through transformers' code.
+    """
     if not can_capture(model.model):
         return None
     cosines, sines = _rotary(model, positions[None])
@@ -169,12 +184,13 @@ def _rotary_table(model: Any, positions: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    like = torch.empty(0, dtype=model.dtype, device=model.device)
-    return model.model.rotary_emb(like, positions)
+    """Cosines and sines [n, S, D] of positions [n, S]."""
+    dtype_and_device = torch.empty(0, dtype=model.dtype, device=model.device)
+    return model.model.rotary_emb(dtype_and_device, positions)
 
 
 def _library_for(model: Any) -> ctypes.CDLL | None:
-    """The compiled kernels, if they support the model."""
+    """The compiled kernels; None if they do not support the model or this machine."""
     config = model.config
     if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
         return None
@@ -191,20 +207,23 @@ def _library_for(model: Any) -> ctypes.CDLL | None:
 
 
 def _sliding_window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None) or []
-    return config.sliding_window if "sliding_attention" in kinds else None
+    layer_types = getattr(config, "layer_types", None) or []
+    return config.sliding_window if "sliding_attention" in layer_types else None
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
-    """Last hidden states [n, S, H] of `ids` [n, S]; `model` has no head."""
-    hidden = model.embed_tokens(ids)
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.layers)
-    for layer, kind in zip(model.layers, kinds, strict=True):
-        rows, attention = ops.norm(layer.input_layernorm, hidden), layer.self_attn
-        heads = attention.q_proj(rows), attention.k_proj(rows), attention.v_proj(rows)
-        hidden = hidden + attention.o_proj(ops.attend(attention, kind, *heads))
-        rows, mlp = ops.norm(layer.post_attention_layernorm, hidden), layer.mlp
-        gated = ops.gate(mlp, mlp.gate_proj(rows), mlp.up_proj(rows))
+    """Last hidden states [n, S, hidden_size] of `ids` [n, S] for a Llama-family model.
+
+    `model` is the model without its head; `ops` computes everything between the matmuls.
+    """
+    hidden, num_layers = model.embed_tokens(ids), len(model.layers)
+    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"] * num_layers
+    for layer, layer_type in zip(model.layers, layer_types, strict=True):
+        normed, attention = ops.norm(layer.input_layernorm, hidden), layer.self_attn
+        heads = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+        hidden = hidden + attention.o_proj(ops.attend(attention, layer_type, *heads))
+        normed, mlp = ops.norm(layer.post_attention_layernorm, hidden), layer.mlp
+        gated = ops.gate(mlp, mlp.gate_proj(normed), mlp.up_proj(normed))
         hidden = hidden + mlp.down_proj(gated)
     return ops.norm(model.norm, hidden)
 
@@ -220,7 +239,7 @@ class RotaryEmbedding:
         self._cos, self._sin = cosines[:, None], torch.cat([-low, high], -1)[:, None]
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate queries or keys [n, H, S, D]."""
+        """Rotate queries or keys [n, heads, S, D]."""
         swapped = heads.roll(heads.shape[-1] // 2, -1)
         return torch.addcmul(heads * self._cos, swapped, self._sin)
 
@@ -230,18 +249,20 @@ class TorchLayerOps(NamedTuple):
 
     rotary: RotaryEmbedding
     window: RowWindow
-    masks: Mapping[str, Tensor]  # per kind of layer
+    masks: Mapping[str, Tensor]  # by layer type
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, S, H]."""
+        """RMS norm of [n, S, hidden_size]."""
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """Gated activation of [n, S, I] each."""
+        """Gated activation; gates and ups are [n, S, intermediate_size]."""
         return mlp.act_fn(gates) * ups
 
-    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of new tokens, [n, S, heads * D] each, in a layer of the given kind."""
+    def attend(
+        self, module: Any, layer_type: str, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of the new tokens; query, key and value are [n, S, heads * D]."""
         query, key, value = (
             heads.unflatten(-1, (-1, module.head_dim)) for heads in (query, key, value)
         )
@@ -249,7 +270,9 @@ class TorchLayerOps(NamedTuple):
             query, key = self.norm(module.q_norm, query), self.norm(module.k_norm, key)
         query, key = (self.rotary.rotate(heads.transpose(1, 2)) for heads in (query, key))
         keys, values = self.window.update(key, value.transpose(1, 2), module.layer_idx)
-        out, _ = _attention(module, query, keys, values, self.masks[kind], scaling=module.scaling)
+        out, _ = _attention(
+            module, query, keys, values, self.masks[layer_type], scaling=module.scaling
+        )
         return out.flatten(2)
 
 
@@ -264,7 +287,10 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention: the query heads of a key head are stacked, so no key is repeated."""
+    """Grouped-query attention: the query heads of a key head are stacked, so no key is repeated.
+
+    Parameters and result (None instead of attention weights) follow transformers' interface.
+    """
     n, heads, num_new, width = query.shape
     group_size = heads // key.own.shape[1]
     stacked = query.reshape(n, key.own.shape[1], group_size * num_new, width)
@@ -278,7 +304,7 @@ def _attention(
 
 
 def _attention_at_once(
-    query: Tensor,  # [n, H, G, D], G = query heads of one key head * new tokens
+    query: Tensor,  # [n, H, G, D], G = query heads of one key head * S
     key: Part,
     value: Part,
     mask: Tensor,  # [n, 1, 1 or G, P + W]
@@ -292,7 +318,7 @@ def _attention_at_once(
 
 
 def _attention_in_parts(
-    query: Tensor,  # [n, H, G, D], G = query heads of one key head * new tokens
+    query: Tensor,  # [n, H, G, D], G = query heads of one key head * S
     key: Part,
     value: Part,
     mask: Tensor,  # [n, 1, 1 or G, P + W]
@@ -300,10 +326,10 @@ def _attention_in_parts(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """All rows read the shared keys and values together, once; each row reads its own.
+    """One matmul reads the shared part for all rows; a batched matmul reads the own parts.
 
-    For one new token per row these contiguous matmuls take half the time of SDPA on a CPU. SDPA on
-    mps was wrong for masks that are broadcast over heads (pytorch pull 184180).
+    For one new token per row, these contiguous matmuls take half the time of SDPA on a CPU. On mps,
+    SDPA was wrong for masks that are broadcast over heads (pytorch pull 184180).
     """
     n, num_heads, num_queries, width = query.shape
     num_shared = key.shared.shape[1]
@@ -324,7 +350,7 @@ def _attention_in_parts(
 
 
 def _concatenated(part: Part) -> Tensor:
-    """[n, H, P + W, D]."""
+    """Shared and own part of each row in one tensor, [n, H, P + W, D]."""
     if not part.shared.shape[1]:
         return part.own
     return torch.cat([part.shared.expand(len(part.own), -1, -1, -1), part.own], 2)

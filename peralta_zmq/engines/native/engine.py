@@ -1,8 +1,9 @@
-"""Continuous batching: requests fill free rows, every step adds one token to each row.
+"""Continuous batching: requests fill free rows, and each decode step adds one token to every row.
 
-A row whose completion ends is refilled at the next step. Between two steps the caller may apply
-newer weights: running rows keep their keys and values, and each token records the step of the
-weights that sampled it.
+A row holds one completion in progress, with its keys and values in the KV cache. A row whose
+completion ends is refilled at the next decode step. Between two decode steps the caller may apply
+newer weights: running rows keep their keys and values, and each token records its policy step, the
+number of optimizer steps of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """Samples up to `slots` sequences of at most `max_model_len` tokens together.
+    """Samples up to `slots` sequences of at most `max_model_len` tokens at the same time.
 
-    With `live` the model belongs to a trainer: its weights are used as they are at each `generate`,
-    and no cache is held in between. Otherwise the engine owns the model and packs its weights.
-    Raises ConfigError when keys and values do not fit into memory.
+    Implements the protocol registry.Engine; `step` is the optimizer step of the weights in use.
+    With `live`, the model belongs to a trainer: each `generate` uses its weights of that moment,
+    and no KV cache is kept between two calls. Without, the engine owns the model and packs its
+    weights. Raises ConfigError if the keys and values do not fit into memory.
     """
 
     def __init__(
@@ -67,28 +69,28 @@ class NativeEngine:
     def open(
         cls, folder: Path, *, device: torch.device, dtype: torch.dtype, **options: Any
     ) -> NativeEngine | HfEngine:
-        """An engine on the model and tokenizer in `folder`; options as for the constructor.
+        """Open the model and tokenizer in `folder`; options as for the constructor.
 
-        Architectures that the native decoder does not support get transformers' engine.
+        Returns an HfEngine for an architecture that the native decoder does not support.
         """
         model = models.load_model(folder, device=device, dtype=dtype)
-        return _supporting_engine(model, models.load_tokenizer(folder), **options)
+        return _engine_for(model, models.load_tokenizer(folder), **options)
 
     @classmethod
     def open_live(
         cls, model: models.Model, tokenizer: models.Tokenizer, **options: Any
     ) -> NativeEngine | HfEngine:
-        """An engine on a model in training, without a second copy of its weights."""
-        return _supporting_engine(model, tokenizer, live=True, **options)
+        """Open a model in training, without a second copy of its weights."""
+        return _engine_for(model, tokenizer, live=True, **options)
 
     def apply(
         self, weights: Mapping[str, Tensor], *, step: int, folder: Path | None = None
     ) -> None:
         """Sample from `weights` from the next token on.
 
-        Raises ValueError, with nothing changed, if they belong to another model.
+        Raises ValueError, with nothing changed, if the weights belong to another model.
         """
-        del folder
+        del folder  # needed by engines that read the weights from files
         if self._decoder is None:
             models.apply_weights(self._model, weights)
         else:
@@ -109,9 +111,10 @@ class NativeEngine:
     ) -> Iterator[Completion]:
         """Yield each completion when it ends.
 
-        Requests are read as rows become free; None means that no request is available now. Raises
-        ConfigError for a request that does not fit and EngineError for non-finite logits; the
-        completions in flight are then lost.
+        Requests are read when rows become free; a request of None means that no request is
+        available now. `between_steps` is called after each decode step. Raises ConfigError for a
+        request longer than `max_model_len`, and EngineError for non-finite logits; both drop the
+        completions in flight.
         """
         self._cancelled = False
         decoder = self._decoder or self._new_decoder()
@@ -134,14 +137,14 @@ class NativeEngine:
                     between_steps()
         finally:
             if self._loop is loop:  # no later call of generate has replaced it
-                self._loop = None  # releases the cache of a live engine
+                self._loop = None  # frees the KV cache of a live engine
 
     def _new_decoder(self) -> Decoder:
         num_rows = self._slots + PROMPT_ROWS
         return Decoder(self._model, num_rows=num_rows, capacity=self._capacity, live=self._live)
 
 
-def _supporting_engine(
+def _engine_for(
     model: models.Model, tokenizer: models.Tokenizer, *, live: bool = False, **options: Any
 ) -> NativeEngine | HfEngine:
     family = cast(Any, model.config).model_type
@@ -152,7 +155,7 @@ def _supporting_engine(
 
 
 class DecodeLoop:
-    """One `generate` call: starts rows, advances all rows together, removes those that ended."""
+    """State of one `generate` call: starts rows, advances all rows, removes ended rows."""
 
     def __init__(
         self,
@@ -172,13 +175,14 @@ class DecodeLoop:
         """Give each request a row and sample its first token."""
         if not requests:
             return
-        first, logits = self.rows.count, list[Tensor]()
-        for number, request in enumerate(requests):
+        first_row, logits = self.rows.count, list[Tensor]()
+        prompts = [request.prompt_ids for request in requests]
+        for index, request in enumerate(requests):
             if request.prompt_ids not in self.prefix_cache:
-                self.prefix_cache.compute([later.prompt_ids for later in requests[number:]])
+                self.prefix_cache.compute(prompts[index:])
             row = self.rows.start(request)
             logits.append(self.prefix_cache.copy_to(row, request.prompt_ids))
-        self._sample(first, torch.stack(logits), step)
+        self._sample(first_row, torch.stack(logits), step)
 
     @torch.inference_mode()
     def advance(self, *, step: int) -> None:
@@ -186,11 +190,11 @@ class DecodeLoop:
         if not self.rows.count:
             return
         tokens, positions = (column[:, None] for column in self.rows.newest())
-        hidden = self._decoder.hidden(tokens, positions, first_row=0)
+        hidden = self._decoder.hidden_states(tokens, positions, first_row=0)
         self._sample(0, self._decoder.logits(hidden[:, -1]), step)
 
     def pop_ended(self) -> Iterator[Completion]:
-        """Yield the completions that ended in this step and free their rows."""
+        """Yield the completions whose newest token is their last one, and free their rows."""
         for row in self._ended_rows():
             completion = self._completion(row)
             last = self.rows.remove(row)
@@ -199,9 +203,9 @@ class DecodeLoop:
             self._decoder.cache.spans[last] = EMPTY_SPAN
             yield completion
 
-    def _sample(self, first: int, logits: Tensor, step: int) -> None:
-        """Sample a token for every row from `first` on."""
-        rows = np.arange(first, self.rows.count)
+    def _sample(self, first_row: int, logits: Tensor, step: int) -> None:
+        """Sample a token for every row from `first_row` on, which have the logits [n, V]."""
+        rows = np.arange(first_row, self.rows.count)
         tokens, logprobs = sample(
             logits,
             self._sampling.at(step),
@@ -209,28 +213,28 @@ class DecodeLoop:
             seen=self._seen_tokens(rows, logits),
             banned=self._banned_tokens(rows, logits),
         )
-        values = logprobs.cpu().numpy()
-        is_finite = np.isfinite(values)
+        logprob_values = logprobs.cpu().numpy()
+        is_finite = np.isfinite(logprob_values)
         if not is_finite.all():
             self._decoder.cache.clear()
             raise EngineError(
                 f"the weights of step {step} give logits that are not finite in "
                 f"{int((~is_finite).sum())} of {len(rows)} completions"
             )
-        self.rows.append(rows, tokens.cpu().numpy(), values, step=step)
+        self.rows.append(rows, tokens.cpu().numpy(), logprob_values, step=step)
 
     def _seen_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True for tokens of prompt and completion; None without a repetition penalty."""
+        """[n, V], True for tokens that get the repetition penalty; None if the penalty is off."""
         if self._sampling.repetition_penalty == 1:
             return None
         seen = np.zeros(logits.shape, np.bool_)
-        for number, row in enumerate(rows):
-            seen[number, self.rows.requests[row].prompt_ids] = True
-            seen[number, self.rows.tokens[row, : self.rows.num_tokens[row]]] = True
+        for index, row in enumerate(rows):
+            seen[index, self.rows.requests[row].prompt_ids] = True
+            seen[index, self.rows.tokens[row, : self.rows.num_tokens[row]]] = True
         return torch.from_numpy(seen).to(logits.device)
 
     def _banned_tokens(self, rows: np.ndarray, logits: Tensor) -> Tensor | None:
-        """[n, V], True for end tokens in rows shorter than min_tokens; None if there are none."""
+        """[n, V], True for end tokens in rows shorter than min_tokens; None without such rows."""
         is_short = self.rows.num_tokens[rows] < self._sampling.min_tokens
         if not is_short.any():
             return None
@@ -239,7 +243,10 @@ class DecodeLoop:
         return torch.from_numpy(banned).to(logits.device)
 
     def _ended_rows(self) -> list[int]:
-        """Rows whose newest token is their last, in descending order."""
+        """Rows whose newest token is their last one, in descending order.
+
+        Descending, so that the row that replaces a removed row is not an ended one.
+        """
         tokens, _ = self.rows.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.rows.num_tokens == self.rows.limits)[: self.rows.count]
@@ -248,6 +255,7 @@ class DecodeLoop:
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
+        """Whether the text of a row contains a stop string."""
         length = int(self.rows.num_tokens[row])
         if length < self._sampling.min_tokens:
             return False
@@ -268,23 +276,29 @@ class DecodeLoop:
 
 
 class Rows:
-    """The completions in flight as arrays, index = row; the first `count` rows are running."""
+    """The completions in progress as arrays with one entry per row.
+
+    The first `count` rows are running, the remaining rows are free.
+    """
 
     def __init__(self, num_rows: int, sampling: Sampling) -> None:
         shape = (num_rows, sampling.max_completion_length)
         self._seed, self._max_length = sampling.seed, sampling.max_completion_length
         self.count = 0
         self.requests: list[Request] = []
-        self.tokens = np.zeros(shape, np.int64)
+        self.tokens = np.zeros(shape, np.int64)  # generated tokens
         self.logprobs = np.zeros(shape, np.float32)
-        self.steps = np.zeros(shape, np.int32)
-        self.num_tokens = np.zeros(num_rows, np.int64)
-        self.num_prompt = np.zeros(num_rows, np.int64)
-        self.limits = np.zeros(num_rows, np.int64)  # greatest allowed num_tokens
-        self._uniforms = np.zeros(shape, np.float32)
+        self.steps = np.zeros(shape, np.int32)  # policy step of each token
+        self.num_tokens = np.zeros(num_rows, np.int64)  # generated so far
+        self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
+        self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
+        self._uniforms = np.zeros(shape, np.float32)  # random numbers, one per token
 
     def start(self, request: Request) -> int:
-        """Give `request` the next row. Its random numbers depend on seed and index only."""
+        """Put `request` into the next free row; returns the row.
+
+        The random numbers of a completion depend only on the seed and the index of its request.
+        """
         row, self.count = self.count, self.count + 1
         self.requests.append(request)
         self.num_tokens[row], self.num_prompt[row] = 0, len(request.prompt_ids)
@@ -295,13 +309,13 @@ class Rows:
         return row
 
     def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
-        """A number in [0, 1) for the next token of each row."""
+        """A random number in [0, 1) for the next token of each of `rows`."""
         return self._uniforms[rows, self.num_tokens[rows]]
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
     ) -> None:
-        """Add a token to each of `rows`, sampled by the weights of `step`."""
+        """Add one token to each of `rows`, sampled by the weights of optimizer step `step`."""
         columns = self.num_tokens[rows]
         self.tokens[rows, columns] = tokens
         self.logprobs[rows, columns] = logprobs
@@ -309,12 +323,12 @@ class Rows:
         self.num_tokens[rows] = columns + 1
 
     def newest(self) -> tuple[np.ndarray, np.ndarray]:
-        """The newest token of each running row and its position in the sequence, [count] each."""
+        """The newest token of each running row, and its position in the sequence: [count] each."""
         last = self.num_tokens[: self.count] - 1
         return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
 
     def remove(self, row: int) -> int:
-        """Free a row by moving the last running row into it; returns the last row's number."""
+        """Remove a row and move the last running row into its place; returns the last row."""
         self.count -= 1
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
@@ -325,5 +339,5 @@ class Rows:
         return last
 
     def length(self, row: int) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens of prompt and completion."""
         return int(self.num_prompt[row] + self.num_tokens[row])

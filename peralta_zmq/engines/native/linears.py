@@ -1,4 +1,9 @@
-"""Linear layers with weights packed for this machine, replaced in place."""
+"""Linear layers with packed weights: stored in the order in which this machine multiplies fastest.
+
+Layers with the same input (such as q_proj, k_proj and v_proj) are fused into one packed weight.
+Newer weights replace the packed ones while the model is in use. On devices that cannot pack, the
+layers stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +16,37 @@ from torch import Tensor, nn
 from peralta_zmq import models
 from peralta_zmq.engines.native.kernels.gemm import can_pack, pack
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # with the same input
 
 
 class FusedLinear:
-    """Linear layers with the same input as one weight, stored in packed order only.
+    """Linear layers with the same input, stored as one packed weight.
 
-    One wide matmul reads its weight faster than three narrow ones.
+    One wide matmul reads its weight faster than three narrow ones. `names` are the names of the
+    layers' weights in the model, `biases` the names of their biases: one per layer, or none.
     """
 
     def __init__(
         self, linears: Sequence[nn.Linear], names: Sequence[str], biases: Sequence[str] = ()
     ) -> None:
-        self.names, self.biases = names, biases  # of the weights; one bias per layer, or none
+        self._names, self._biases = names, biases
         self._sizes = [linear.out_features for linear in linears]
         self._dtype = linears[0].weight.dtype
         self._input: Tensor | None = None  # of the latest matmul
-        self._outputs: tuple[Tensor, ...] = ()
+        self._outputs: tuple[Tensor, ...] = ()  # of the latest matmul, by layer
         self._pack([linear.weight for linear in linears], _biases_of(linears))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace weights [out, in] and biases [out] by those of the same names."""
-        self._pack([weights[name] for name in self.names], [weights[name] for name in self.biases])
+        """Replace the layers' weights [out, in] and biases [out]."""
+        self._pack(
+            [weights[name] for name in self._names], [weights[name] for name in self._biases]
+        )
 
     def output(self, index: int, rows: Tensor) -> Tensor:
-        """The output of layer `index`. All outputs are computed together and kept until the last
-        one is read: callers read them in order.
+        """The output of layer `index` for `rows`, [..., in].
+
+        The outputs of all layers are computed together and kept until the output of the last layer
+        is read. Callers must read them in order.
         """
         if len(self._sizes) == 1:
             return self._packed.multiply(rows, self._bias)
@@ -50,12 +60,13 @@ class FusedLinear:
 
     def _pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         self._packed = pack(self._concatenated(weights))
-        self._bias = self._concatenated(biases).clone() if biases else None  # owned memory
+        # A copy, because the source may be a mapped file that changes later.
+        self._bias = self._concatenated(biases).clone() if biases else None
         self._input = None
 
     def _concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
-        plain = [tensor.detach().to(self._dtype) for tensor in tensors]
-        return torch.cat(plain) if len(plain) > 1 else plain[0]
+        converted = [tensor.detach().to(self._dtype) for tensor in tensors]
+        return torch.cat(converted) if len(converted) > 1 else converted[0]
 
 
 class PackedLinear(nn.Module):
@@ -71,55 +82,56 @@ class PackedLinear(nn.Module):
 
 
 class ModelWeights:
-    """The weights of a model by name, packed or plain."""
+    """The weights of a model by name; packs the linear layers if `pack` and the machine can."""
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
         weights = models.weights_of(model)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self._plain = dict(weights)
+        self._plain = dict(weights)  # weights that are not packed
         self._fused: list[FusedLinear] = []
         if pack and model.device.type == "cpu" and can_pack(model.dtype):
             self._pack(model)
 
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy all weights or none: raises ValueError. Needs memory for one more fused weight."""
+        """Replace all weights; needs memory for one more fused weight.
+
+        Raises ValueError, with nothing changed, if names or shapes differ from the model's.
+        """
         models.check_weights(self._shapes, weights)
         with torch.no_grad():
-            for name, plain in self._plain.items():
-                plain.copy_(weights[name])
+            for name, tensor in self._plain.items():
+                tensor.copy_(weights[name])
             for fused in self._fused:
                 fused.load(weights)
 
     def _pack(self, model: models.Model) -> None:
+        """Replace the linear layers of a model by packed ones."""
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
-        embeddings = {
-            module.weight.data_ptr()
-            for module in model.modules() if isinstance(module, nn.Embedding)
-        }  # fmt: skip
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        kept = {names[embedding.weight.data_ptr()] for embedding in embeddings}
         for parent in list(model.modules()):
-            for leaves in _fused_names(parent):
-                linears = [cast(nn.Linear, getattr(parent, leaf)) for leaf in leaves]
-                addresses = [linear.weight.data_ptr() for linear in linears]
+            for attributes in _fused_attributes(parent):
+                linears = [cast(nn.Linear, getattr(parent, name)) for name in attributes]
+                weights = [names[linear.weight.data_ptr()] for linear in linears]
                 biases = [names[bias.data_ptr()] for bias in _biases_of(linears)]
-                fused = FusedLinear(linears, [names[address] for address in addresses], biases)
-                for name in biases:
-                    del self._plain[name]
+                fused = FusedLinear(linears, weights, biases)
                 self._fused.append(fused)
-                for index, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
-                    setattr(parent, leaf, PackedLinear(fused, index))
-                    if address not in embeddings:  # a tied head keeps its plain weight
-                        self._plain.pop(names[address], None)
+                for index, attribute in enumerate(attributes):
+                    setattr(parent, attribute, PackedLinear(fused, index))
+                for name in {*weights, *biases} - kept:  # an embedding tied to the head stays
+                    del self._plain[name]
 
 
-def _fused_names(parent: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Names of the linear layers of `parent`, grouped by common input."""
-    linears = {leaf: child for leaf, child in parent.named_children() if type(child) is nn.Linear}
-    for leaves in FUSED:
-        group = [linears[leaf] for leaf in leaves if leaf in linears]
-        if len(group) == len(leaves) and len(_biases_of(group)) in (0, len(group)):
-            yield leaves
-            linears = {leaf: linear for leaf, linear in linears.items() if leaf not in leaves}
-    yield from ((leaf,) for leaf in linears)
+def _fused_attributes(parent: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Attribute names of the linear layers of `parent`; layers with the same input together."""
+    linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+    for names in FUSED_LAYERS:
+        group = [linears[name] for name in names if name in linears]
+        if len(group) == len(names) and len(_biases_of(group)) in (0, len(group)):
+            yield names
+            for name in names:
+                del linears[name]
+    yield from ((name,) for name in linears)
 
 
 def _biases_of(linears: Sequence[nn.Linear]) -> list[Tensor]:

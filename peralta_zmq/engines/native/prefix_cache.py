@@ -1,8 +1,9 @@
-"""Prompt work done once: the common prefix once per weights, each prompt once per group.
+"""Prefix cache: computes the common prefix of all prompts once, and each prompt once per group.
 
-Keys and values of the longest common prefix of all prompts so far are in the KV cache's shared
-part; the prefix can only become shorter. Each prompt computes its remainder in a row reserved for
-prompts, from which the rows of its group are copied.
+The common prefix is the longest common prefix of all prompts seen so far; it can only become
+shorter. Its keys and values are in the shared part of the KV cache, which all rows can read. The
+remainder of each prompt is computed in a row reserved for prompts, and copied from there to the
+rows of the prompt's completions.
 """
 
 from __future__ import annotations
@@ -19,30 +20,34 @@ from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.rollout import Int32Array
 
 PROMPT_ROWS = 8  # prompts computed together
-MIN_PREFIX = 16  # computing a shorter prefix separately costs more than it saves
+MIN_PREFIX = 16  # tokens; computing a shorter prefix separately costs more than it saves
 
 
 class PrefixCache:
-    """The prompts computed last, in PROMPT_ROWS rows of the KV cache from `first_row` on."""
+    """The newest computed prompts, in PROMPT_ROWS rows of the KV cache from `first_row` on."""
 
     def __init__(self, decoder: Decoder, first_row: int) -> None:
         self._decoder, self._cache, self._first_row = decoder, decoder.cache, first_row
         self._prompt_rows = slice(first_row, first_row + PROMPT_ROWS)
         self._prefix: Int32Array | None = None
-        self._index: dict[bytes, int] = {}  # of each computed prompt
-        self._logits: Tensor | None = None  # [n, V], after each prompt
+        self._index: dict[bytes, int] = {}  # prompt row of each computed prompt, from 0
+        self._logits: Tensor | None = None  # [computed prompts, V], after the last prompt token
         self._cache.drop_shared()
 
     def invalidate(self) -> None:
-        """Drop everything: the weights have changed."""
+        """Drop all prompts and their prefix, because the weights have changed.
+
+        Rows of completions in progress keep the prefix that they started with.
+        """
         self._index = {}
         self._cache.spans[self._prompt_rows] = EMPTY_SPAN
 
     def __contains__(self, prompt: Int32Array) -> bool:
+        """Whether `copy_to` can copy the prompt."""
         return prompt.tobytes() in self._index
 
     def compute(self, prompts: Sequence[Int32Array]) -> None:
-        """Compute the first PROMPT_ROWS distinct prompts, replacing those computed before."""
+        """Compute the first PROMPT_ROWS distinct prompts, which replace all earlier prompts."""
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
         start = self._prepare_prefix(prompts)
@@ -50,27 +55,31 @@ class PrefixCache:
         tokens = np.zeros((len(prompts), longest - start), np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt) - start] = prompt[start:]
-        hidden = self._forward(tokens, start)  # positions after a shorter prompt are never read
+        hidden = self._forward(tokens, start)  # padding after shorter prompts is never read
         last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=hidden.device)
         hidden = hidden[torch.arange(len(prompts), device=hidden.device), last]
         self._logits = self._decoder.logits(hidden)
         self._index = {key: index for index, key in enumerate(islice(distinct, PROMPT_ROWS))}
 
     def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
-        """Copy a computed prompt to a row of the KV cache; returns the logits [V] after it."""
+        """Copy a computed prompt to a row of the KV cache; returns the next token's logits [V]."""
         assert self._logits is not None
         index = self._index[prompt.tobytes()]
         self._cache.copy(self._first_row + index, row, len(prompt))
         return self._logits[index]
 
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
-        """Put the common prefix into the shared part; returns its length."""
+        """Shorten the common prefix to fit `prompts` and make the prompt rows use it.
+
+        Returns the number of tokens that the prompt rows read from the shared part.
+        """
         prefix = prompts[0] if self._prefix is None else self._prefix
         for prompt in prompts:
+            # At least one token of every prompt remains to be computed, for its logits.
             prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
         self._prefix = prefix = prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
         start, end = self._cache.spans[self._first_row].tolist()
-        if start == end and len(prefix):
+        if start == end and len(prefix):  # not in the shared part yet
             self._forward(prefix[None].astype(np.int64), 0)
             start, end = self._cache.share(self._first_row, len(prefix))
         end = min(end, start + len(prefix))
@@ -78,11 +87,13 @@ class PrefixCache:
         return end - start
 
     def _forward(self, tokens: np.ndarray, start: int) -> Tensor:
+        """Hidden states of `tokens` [n, S] in the prompt rows, from position `start` on."""
         positions = np.tile(np.arange(start, start + tokens.shape[1]), (len(tokens), 1))
-        return self._decoder.hidden(tokens, positions, first_row=self._first_row)
+        return self._decoder.hidden_states(tokens, positions, first_row=self._first_row)
 
 
 def _common_length(one: Int32Array, other: Int32Array) -> int:
+    """Length of the longest common prefix."""
     shorter = min(len(one), len(other))
     differing = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differing[0]) if len(differing) else shorter

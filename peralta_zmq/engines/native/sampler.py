@@ -1,7 +1,8 @@
 """Sampling: from logits to one token per row and its logprob.
 
-Same order as in transformers: repetition penalty and min_tokens, temperature, top_k, top_p, min_p.
-top_k comes first in the code, so that only k logits are sorted instead of the whole vocabulary.
+The options have the same effect and order as in transformers: repetition penalty, min_tokens,
+temperature, top_k, top_p, min_p. The code selects the top k logits before it applies the
+temperature, which does not change the result and saves sorting the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from peralta_zmq.rollout import Sampling
 
-CHUNK = 2**20  # logits whose fp32 copies stay in the processor's cache
+CHUNK_SIZE = 2**20  # logits; a chunk's fp32 copies stay in the processor's cache
 
 
 def sample(
@@ -22,10 +23,10 @@ def sample(
     seen: Tensor | None = None,  # [n, V] bool, tokens with a repetition penalty
     banned: Tensor | None = None,  # [n, V] bool, tokens that are not allowed yet
 ) -> tuple[Tensor, Tensor]:
-    """The sampled tokens [n] and their logprobs [n] as defined on Rollout.logprobs.
+    """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
 
-    The logprob is that of the original logits at the sampling temperature (1 when greedy), before
-    penalties, bans and truncation: the trainer computes the same.
+    Logprobs are computed as by the trainer (see Rollout.logprobs): from the original logits at the
+    sampling temperature (1 if greedy), before penalties, bans and truncation.
     """
     allowed = logits
     if seen is not None:
@@ -42,23 +43,24 @@ def sample(
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `tokens` in fp32, [n]; a chunk of rows at a time."""
-    num_rows = max(1, CHUNK // logits.shape[-1])
+    """log softmax(logits / temperature) at `tokens`, [n] in fp32; one chunk of rows at a time."""
+    num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
     pairs = zip(logits.split(num_rows), tokens[:, None].split(num_rows), strict=True)
-    # log_softmax needs one pass: twice as fast as logsumexp.
+    # log_softmax takes half the time of logsumexp, because it needs one pass.
     chunks = [(rows.float() / temperature).log_softmax(-1).gather(-1, ids) for rows, ids in pairs]
     return torch.cat(chunks)[:, 0]
 
 
 def _sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    token_ids = None  # [n, k], most probable first; None = all tokens in vocabulary order
+    """Sample from softmax(logits / temperature) after truncation by top_k, top_p and min_p."""
+    token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
     if 0 < sampling.top_k < vocab_size:
         logits, token_ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, token_ids = logits.float().sort(descending=True)
     probs = (logits.float() / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:  # the token that crosses top_p stays
+    if sampling.top_p < 1:  # keeps the token at which the sum of probs crosses top_p
         preceding = probs.cumsum(-1) - probs
         probs = probs.masked_fill(preceding >= sampling.top_p, 0)
     if sampling.min_p > 0:

@@ -161,10 +161,10 @@ def test_decoder_logits_match_transformers_within_1e_5(family: str, tokenizer: A
     assert decoder is not None
     with torch.inference_mode():
         positions = np.tile(np.arange(8), (2, 1))
-        decoder.hidden(ids[:, :5].numpy(), positions[:, :5], first_row=1)
+        decoder.hidden_states(ids[:, :5].numpy(), positions[:, :5], first_row=1)
         for position in range(5, 8):
             newest = slice(position, position + 1)
-            last = decoder.hidden(ids[:, newest].numpy(), positions[:, newest], first_row=1)
+            last = decoder.hidden_states(ids[:, newest].numpy(), positions[:, newest], first_row=1)
             error = (decoder.logits(last[:, 0]) - expected[:, position]).abs().max()
             assert error <= 1e-5
 
