@@ -48,12 +48,11 @@ class Scripted:
             return not self.sequence
         sender = sender_of(self.name, self.incarnation)
         received = announcement.received.get(sender, -1) + 1
-        return self.pace.allows(
+        return self.pace.may_start(
+            announcement,
             step=step,
-            begun=announcement.started_step,
-            pending=self.sequence - announcement.consumed.get(sender, -1) - 1,
-            generators=len(announcement.received),
-            starved=announcement.waiting and received == self.sequence,
+            num_pending=self.sequence - announcement.consumed.get(sender, -1) - 1,
+            num_undelivered=self.sequence - received,
         )
 
     def push(self, group: RolloutGroup) -> bool:

@@ -24,7 +24,7 @@ MANY = 15  # methods or attributes of a class
 # From sampling to loss, in order. A folder counts as one file: its contents need not be read.
 ROLLOUT_PATH = (
     "rollout.py", "generator/loop.py", "engines", "environments", "wire/messages.py",
-    "wire/outbox.py", "wire/sockets.py", "wire/message_fields.py", "trainer/collector.py",
+    "generator/trainer_connection.py", "wire/sockets.py", "trainer/collector.py",
     "learning/admission.py", "trainer/journal.py", "trainer/loop.py", "learning/learner.py",
     "learning/packing.py", "learning/advantages.py", "models/scoring.py", "learning/losses.py",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """The generator loop: sample completions, score them and send the groups to the trainer.
 
-A generator keeps no state that a restart needs: the weights and the trainer's announcements define
-the progress of the run.
+A group is all rollouts (scored completions) of one problem, sent as one message. The policy step of
+weights is the number of optimizer steps that they have had. A generator keeps no state that a
+restart needs: the weights and the trainer's announcements define the progress of the run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from peralta_zmq.generator.weight_sync import (
     open_engine,
     open_subscriber,
 )
-from peralta_zmq.rollout import Completion, Problem, RolloutGroup, rollout_of
+from peralta_zmq.rollout import Completion, Problem, Rollout, RolloutGroup, Sampling, rollout_of
 
 IDLE_SECONDS = 0.002  # between two checks for weights and announcements while the engine is empty
 MAX_REWARD_FAILURES = 16  # consecutive groups that cannot be scored before the generator stops
@@ -77,22 +78,30 @@ def run(config: Config) -> None:
             subscriber, version, between_groups=config.weights.update == "between_groups"
         )
         connection = TrainerConnection(
-            Sockets(announcements, rollouts, statuses), weights,
-            name=name, incarnation=incarnation, worker_info=worker_info,
-            outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
-        )  # fmt: skip
+            Sockets(announcements, rollouts, statuses),
+            weights,
+            name=name,
+            incarnation=incarnation,
+            worker_info=worker_info,
+            outbox_limit=outbox_limit(config),
+            max_steps=config.train.max_steps,
+        )
         Generator(config, engine, tokenizer, environments, weights, connection).run()
 
 
 def outbox_limit(config: Config) -> int:
-    """Groups kept for a trainer that does not acknowledge: all that it could still consume."""
+    """Number of groups to keep for a trainer that does not acknowledge them.
+
+    The groups of all optimizer steps that could still consume them: the one in progress, the next,
+    and `max_async_level` further ones.
+    """
     steps = config.train.max_async_level + 2
     groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
     return max(64, math.ceil(groups))
 
 
 class Generator:
-    """Feeds problems to the engine; scores and sends the completed groups."""
+    """Makes groups: problem -> sample -> score -> RolloutGroup -> send, until the run ends."""
 
     def __init__(
         self,
@@ -118,38 +127,110 @@ class Generator:
         self._num_failures = 0  # consecutive groups that could not be scored
 
     def run(self) -> None:
-        """One stream of problems through the engine, interrupted by evaluations only."""
+        """Make training groups, interrupted by evaluations only, until the run is complete."""
         while not self._connection.is_run_complete:
             try:
-                self._sample_training_groups()
-                self._evaluate()
+                self._make_training_groups()
+                if self._must_evaluate() and not self._connection.is_run_complete:
+                    self._make_evaluation_groups()
             except ObsoleteGroupsError as error:
-                logger.info("%s dropped", error)
+                logger.info("dropped groups in flight: %s", error)
             except EngineError as error:
                 self._reject_weights(error)
-            self._num_in_flight = 0  # also after a cancelled generation
         self._connection.report(last=True)
-        logger.info("run complete: groups=%d", self._connection.num_made)
+        logger.info("run complete: groups=%d", self._connection.outbox.next_sequence)
 
-    def _sample_training_groups(self) -> None:
-        """Sample until the run is complete or an evaluation is announced."""
-        groups = generate_groups(
-            self._engine, self._tokenizer, self._training_problems(),
+    def _make_training_groups(self) -> None:
+        """Make groups until the run is complete or the trainer announces an evaluation."""
+        seed = self._seed(f"{self._engine.step}/{self._connection.outbox.next_sequence}")
+        self._make_groups(
+            self._training_problems(),
+            self._environments,
             num_generations=self._config.sampling.num_generations,
-            sampling=build.make_sampling(
-                self._config,
-                seed=self._seed(f"{self._engine.step}/{self._connection.num_made}"),
-            ),
+            sampling=build.make_sampling(self._config, seed=seed),
             between_steps=self._between_steps,
-        )  # fmt: skip
-        for problem, completions in groups:
+        )
+
+    def _make_groups(
+        self,
+        problems: Iterator[Problem | None],
+        environments: Environments,
+        *,
+        num_generations: int,
+        sampling: Sampling,
+        between_steps: Callable[[], None],
+        evaluation_step: int = -1,
+    ) -> None:
+        """Sample completions for each problem, score them and send them as a group.
+
+        `problems` yields None while no group may be started. The engine calls `between_steps`
+        between two tokens. `evaluation_step` is that of RolloutGroup; -1 = groups for training.
+        """
+        self._num_in_flight = 0  # earlier ones were cancelled or have failed
+        for problem, completions in generate_groups(
+            self._engine,
+            self._tokenizer,
+            problems,
+            num_generations=num_generations,
+            sampling=sampling,
+            between_steps=between_steps,
+        ):
             self._num_in_flight -= 1
-            self._score_and_send(problem, completions, self._environments)
+            rollouts = self._score(problem, completions, environments)
+            if rollouts:
+                self._connection.send(self._group_of(problem, rollouts, evaluation_step))
             if self._connection.is_run_complete:
                 return
 
+    def _score(
+        self, problem: Problem, completions: Sequence[Completion], environments: Environments
+    ) -> tuple[Rollout, ...]:
+        """The completions with their rewards; empty if a reward failed, so the group is dropped.
+
+        Raises RewardError when many consecutive groups cannot be scored.
+        """
+        try:
+            rollouts = tuple(
+                rollout_of(completion, environments.reward(problem, completion.text))
+                for completion in completions
+            )
+        except RewardError as error:
+            self._num_failures += 1
+            if self._num_failures == MAX_REWARD_FAILURES:
+                raise
+            self._connection.num_unscored += 1
+            logger.warning("dropped an unscored group: %s", error)
+            return ()
+        self._num_failures = 0
+        return rollouts
+
+    def _group_of(
+        self, problem: Problem, rollouts: tuple[Rollout, ...], evaluation_step: int
+    ) -> RolloutGroup:
+        """The next group; the oldest weights that sampled one of its tokens identify it."""
+        connection = self._connection
+        policy_step = min(
+            int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts
+        )
+        return RolloutGroup(
+            run_id=self._weights.version.run_id,
+            generator_id=connection.name,
+            incarnation=connection.incarnation,
+            sequence=connection.outbox.next_sequence,
+            problem_id=problem.id,
+            task=problem.task,
+            policy_step=policy_step,
+            weights_id=self._weights.weights_id_of(policy_step),
+            rollouts=rollouts,
+            min_sequence=connection.outbox.min_sequence,
+            sample_index=problem.sample_index,
+            evaluation_step=evaluation_step,
+        )
+
+    # Which problem is sampled next, and when.
+
     def _training_problems(self) -> Iterator[Problem | None]:
-        """The next problem whenever a group may be started, else None."""
+        """The next problem whenever a group may be started, else None; ends for an evaluation."""
         while not self._connection.is_run_complete:
             if self._may_start_group():
                 self._num_in_flight += 1
@@ -191,44 +272,18 @@ class Generator:
             yield replace(environments.problems[position], sample_index=sample_index)
 
     def _may_start_group(self) -> bool:
+        """Whether a training group started now would be kept, and consumed early enough."""
         self._refresh_weights()
-        announcement = self._connection.receive()
-        self._connection.resend_lost()
+        announcement = self._connection.exchange()
         if self._connection.is_run_complete or self._weights.is_draining or self._must_evaluate():
             return False
-        outbox = self._connection.outbox
-        return outbox.has_room(self._num_in_flight) and self._pacer.may_start(
+        outbox, num_in_flight = self._connection.outbox, self._num_in_flight
+        return outbox.has_room(num_in_flight) and self._pacer.may_start(
             announcement,
             step=self._engine.step,
-            pending=self._connection.num_pending + self._num_in_flight,
-            undelivered=outbox.in_flight + self._num_in_flight,
+            num_pending=outbox.num_pending + num_in_flight,
+            num_undelivered=outbox.num_undelivered + num_in_flight,
         )
-
-    def _refresh_weights(self) -> None:
-        """Apply newer weights if possible. Raises ObsoleteGroupsError as ServedWeights.refresh."""
-        previous = self._weights.version
-        try:
-            self._weights.refresh(self._engine, num_in_flight=self._num_in_flight)
-        except ObsoleteGroupsError:
-            version = self._weights.version
-            if version.run_id != previous.run_id:
-                self._connection.start_run()
-                self._samples = self._sample_problems()
-            if version.run_id != previous.run_id or version.number > previous.number:
-                self._evaluated_step = -1  # a roll-back repeats evaluations; a rejection does not
-            self._num_in_flight = 0
-            raise
-
-    def _reject_weights(self, error: EngineError) -> None:
-        """Replace weights that give non-finite logits by the newest other version."""
-        number = self._weights.version.number
-        logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
-        self._num_in_flight = 0
-        self._weights.reject()
-        while not self._connection.is_run_complete and self._weights.version.number == number:
-            self._connection.receive(timeout=0.2)
-            with suppress(ObsoleteGroupsError):
-                self._refresh_weights()
 
     def _between_steps(self) -> None:
         """Keep weights and status reports current while a long group is sampled."""
@@ -239,40 +294,73 @@ class Generator:
         """Wait shortly for a new announcement if the engine has no group in flight."""
         if not self._num_in_flight:
             started = time.monotonic()
-            self._connection.receive(timeout=IDLE_SECONDS)
+            self._connection.exchange(timeout=IDLE_SECONDS)
             self._connection.throughput.idle_seconds += time.monotonic() - started
 
+    def _seed(self, purpose: str) -> int:
+        """A sampling seed that differs between generators, runs and restarts."""
+        text = f"{self._config.run.seed}/{self._connection.outbox.sender}/{purpose}"
+        return zlib.crc32(text.encode())
+
+    # Changes of weights.
+
+    def _refresh_weights(self) -> None:
+        """Apply newer weights if there are any.
+
+        Raises ObsoleteGroupsError if the groups in flight are of another run or lineage.
+        """
+        previous = self._weights.version
+        try:
+            self._weights.refresh(self._engine, num_in_flight=self._num_in_flight)
+        except ObsoleteGroupsError:
+            version = self._weights.version
+            if version.run_id != previous.run_id:
+                self._connection.start_run()
+                self._samples = self._sample_problems()
+            if version.run_id != previous.run_id or version.number > previous.number:
+                self._evaluated_step = -1  # a roll-back repeats evaluations; a rejection does not
+            raise
+
+    def _reject_weights(self, error: EngineError) -> None:
+        """Replace weights that give non-finite logits by the newest other version."""
+        number = self._weights.version.number
+        logger.warning("dropped groups in flight: version=%d reason=%s", number, error)
+        self._num_in_flight = 0
+        self._weights.reject()
+        while not self._connection.is_run_complete and self._weights.version.number == number:
+            self._connection.exchange(timeout=0.2)
+            with suppress(ObsoleteGroupsError):  # no group is in flight
+                self._refresh_weights()
+
+    # Evaluation: the generators answer the held-out examples with the weights of one step.
+
     def _must_evaluate(self) -> bool:
+        """Whether an evaluation was announced that this generator has not taken part in."""
         announcement = self._connection.announcement
         return (
             announcement is not None
             and self._evaluated_step < announcement.evaluation_step <= self._engine.step
         )
 
-    def _evaluate(self) -> None:
-        """Sample this generator's share of the held-out examples with the current weights."""
-        announcement, config = self._connection.announcement, self._config
-        if announcement is None or self._connection.is_run_complete or not self._must_evaluate():
-            return
+    def _make_evaluation_groups(self) -> None:
+        """Make groups for this generator's share of the held-out examples, without new weights."""
+        config, announcement = self._config, self._connection.announcement
+        assert announcement is not None  # else nothing must be evaluated
         self._evaluated_step = step = announcement.evaluation_step
-        self._num_in_flight = 0
         try:
             held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
             logger.warning("evaluation of step %d skipped: %s", step, error)
             return
         with closing(held_out):
-            groups = generate_groups(
-                self._engine, self._tokenizer, self._held_out_problems(step, held_out.problems),
+            self._make_groups(
+                self._held_out_problems(step, held_out.problems),
+                held_out,
                 num_generations=config.eval.rollouts_per_example,
                 sampling=build.make_eval_sampling(config, seed=self._seed(f"evaluation {step}")),
                 between_steps=self._connection.report_when_due,
-            )  # fmt: skip
-            for problem, completions in groups:
-                self._num_in_flight -= 1
-                self._score_and_send(problem, completions, held_out, evaluation_step=step)
-                if self._connection.is_run_complete:
-                    return
+                evaluation_step=step,
+            )
 
     def _held_out_problems(
         self, step: int, problems: Sequence[Problem]
@@ -284,74 +372,21 @@ class Generator:
         generator, connection = self._config.generator, self._connection
 
         def is_answered(position: int) -> bool:
-            announcement = connection.receive()
+            announcement = connection.exchange()
             return announcement is not None and is_excluded(announcement.answered, position)
 
         def is_over() -> bool:
-            announcement = connection.announcement
+            announcement = connection.exchange()
             ended = announcement is None or announcement.evaluation_step != step
             return connection.is_run_complete or ended
 
         for position in examples_for(
             len(problems), index=generator.index, count=generator.count, answered=is_answered
         ):
-            while not is_over():
-                connection.receive()
-                connection.resend_lost()
-                if connection.outbox.has_room(self._num_in_flight):
-                    break
+            while not is_over() and not connection.outbox.has_room(self._num_in_flight):
                 self._wait()
                 yield None
             if is_over():
                 return
             self._num_in_flight += 1
             yield problems[position]
-
-    def _seed(self, purpose: str) -> int:
-        """A sampling seed that differs between generators, runs and restarts."""
-        text = f"{self._config.run.seed}/{self._connection.outbox.sender}/{purpose}"
-        return zlib.crc32(text.encode())
-
-    def _score_and_send(
-        self,
-        problem: Problem,
-        completions: Sequence[Completion],
-        environments: Environments,
-        *,
-        evaluation_step: int = -1,
-    ) -> None:
-        """Score and send one group; a group that cannot be scored is dropped and counted.
-
-        Raises RewardError when many consecutive groups cannot be scored.
-        """
-        try:
-            rollouts = tuple(
-                rollout_of(completion, environments.reward(problem, completion.text))
-                for completion in completions
-            )
-        except RewardError as error:
-            self._num_failures += 1
-            if self._num_failures == MAX_REWARD_FAILURES:
-                raise
-            self._connection.num_unscored += 1
-            logger.warning("dropped an unscored group: %s", error)
-            return
-        self._num_failures = 0
-        policy_step = min(int(completion.policy_steps.min()) for completion in completions)
-        run_id, weights_id = self._weights.ids_of(policy_step)
-        self._connection.send(
-            RolloutGroup(
-                run_id=run_id,
-                generator_id=self._connection.name,
-                incarnation=self._connection.incarnation,
-                sequence=self._connection.num_made,
-                problem_id=problem.id,
-                task=problem.task,
-                policy_step=policy_step,
-                weights_id=weights_id,
-                rollouts=rollouts,
-                min_sequence=self._connection.outbox.min_sequence,
-                sample_index=problem.sample_index,
-                evaluation_step=evaluation_step,
-            )
-        )

@@ -1,4 +1,8 @@
-"""Sampling pace: limits how far a generator samples ahead of the trainer."""
+"""Sampling pace: limits how far a generator samples ahead of the trainer.
+
+A policy step is the number of optimizer steps that the weights have had. A group is pending from
+its start until an optimizer step consumes it or the trainer drops it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,22 @@ import time
 from peralta_zmq import wire
 
 # Time since its last start after which a generator at its limit starts one more group:
-STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of ours
+STARVED_SECONDS = 0.25  # if the trainer waits for groups and has received all of this generator's
 SILENCE_SECONDS = 30.0  # in any other case: announcements may be lost
 
 
 class SamplingPacer:
     """Keeps a generator within `max_async_level` optimizer steps of the newest weights.
 
-    A group may be started if the optimizer step that will consume it starts from weights at most
-    that many steps newer than the generator's. It queues behind this generator's pending groups,
-    which no step has consumed yet. So that a crashed sibling or a lost announcement does not block
-    a generator for long, it starts one more group for a trainer that waits for groups and has
-    received all of ours, and one every `SILENCE_SECONDS` in any other case.
+    The generators share the `groups_per_step` groups of an optimizer step equally. From its number
+    of pending groups a generator computes which step will consume its next group, and starts that
+    group if the step begins at most `max_async_level` steps after the generator's weights.
 
-    `oversampling_factor` scales `groups_per_step`. With `follow_step_size` the size of the newest
-    step, as announced by the trainer, replaces `groups_per_step` (token-based batches).
+    A crashed generator or a lost announcement must not block the others for long. Therefore a
+    generator at its limit starts one more group after `STARVED_SECONDS` or `SILENCE_SECONDS`.
+
+    `oversampling_factor` scales `groups_per_step`. With `follow_step_size` (batches are counted in
+    tokens) the number of groups in the newest optimizer step replaces `groups_per_step`.
     """
 
     def __init__(
@@ -33,48 +38,37 @@ class SamplingPacer:
         oversampling_factor: float = 1.0,
         follow_step_size: bool = False,
     ) -> None:
+        self._groups_per_step, self._follow_step_size = groups_per_step, follow_step_size
         self._oversampling_factor = oversampling_factor
-        self._follow_step_size = follow_step_size
         self._max_async_level = max_async_level
-        self._groups_per_step = math.ceil(groups_per_step * oversampling_factor)
         self._last_start = time.monotonic()
 
     def may_start(
-        self, announcement: wire.Announcement | None, *, step: int, pending: int, undelivered: int
+        self,
+        announcement: wire.Announcement | None,
+        *,
+        step: int,
+        num_pending: int,
+        num_undelivered: int,
     ) -> bool:
-        """Whether a group sampled from the weights of `step` would be consumed in time.
+        """Whether a group sampled from the weights of policy step `step` may be started.
 
-        `pending` counts this generator's groups that no step has consumed, `undelivered` those of
-        them that the trainer has not received. `announcement` is None before the first one.
+        `num_pending` counts this generator's pending groups, `num_undelivered` those of them that
+        the trainer has not received. `announcement` is None before the first one.
         """
-        if announcement is None:
-            return self.allows(step=step, begun=step, pending=pending, generators=1, starved=False)
-        if announcement.groups_in_step and self._follow_step_size:
-            self._groups_per_step = math.ceil(
-                announcement.groups_in_step * self._oversampling_factor
-            )
-        return self.allows(
-            step=step,
-            begun=announcement.started_step,
-            pending=pending,
-            generators=len(announcement.received),
-            starved=announcement.waiting and not undelivered,
-        )
-
-    def allows(
-        self, *, step: int, begun: int, pending: int, generators: int, starved: bool
-    ) -> bool:
-        """Whether a group may be started, computed from plain numbers.
-
-        `begun` is the number of optimizer steps that the trainer has begun, `generators` the number
-        of senders. `starved`: the trainer waits for groups and has received all of ours.
-        """
+        announcement = announcement or wire.Announcement("")
+        starved = announcement.waiting and not num_undelivered
         limit = STARVED_SECONDS if starved else SILENCE_SECONDS
         if time.monotonic() - self._last_start > limit:
             return True
-        share = math.ceil(self._groups_per_step / max(1, generators))
-        begun = max(begun, step)  # weights may arrive while announcements are lost
-        return begun + pending // share - step <= self._max_async_level
+        groups_per_step = self._groups_per_step
+        if self._follow_step_size and announcement.groups_in_step:
+            groups_per_step = announcement.groups_in_step
+        num_generators = max(1, len(announcement.received))
+        share = math.ceil(math.ceil(groups_per_step * self._oversampling_factor) / num_generators)
+        newest = max(announcement.started_step, step)  # weights may come while announcements do not
+        consuming_step = newest + num_pending // share
+        return consuming_step - step <= self._max_async_level
 
     def record_start(self) -> None:
         """Restart the time limits: a group was started."""

@@ -1,4 +1,11 @@
-"""Weight synchronization: opens the engine on the first version and applies every newer one."""
+"""Weight synchronization: opens the engine on the first version and applies every newer one.
+
+A weight version is one published set of weights with a manifest: number, policy step (optimizer
+steps taken), weights_id (hash of the manifest), run and lineage (increased by a roll-back to an
+older checkpoint). WeightSubscriber offers a version only when it is complete: its STABLE mark and
+manifest are present and all its files have the manifest's hashes. A rejected version is put into
+quarantine: no generator loads it again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ObsoleteGroupsError(Exception):
-    """The weights now belong to another run or lineage, so groups in flight must be dropped."""
+    """The weights now belong to another run or lineage; the trainer takes no group in flight."""
 
 
 class ServedWeights:
@@ -32,26 +39,25 @@ class ServedWeights:
         self, subscriber: WeightSubscriber, version: Version, *, between_groups: bool = False
     ) -> None:
         self._subscriber, self._between_groups = subscriber, between_groups
+        self.version = version
         self.is_draining = False
         self.reload_seconds = 0.0  # of the latest replacement
-        self._ids = dict[int, tuple[str, str]]()  # policy step -> run_id, weights_id
-        self._serve(version)
-
-    def _serve(self, version: Version) -> None:
-        self.version = version
-        self._ids[version.step] = version.run_id, version.weights_id
+        self._weights_ids = {version.step: version.weights_id}  # by policy step, of this run
 
     @property
     def needs_keyframe(self) -> bool:
-        """Whether the newest version cannot be reached by deltas from the local replica."""
+        """Whether no chain of deltas (changes only) leads to the newest version.
+
+        The trainer then publishes a keyframe (complete weights).
+        """
         return self._subscriber.wants_keyframe
 
-    def ids_of(self, step: int) -> tuple[str, str]:
-        """The run_id and weights_id of the version with which tokens of `step` were sampled."""
-        return self._ids[step]
+    def weights_id_of(self, step: int) -> str:
+        """The weights_id of the version of policy step `step`, which this generator has served."""
+        return self._weights_ids[step]
 
-    def hint(self, announcement: wire.Announcement) -> None:
-        """Poll for the announced version now instead of at the next interval."""
+    def poll_for(self, announcement: wire.Announcement) -> None:
+        """Look for the announced version now instead of at the next polling interval."""
         self._subscriber.notify(announcement.version, announcement.weights_id)
 
     def reject(self) -> None:
@@ -59,7 +65,7 @@ class ServedWeights:
         self._subscriber.reject(self.version)
 
     def refresh(self, engine: registry.Engine, *, num_in_flight: int) -> None:
-        """Apply the newest pending version in place, if there is one and it may be applied now.
+        """Apply the newest complete version in place, if there is one and it may be applied now.
 
         Raises ObsoleteGroupsError after a change to another run or lineage.
         """
@@ -68,28 +74,27 @@ class ServedWeights:
         if must_wait:
             return
         previous, started = self.version, time.monotonic()
-        version = apply_newest(engine, self._subscriber, previous)
+        self.version = version = apply_newest(engine, self._subscriber, previous)
         if version is previous:
             return
         self.reload_seconds = time.monotonic() - started
-        if version.run_id != previous.run_id:
-            self._ids.clear()
-            self._serve(version)
-            raise ObsoleteGroupsError(f"another run: {version.run_id}; groups of the previous run")
-        self._serve(version)
+        is_new_run = version.run_id != previous.run_id
+        if is_new_run:
+            self._weights_ids.clear()
+        self._weights_ids[version.step] = version.weights_id
+        if is_new_run:
+            raise ObsoleteGroupsError(f"the weights now belong to run {version.run_id}")
         if version.step == previous.step and version.field("result") == previous.field("result"):
             return  # the same weights, published again
         if version.lineage != previous.lineage or version.step <= previous.step:
             # After a roll-back a token's step no longer identifies the weights that sampled it.
-            raise ObsoleteGroupsError(
-                f"at step {version.step} of another lineage; groups in flight"
-            )
+            raise ObsoleteGroupsError(f"rolled back to the weights of step {version.step}")
 
 
 def apply_newest(
     engine: registry.Engine, subscriber: WeightSubscriber, current: Version
 ) -> Version:
-    """Apply the newest pending version in place and return the version now in use.
+    """Apply the newest complete version in place and return the version now in use.
 
     A version that the engine rejects changes nothing and is quarantined.
     """
@@ -105,18 +110,19 @@ def apply_newest(
         subscriber.reject(pending.version)
         logger.warning("refused version=%d reason=%s", pending.version.number, error)
         return current
+    return _accept(subscriber, pending, started)
+
+
+def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: float) -> Version:
+    """Report that the weights are in use and log it; `started` is when their loading began."""
     subscriber.accept()
-    _log_loaded(pending, apply_seconds=time.monotonic() - started)
-    return pending.version
-
-
-def _log_loaded(pending: PendingWeights, *, apply_seconds: float) -> None:
-    version = pending.version
+    version, seconds = pending.version, time.monotonic() - started
+    identity = f"version={version.number} step={version.step} weights_id={version.weights_id}"
     logger.info(
-        "loaded version=%d step=%d weights_id=%s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
-        version.number, version.step, version.weights_id, pending.bytes_read,
-        pending.visible_seconds, apply_seconds,
-    )  # fmt: skip
+        "loaded %s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
+        *(identity, pending.bytes_read, pending.visible_seconds, seconds),
+    )
+    return version
 
 
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
@@ -137,7 +143,7 @@ def open_engine(
     address: str,
     request_keyframe: Callable[[str], None],
 ) -> tuple[Version, registry.Engine, models.Tokenizer]:
-    """Wait for the first readable version and open an engine on it, with its tokenizer.
+    """Wait for the first complete version and open an engine on it, with its tokenizer.
 
     Logs every 5 s while waiting, and calls `request_keyframe(run_id)` when the store holds only
     deltas. Raises StoreError when weights.wait_for_weights_timeout is over.
@@ -161,13 +167,14 @@ def open_engine(
             )
     started = time.monotonic()
     engine, tokenizer = build.make_engine(config, pending)
-    subscriber.accept()
-    _log_loaded(pending, apply_seconds=time.monotonic() - started)
-    return pending.version, engine, tokenizer
+    return _accept(subscriber, pending, started), engine, tokenizer
 
 
 def waiting_text(address: str, seconds: float, weights: str, *, answers: bool) -> str:
-    """The log message of a generator without weights: what is missing, and the remedy."""
+    """The log message of a generator without weights: what is missing, and the remedy.
+
+    `answers`: the trainer's address accepts TCP connections.
+    """
     files, start = files_given(), f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: bin/doctor{files}"
     if answers:

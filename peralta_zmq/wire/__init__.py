@@ -2,7 +2,6 @@
 
 Generators PUSH groups of rollouts to the trainer's PULL socket. The trainer PUBlishes announcements
 on the next port, receives the generators' status on the port after that, and answers probes on the
-fourth. A receiver counts and drops invalid messages. The sender keeps each group in its outbox
 until an announcement acknowledges it as durable, and resends it if it was lost.
 
     messages          RolloutGroup <-> bytes
@@ -11,7 +10,6 @@ until an announcement acknowledges it as durable, and resends it if it was lost.
     announcements     trainer -> generators: progress, acknowledgements
     generator_status  generator -> trainer: counters
     probe             doctor <-> trainer: connection test
-    outbox            groups that are sent and not yet durable
     auth              key files, authentication, refused handshakes
 """
 
@@ -31,7 +29,6 @@ from peralta_zmq.wire.generator_status import (
     GeneratorStatusSender,
 )
 from peralta_zmq.wire.messages import decode_group, encode_group
-from peralta_zmq.wire.outbox import Outbox
 from peralta_zmq.wire.probe import ProbeClient, ProbeReply, ProbeServer
 from peralta_zmq.wire.sockets import (
     RolloutReceiver,
@@ -48,7 +45,6 @@ __all__ = [
     "GeneratorStatus",
     "GeneratorStatusReceiver",
     "GeneratorStatusSender",
-    "Outbox",
     "ProbeClient",
     "ProbeReply",
     "ProbeServer",

@@ -71,5 +71,5 @@ def test_generator_makes_no_group_of_two_lineages(
     trainer = field.trainer(*long, "--checkpoint.resume-step", "4")
     assert trainer.wait(timeout=120) == 0, trainer.printed
     assert generator.wait(timeout=30) == 0, generator.printed
-    assert "at step 4 of another lineage; groups in flight dropped" in generator.printed
+    assert "dropped groups in flight: rolled back to the weights of step 4" in generator.printed
     assert field.broken() == {}

@@ -54,9 +54,7 @@ class Scene:
 
     def add_group(self) -> None:
         """Put a group into the outbox as if it had been sent."""
-        connection = self.generator._connection
-        connection.outbox.add(connection.num_made, b"a group")
-        connection.num_made += 1
+        self.generator._connection.outbox.add(b"a group")
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def test_newer_version_is_applied_in_flight_or_between_groups(
 def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> None:
     generator = scene.start(7)
     connection = generator._connection
-    connection.num_made, generator._num_in_flight = 9, 2
+    connection.outbox.add(b"a group")
     sender = connection.outbox.sender
     for path in [*scene.store.folder.glob("step_*"), scene.store.folder / "RUN.json"]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -93,9 +91,9 @@ def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> No
     assert scene.subscriber.poll(timeout=20) is not None
     with pytest.raises(ObsoleteGroupsError):
         generator._refresh_weights()
-    assert (connection.num_made, generator._num_in_flight, len(connection.outbox)) == (0, 0, 0)
+    assert (connection.outbox.next_sequence, len(connection.outbox)) == (0, 0)
     assert connection.outbox.sender != sender
-    assert generator._weights.ids_of(1)[0] == "another-run"
+    assert generator._weights.version.run_id == "another-run"
 
 
 @pytest.mark.parametrize("step", [4, 8, 12])
@@ -200,7 +198,7 @@ def test_generator_continues_after_weights_with_nan_logits(
     assert "dropped groups in flight: version=2 reason=the weights of step 2" in caplog.text
     assert len(loop.steps) >= 12 and set(loop.steps) == {1}
     assert scene.store.find(2) is None
-    assert len(groups) == len(loop.steps) // 2 == loop.generator._connection.num_made
+    assert len(groups) == len(loop.steps) // 2 == loop.generator._connection.outbox.next_sequence
     assert {group.policy_step for group in groups} == {1}
     assert greedy_logprobs(loop.engine) == greedy_logprobs(loop.engine_of(tiny_model(seed=1)))
 
@@ -229,7 +227,7 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
     rolled_back = loop.generator._weights.version.weights_id
     assert set(steps) == {(8, 8, loop.first.weights_id), (4, 4, rolled_back)}
     assert steps == sorted(steps, reverse=True)  # no group of step 8 after one of step 4
-    assert "step 4 of another lineage; groups in flight dropped" in caplog.text
+    assert "dropped groups in flight: rolled back to the weights of step 4" in caplog.text
 
 
 # Groups.
@@ -257,15 +255,16 @@ def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
     failing = environments_of(fail_if_wrong)
     working = environments_of(lambda problem, text: float(text == "right"))
     for _ in range(MAX_REWARD_FAILURES - 1):
-        generator._score_and_send(PROBLEM, completions(), failing)
-    assert (connection.num_made, connection.num_unscored) == (0, MAX_REWARD_FAILURES - 1)
+        assert generator._score(PROBLEM, completions(), failing) == ()
+    assert connection.num_unscored == MAX_REWARD_FAILURES - 1
     assert "raised ValueError: no such move" in caplog.text
-    generator._score_and_send(PROBLEM, completions(), working)  # restarts the count
+    rollouts = generator._score(PROBLEM, completions(), working)  # restarts the count
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
     for _ in range(MAX_REWARD_FAILURES - 1):
-        generator._score_and_send(PROBLEM, completions(), failing)
-    assert (connection.num_made, connection.num_unscored) == (1, 2 * (MAX_REWARD_FAILURES - 1))
+        generator._score(PROBLEM, completions(), failing)
+    assert connection.num_unscored == 2 * (MAX_REWARD_FAILURES - 1)
     with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
-        generator._score_and_send(PROBLEM, completions(), failing)
+        generator._score(PROBLEM, completions(), failing)
 
 
 def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
@@ -276,7 +275,7 @@ def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
     while generator._may_start_group():
         scene.add_group()
     outbox = generator._connection.outbox
-    assert (len(outbox), outbox.lost) == (64, 0)
+    assert (len(outbox), outbox.num_lost) == (64, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
         generator._num_in_flight -= 1
         scene.add_group()
     outbox = generator._connection.outbox
-    assert (len(outbox), outbox.lost) == (64, 0)
+    assert (len(outbox), outbox.num_lost) == (64, 0)
     durable = {outbox.sender: 9}
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
     assert [next(problems) for _ in range(10)] == [PROBLEM] * 10 and next(problems) is None
@@ -314,31 +313,14 @@ def test_status_is_reported_while_a_group_takes_long(scene: Scene, stack: ExitSt
     eventually(lambda: generator._between_steps() or trainer.receive(timeout=0.05))
 
 
-def test_num_pending_keeps_the_last_known_number_of_consumed_groups(scene: Scene) -> None:
-    connection = scene.start(1)._connection
-    unlisted = wire.Announcement("run", incarnation=b"trainer!")
-    connection.num_made = 10
-    assert connection.num_pending == 10
-    scene.announce(unlisted)
-    assert connection.num_pending == 10
-    scene.announce(replace(unlisted, consumed={connection.outbox.sender: 6}))
-    assert connection.num_pending == 3
-    scene.announce(unlisted)
-    assert connection.num_pending == 3
-    connection.start_run()
-    assert connection.num_pending == 0
-
-
 def test_group_too_large_to_encode_is_lost_and_skipped(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = scene.start(1)._connection
     connection.send(group_of([1, 0], problem_id="x" * 2000, sequence=0))
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
-    assert (len(connection.outbox), connection.outbox.min_sequence) == (
-        0,
-        1,
-    )  # sent with the next group
+    outbox = connection.outbox
+    assert (len(outbox), outbox.min_sequence) == (0, 1)  # the latter is sent with the next group
 
 
 @pytest.mark.parametrize(("step", "complete"), [(79, False), (80, True)])
@@ -346,8 +328,8 @@ def test_silence_after_the_last_step_completes_the_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, complete: bool
 ) -> None:
     connection = scene.start(step)._connection
-    connection.receive()
+    connection.exchange()
     assert not connection.is_run_complete
     monkeypatch.setattr(trainer_connection, "SILENCE_SECONDS", 0.0)
-    connection.receive()
+    connection.exchange()
     assert connection.is_run_complete == complete

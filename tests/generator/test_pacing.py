@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pacing import LIMITS, RUNS, STEPS, paced
@@ -15,31 +16,22 @@ from peralta_zmq.generator.pacing import SILENCE_SECONDS, STARVED_SECONDS, Sampl
 from peralta_zmq.wire import Announcement
 
 
-class Clock:
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A monotonic clock that tests advance."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
 
 
 def num_allowed(
-    pacer: SamplingPacer,
-    *,
-    step: int = 0,
-    begun: int = 0,
-    generators: int = 1,
-    starved: bool = False,
+    pacer: SamplingPacer, *, step: int = 0, num_generators: int = 1, **announced: Any
 ) -> int:
-    """Groups that may be started one after the other when none is pending."""
-    count = 0
-    while count < 100 and pacer.allows(
-        step=step, begun=begun, pending=count, generators=generators, starved=starved
+    """Groups that may be started one after the other when none is pending; all are received."""
+    received = {f"g{number}/00": -1 for number in range(num_generators)}
+    announcement, count = Announcement("run", received=received, **announced), 0
+    while count < 100 and pacer.may_start(
+        announcement, step=step, num_pending=count, num_undelivered=0
     ):
         pacer.record_start()
         count += 1
@@ -47,7 +39,7 @@ def num_allowed(
 
 
 @pytest.mark.parametrize(
-    ("level", "begun", "groups"),
+    ("level", "started_step", "groups"),
     [
         (0, 7, 16),  # the groups of the next step
         (0, 8, 0),  # on-policy: that step has begun, wait for its weights
@@ -58,32 +50,26 @@ def num_allowed(
         (1, 0, 32),  # announcements are lost and weights still arrive: no more than with them
     ],
 )
-def test_pacer_allows_groups_within_async_level(
-    clock: Clock, level: int, begun: int, groups: int
-) -> None:
-    assert num_allowed(SamplingPacer(16, max_async_level=level), step=7, begun=begun) == groups
+def test_pacer_allows_groups_within_async_level(level: int, started_step: int, groups: int) -> None:
+    pacer = SamplingPacer(16, max_async_level=level)
+    assert num_allowed(pacer, step=7, started_step=started_step) == groups
 
 
-@pytest.mark.parametrize(("generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
-def test_pacer_divides_a_step_among_generators(clock: Clock, generators: int, groups: int) -> None:
-    assert num_allowed(SamplingPacer(16, max_async_level=0), generators=generators) == groups
+@pytest.mark.parametrize(("num_generators", "groups"), [(2, 8), (3, 6), (16, 1), (40, 1)])
+def test_pacer_divides_a_step_among_generators(num_generators: int, groups: int) -> None:
+    pacer = SamplingPacer(16, max_async_level=0)
+    assert num_allowed(pacer, num_generators=num_generators) == groups
 
 
-def test_pacer_gives_a_starved_trainer_one_more_group(clock: Clock) -> None:
+def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[float]) -> None:
     pacer = SamplingPacer(16, max_async_level=1)
-    pacer.record_start()
-    clock.now += STARVED_SECONDS + 0.1
-    assert num_allowed(pacer, begun=2, starved=True) == 1
-    assert num_allowed(pacer, begun=2) == 0
-
-
-def test_pacer_gives_a_silent_trainer_one_more_group_after_30_s(clock: Clock) -> None:
-    pacer = SamplingPacer(16, max_async_level=1)
-    pacer.record_start()
-    clock.now += SILENCE_SECONDS - 0.1
-    assert num_allowed(pacer, begun=2) == 0
-    clock.now += 0.2
-    assert num_allowed(pacer, begun=2) == 1
+    clock[0] += STARVED_SECONDS + 0.1
+    assert num_allowed(pacer, started_step=2) == 0
+    assert num_allowed(pacer, started_step=2, waiting=True) == 1
+    clock[0] += SILENCE_SECONDS - 0.1
+    assert num_allowed(pacer, started_step=2) == 0
+    clock[0] += 0.2
+    assert num_allowed(pacer, started_step=2) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,15 +85,12 @@ def test_pacer_gives_a_silent_trainer_one_more_group_after_30_s(clock: Clock) ->
     ],
 )
 def test_pacer_scales_the_groups_of_a_step(
-    clock: Clock, factor: float, by_tokens: bool, in_step: int, groups: int
+    factor: float, by_tokens: bool, in_step: int, groups: int
 ) -> None:
     pacer = SamplingPacer(
         4, max_async_level=0, oversampling_factor=factor, follow_step_size=by_tokens
     )
-    announcement, count = Announcement("run", groups_in_step=in_step), 0
-    while count < 100 and pacer.may_start(announcement, step=0, pending=count, undelivered=count):
-        count += 1
-    assert count == groups
+    assert num_allowed(pacer, groups_in_step=in_step) == groups
 
 
 @pytest.mark.slow

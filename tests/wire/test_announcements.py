@@ -25,6 +25,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
+from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.generator_registry import MAX_LIVE
 from peralta_zmq.wire import announcements, message_fields
@@ -193,10 +194,10 @@ def test_publisher_names_the_process_that_uses_its_port(stack: ExitStack) -> Non
 
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
     first = receiver_at()
-    sender, outbox = sender_to(first.address, stack), wire.Outbox(GROUP.sender)
+    sender, outbox = sender_to(first.address, stack), Outbox(GROUP.sender)
     outbox.frames_to_resend(wire.Announcement(RUN, incarnation=b"first"))
     for number in range(6):
-        outbox.add(number, numbered(number))
+        outbox.add(numbered(number))
         assert sender.send(numbered(number), timeout=DEADLINE)
     ledger, trained = Ledger(), []
     for _ in range(2):
@@ -215,7 +216,7 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
         message = second.receive(timeout=0.5)
         if message is None:  # all went into the dead connection; a later group shows the gap
             number += 1
-            outbox.add(number, numbered(number))
+            outbox.add(numbered(number))
             sender.send(numbered(number), timeout=0)
         elif ledger.settle(message[0].sender, message[0].sequence, "trained"):
             trained.append(message[0].sequence)

@@ -27,6 +27,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
+from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import MAX_ABOVE, Ledger
 from peralta_zmq.wire import message_fields
 from peralta_zmq.wire import sockets as wire_sockets
@@ -98,12 +99,12 @@ def test_slow_lossy_network_keeps_the_order_and_resends_nothing(stack: ExitStack
     proxy = stack.enter_context(
         Proxy(port_of(receiver.address), delay=0.05, bits_per_s=1e6, loss=0.03)
     )
-    sender, outbox = sender_to(proxy.address, stack), wire.Outbox(GROUP.sender)
+    sender, outbox = sender_to(proxy.address, stack), Outbox(GROUP.sender)
     ledger, got, sent = Ledger(), [], 0
     for _ in until(4):
-        if outbox.in_flight < NUM_IN_FLIGHT:
+        if outbox.num_undelivered < NUM_IN_FLIGHT:
             frame = numbered(sent)
-            outbox.add(sent, frame)
+            outbox.add(frame)
             sent += 1
             while not sender.send(frame, timeout=0.01):
                 got += settle_next(receiver, ledger)
