@@ -39,7 +39,7 @@ class FakeEngine:
 
 def publish(store: WeightStore, step: int, value: float, *, lineage: int = 0) -> Version:
     """One tensor of `value`."""
-    about = {"line": lineage}
+    about = {"lineage": lineage}
     return store.publish(step, {"w": torch.full((4,), value)}, companions={}, about=about)
 
 

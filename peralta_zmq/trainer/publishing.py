@@ -53,7 +53,7 @@ class WeightPublishing:
 
     def set_lineage(self, lineage: int) -> None:
         """Record the number of roll-backs so far in the manifest of each later version."""
-        self._manifest_fields["line"] = lineage
+        self._manifest_fields["lineage"] = lineage
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:
         """Copy the weights of `step` for the publishing thread; returns the seconds it took.

@@ -13,7 +13,7 @@ WEIGHTS, DELTA = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
 FORMAT = 2
-NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "line": 0}  # with defaults
+NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}  # with defaults
 TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")
 
 

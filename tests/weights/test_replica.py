@@ -207,7 +207,7 @@ def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: Local
         {"number": 7}, {"number": "1"}, {"number": True}, {"step": -1}, {"step": 1.5},
         {"parent": 1}, {"parent": 5}, {"parent": None}, {"depth": "1"}, {"kind": "patch"},
         {"kind": "keyframe"}, {"files": []}, {"result": 5}, {"base": []}, {"model": {}},
-        {"run_id": 3}, {"line": 0.5},
+        {"run_id": 3}, {"lineage": 0.5},
     ],
 )  # fmt: skip
 def test_inconsistent_manifest_is_ignored(store: WeightStore, fields: dict[str, Any]) -> None:
