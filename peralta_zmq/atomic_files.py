@@ -29,7 +29,8 @@ MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20
 PROCESS_TAG = os.urandom(4).hex()  # process ids of two machines on one NAS may be equal
 RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds
-About: TypeAlias = Mapping[str, Any]
+# Fields of a manifest besides the files, or a function that is called after they are written.
+About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
 Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"
 STEP_NAME = re.compile(r"step_\d{6,8}")
 MALFORMED = (
@@ -56,9 +57,7 @@ class Manifest:
     files: dict[str, tuple[int, str]]  # name -> (bytes, sha256 hex)
 
 
-def write_folder(
-    final: Path, files: Mapping[str, Content], about: About | Callable[[], About]
-) -> Manifest:
+def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
     """Write a folder that is either absent or complete; the rename is the commit point.
 
     A file may be an iterable of buffers, and `about` a function that is called after all files
@@ -74,9 +73,7 @@ def write_folder(
     return manifest
 
 
-def _write_and_rename(
-    final: Path, files: Mapping[str, Content], about: About | Callable[[], About]
-) -> Manifest:
+def _write_and_rename(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
     shutil.rmtree(temporary, ignore_errors=True)
     failpoint("atomic_files.cleared")
@@ -85,7 +82,7 @@ def _write_and_rename(
     try:
         written = {name: _write(temporary / name, content) for name, content in files.items()}
         failpoint("atomic_files.written")
-        manifest, text = describe(written, about() if callable(about) else about)
+        manifest, text = describe(written, about)
         _write(temporary / MANIFEST, text)
         failpoint("atomic_files.described")
         _write(temporary / STABLE, manifest.digest.encode())
@@ -100,15 +97,14 @@ def _write_and_rename(
     return manifest
 
 
-def describe(
-    written: Mapping[str, tuple[int, str]], about: Mapping[str, Any]
-) -> tuple[Manifest, bytes]:
+def describe(written: Mapping[str, tuple[int, str]], about: About) -> tuple[Manifest, bytes]:
     """The manifest of files with these sizes and sha256, and its text."""
     entries = [
         {"name": name, "bytes": size, "sha256": digest} for name, (size, digest) in written.items()
     ]
-    text = json.dumps({**about, "files": entries}, indent=1).encode()
-    return Manifest(hashlib.sha256(text).hexdigest(), dict(about), dict(written)), text
+    fields = dict(about() if callable(about) else about)
+    text = json.dumps({**fields, "files": entries}, indent=1).encode()
+    return Manifest(hashlib.sha256(text).hexdigest(), fields, dict(written)), text
 
 
 def replace_file(path: Path, content: bytes) -> None:

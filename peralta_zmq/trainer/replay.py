@@ -26,7 +26,7 @@ from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import write_merged
 from peralta_zmq.trainer.run_folder import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensors import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS
 
@@ -135,7 +135,7 @@ def export(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config, target = _load_config(options.run), options.folder
     store = _open_store(config)
-    version = store.version_of_step(options.step)
+    version = version_of_step(store, options.step)
     if version.field("adapts") is None:
         export_step(store, options.step, target)
     elif target.exists():

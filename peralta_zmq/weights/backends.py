@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import socket
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import psutil
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -18,12 +15,12 @@ from watchdog.observers import Observer
 from watchdog.observers.polling import PollingObserver
 
 from peralta_zmq import atomic_files
-from peralta_zmq.atomic_files import About, Content, Manifest
+from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
 from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.weights.leases import FolderLeases
 
-LEASE, READ_MARK, PROBE_FILE = ".lease-", ".reading-", "doctor-"
-LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
-READ_MARK_SECONDS = 3600.0  # until a mark is ignored: a killed reader does not remove its mark
+PROBE_FILE = "doctor-"  # beginning of the file name
+MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
 REMOTE_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
 
@@ -31,6 +28,7 @@ class StorageBackend(Protocol):
     """Folders of immutable files, one level deep. Every method may raise OSError."""
 
     address: str
+    leases: FolderLeases
 
     def names(self) -> list[str]:
         """Names at the top level, including files that other programs created."""
@@ -44,9 +42,7 @@ class StorageBackend(Protocol):
         """The bytes of FILE or FOLDER/FILE from offset `start`, in chunks."""
         ...
 
-    def write_folder(
-        self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
-    ) -> Manifest:
+    def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write a folder with its manifest atomically."""
         ...
 
@@ -59,26 +55,8 @@ class StorageBackend(Protocol):
     def prepare(self) -> None:
         """Create the store if needed, check that it supports publishing, remove temporary files."""
 
-    def acquire_lease(self, run_id: str) -> str | None:
-        """Acquire the publishing lease; returns the holder if another trainer has the lease."""
-        ...
-
-    def release_lease(self) -> None:
-        """Release the lease, so that another trainer can publish without waiting for its end."""
-
-    def renew_lease(self) -> None:
-        """Renew the lease, and make NAS clients refresh their listing of the store."""
-
     def free_bytes(self) -> int:
         """Free space for new versions."""
-        ...
-
-    def reading(self, name: str) -> AbstractContextManager[None]:
-        """Mark a folder as being read, where the backend supports it."""
-        ...
-
-    def being_read(self) -> set[str]:
-        """Names of the folders that are marked as being read."""
         ...
 
 
@@ -103,14 +81,23 @@ def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
     )
 
 
+def read_small(backend: StorageBackend, path: str) -> bytes:
+    """The content of a small file. Raises CorruptError if it exceeds MAX_SMALL_FILE."""
+    content = bytearray()
+    for chunk in backend.read(path):
+        content += chunk
+        if len(content) > MAX_SMALL_FILE:
+            raise CorruptError(f"{path} has more than {MAX_SMALL_FILE} bytes")
+    return bytes(content)
+
+
 class LocalBackend:
     """A folder on this machine; it may be mounted from a NAS, slow, full, read-only or missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = str(folder)
-        self._lease = folder / f"{LEASE}{os.getpid()}-{atomic_files.PROCESS_TAG}"
-        self._leased = False
+        self.leases = FolderLeases(folder)
 
     def names(self) -> list[str]:
         """As `StorageBackend.names`."""
@@ -124,9 +111,7 @@ class LocalBackend:
         """Read without mmap, which raises SIGBUS when the file is removed on a NAS."""
         return atomic_files.read_chunks(self.folder / path, start=start)
 
-    def write_folder(
-        self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
-    ) -> Manifest:
+    def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write to a temporary name, then rename."""
         return atomic_files.write_folder(self.folder / name, files, about)
 
@@ -153,83 +138,10 @@ class LocalBackend:
             ) from None
         atomic_files.sweep(self.folder)
 
-    def acquire_lease(self, run_id: str) -> str | None:
-        """The lease is a file; its age is its mtime by the clock of the file system."""
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
-        atomic_files.replace_file(self._lease, json.dumps(owner).encode())
-        self._leased = True
-        now = self._lease.stat().st_mtime
-        if holder := self.lease_holder(now):
-            self.release_lease()
-            return holder
-        for expired in self._other_leases():
-            expired.unlink(missing_ok=True)
-        return None
-
-    def lease_holder(self, now: float) -> str | None:
-        """Another process with a valid lease; `now` is the file system's Unix time in seconds."""
-        return next(filter(None, (_holder_of(lease, now) for lease in self._other_leases())), None)
-
-    def _other_leases(self) -> list[Path]:
-        return [file for file in sorted(self.folder.glob(f"{LEASE}*")) if file != self._lease]
-
-    def release_lease(self) -> None:
-        """As `StorageBackend.release_lease`."""
-        if self._leased:
-            with contextlib.suppress(OSError):
-                self._lease.unlink(missing_ok=True)
-
-    def renew_lease(self) -> None:
-        """Touch the lease, and the folder: NFS clients list it again when its mtime changes."""
-        if self._leased:
-            os.utime(self._lease)
-        os.utime(self.folder)
-
     def free_bytes(self) -> int:
         """Bytes that are free for unprivileged users."""
         space = os.statvfs(self.folder)
         return space.f_bavail * space.f_frsize
-
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Generator[None, None, None]:
-        """Create a mark file for the duration of the block, if the store is writable."""
-        mark = self.folder / f"{READ_MARK}{name}-{os.getpid()}-{atomic_files.PROCESS_TAG}"
-        with contextlib.suppress(OSError):
-            mark.touch(0o644)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                mark.unlink()
-
-    def being_read(self) -> set[str]:
-        """Folders with a mark younger than READ_MARK_SECONDS; removes older marks."""
-        marked: set[str] = set()
-        for mark in [name for name in self.names() if name.startswith(READ_MARK)]:
-            with contextlib.suppress(OSError):
-                now = os.stat(self._lease).st_mtime if self._leased else 0.0
-                if now - os.stat(self.folder / mark).st_mtime < READ_MARK_SECONDS:
-                    marked.add(mark.removeprefix(READ_MARK).split("-")[0])
-                else:
-                    os.unlink(self.folder / mark)
-        return marked
-
-
-def _holder_of(lease: Path, now: float) -> str | None:
-    """'pid N on HOST' if the lease is valid, else None."""
-    with contextlib.suppress(FileNotFoundError, *atomic_files.MALFORMED):
-        owner = cast("dict[str, Any]", json.loads(lease.read_bytes()))
-        if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
-            return f"pid {owner['pid']} on {owner['host']}"
-    return None
-
-
-def _may_be_alive(owner: Mapping[str, Any]) -> bool:
-    """False for this process and for processes of this machine that no longer exist."""
-    if owner["host"] != socket.gethostname():
-        return True
-    pid = int(owner["pid"])
-    return pid != os.getpid() and psutil.pid_exists(pid)
 
 
 class ProbeFile:

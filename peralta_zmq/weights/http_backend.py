@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer, RequestHandler
-from peralta_zmq.weights.backends import LocalBackend
+from peralta_zmq.weights.backends import LocalBackend, read_small
+from peralta_zmq.weights.leases import FolderLeases
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
-MAX_LISTING = 16 << 20  # bytes
 RANGE = re.compile(r"bytes=(\d{1,18})-")
 
 
@@ -41,17 +41,13 @@ class HttpBackend:
         if not self._host or parts.path.strip("/"):
             raise ConfigError(f"weights.dir '{address}' is not http://HOST:PORT")
         self.address = address
+        self.leases = FolderLeases(None)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def names(self) -> list[str]:
         """Names of the versions."""
-        content = b""
-        for chunk in self.read(""):
-            content += chunk
-            if len(content) > MAX_LISTING:
-                raise OSError(f"{self.address}: the list of versions exceeds {MAX_LISTING} bytes")
         try:
-            names = cast("list[object]", json.loads(content))
+            names = cast("list[object]", json.loads(read_small(self, "")))
             return [
                 name for name in names if isinstance(name, str) and VERSION_NAME.fullmatch(name)
             ]
@@ -88,17 +84,11 @@ class HttpBackend:
         if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Generator[None, None, None]:
-        """Nothing to do: the server marks the folders that it sends."""
-        yield
-
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
         """Raises StoreError: every method that writes is refused."""
         raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
-    write_folder = write_file = remove = prepare = acquire_lease = renew_lease = _refuse
-    release_lease = free_bytes = being_read = _refuse
+    write_folder = write_file = remove = prepare = free_bytes = _refuse
 
 
 def serve_weights(folder: Path, *, host: str, port: int, token: str | None) -> HttpServer:
@@ -136,7 +126,7 @@ class _Handler(RequestHandler):
                 and VERSION_NAME.fullmatch(parts[0])
                 and PLAIN_NAME.fullmatch(parts[1])
             ):
-                with self.backend.reading(parts[0]):
+                with self.backend.leases.reading(parts[0]):
                     self._send_file(self.backend.folder / parts[0] / parts[1])
             else:
                 self.respond(HTTPStatus.NOT_FOUND)

@@ -11,13 +11,14 @@ import contextlib
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.weights.leases import FolderLeases
 
 UNLIMITED = 1 << 62  # bytes free
 PART = 8 << 20  # bytes of one part of a multipart upload
@@ -38,6 +39,7 @@ class ObjectStoreBackend:
             address, client_options={"allow_http": plain, "timeout": "60s"}
         )
         self.address = address
+        self.leases = FolderLeases(None)
 
     def names(self) -> list[str]:
         """The common prefixes below the store's prefix."""
@@ -57,12 +59,10 @@ class ObjectStoreBackend:
             for chunk in result.stream(min_chunk_size=atomic_files.CHUNK):
                 yield bytes(chunk)
 
-    def write_folder(
-        self, name: str, files: Mapping[str, Content], about: About | Callable[[], About]
-    ) -> Manifest:
+    def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write the files, then the manifest, then STABLE."""
         written = {file: self._put(f"{name}/{file}", content) for file, content in files.items()}
-        manifest, text = atomic_files.describe(written, about() if callable(about) else about)
+        manifest, text = atomic_files.describe(written, about)
         self._put(f"{name}/{atomic_files.MANIFEST}", text)
         self._put(f"{name}/{atomic_files.STABLE}", manifest.digest.encode())
         return manifest
@@ -83,28 +83,9 @@ class ObjectStoreBackend:
         """Raises OSError if the bucket cannot be reached."""
         self.names()
 
-    def acquire_lease(self, run_id: str) -> str | None:
-        """Not supported: always granted."""
-        return None
-
-    def release_lease(self) -> None:
-        """Not supported."""
-
-    def renew_lease(self) -> None:
-        """Not needed: listings of an object store are not cached."""
-
     def free_bytes(self) -> int:
         """Unlimited."""
         return UNLIMITED
-
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Generator[None, None, None]:
-        """Not supported; `weights.keep_seconds` protects slow readers."""
-        yield
-
-    def being_read(self) -> set[str]:
-        """Unknown."""
-        return set()
 
     def _put(self, path: str, content: Content) -> tuple[int, str]:
         """Upload in parts; returns size and sha256."""

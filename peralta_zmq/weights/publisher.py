@@ -144,7 +144,7 @@ class WeightPublisher:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout=1.0)
-        self._store.backend.release_lease()
+        self._store.backend.leases.release()
 
     def _run(self) -> None:
         try:
@@ -176,7 +176,7 @@ class WeightPublisher:
                     self._waiting, self._publishing = None, True
                     return snapshot
             with contextlib.suppress(OSError):  # the store may be unreachable for now
-                self._store.backend.renew_lease()
+                self._store.backend.leases.renew()
 
     def _publish(self, snapshot: _Snapshot) -> bool:
         snapshot.wait_for_copies()
@@ -368,7 +368,7 @@ class Pruner:
 
     def _observe_readers(self, now: float) -> set[str]:
         """Names of the folders that are being read; updates the duration of the slowest load."""
-        names = self._store.backend.being_read()
+        names = self._store.backend.leases.being_read()
         for finished in self._reading_since.keys() - names:
             load_seconds = now - self._reading_since[finished]
             self._slowest_load = max(self._slowest_load, load_seconds)

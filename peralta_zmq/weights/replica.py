@@ -20,7 +20,7 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"
@@ -76,7 +76,7 @@ class LocalReplica:
         try:
             with ExitStack() as read_marks:
                 for link in chain:
-                    read_marks.enter_context(store.backend.reading(folder_name(link.number)))
+                    read_marks.enter_context(store.backend.leases.reading(folder_name(link.number)))
                 for link in chain:
                     _fetch(store, link, incoming / str(link.number))
             failpoint("load.fetched")
@@ -156,7 +156,7 @@ def export_step(store: WeightStore, step: int, target: Path) -> Version:
 
     Raises StoreError if there is no version of the step, it cannot be read, or `target` exists.
     """
-    version = store.version_of_step(step)
+    version = version_of_step(store, step)
     if target.exists():
         raise StoreError(f"{target} exists; choose a new folder")
     try:

@@ -1,13 +1,17 @@
-"""The weight store: numbered weight versions in a storage backend, as keyframes and deltas.
+"""The weight store: the numbered weight versions that a trainer publishes and generators read.
 
-Writes are atomic: a version is visible completely or not at all. A keyframe has all weights. To
-load a delta, its chain is needed: the versions from the last keyframe on.
+A version is a folder step_NUMBER. A keyframe version holds all weights; a delta version holds the
+changes since its parent, so that loading it needs the chain from the last keyframe on.
+
+How a reader can tell that a version is complete: the writer hashes and fsyncs all files, writes
+`manifest.json` with their sizes and hashes, then `STABLE` with the hash of the manifest, and only
+then gives the folder its name. `find` accepts a folder only if STABLE and manifest match, and
+`read` verifies size and hash of each file. Announcements merely tell readers when to look.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +25,7 @@ from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, GoneError, StoreError
 from peralta_zmq.weights import delta
 from peralta_zmq.weights import tensors as sets
-from peralta_zmq.weights.backends import StorageBackend, open_backend
+from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.version import (
     DELTA,
     FORMAT,
@@ -37,18 +41,17 @@ MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
 MAX_MISMATCHES = 3
 MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
 MAX_CHAIN = 1000  # versions
-MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
 MAX_RECHECKS = 100  # of invalid versions per listing; a NAS may show their files late
-Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]
+Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
 Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
 
 
 class WeightStore:
-    """The weight versions of one run in one backend."""
+    """The weight versions of one run in one storage backend."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self._mismatches: Counter[str] = Counter()  # failed verifications by digest of the manifest
+        self._mismatches: Counter[str] = Counter()  # failed verifications, by weights_id
         self._invalid: set[int] = set()  # listed numbers without a valid version of this run
 
     @classmethod
@@ -69,8 +72,8 @@ class WeightStore:
     @property
     def run_id(self) -> str | None:
         """The run that owns the store; None if no trainer has claimed it or it cannot be read."""
-        with contextlib.suppress(OSError, CorruptError, *atomic_files.MALFORMED):
-            return str(json.loads(self._read_small(RUN_FILE))["run_id"])
+        with contextlib.suppress(OSError, *atomic_files.MALFORMED):
+            return str(json.loads(read_small(self.backend, RUN_FILE))["run_id"])
         return None
 
     # Writing.
@@ -78,14 +81,14 @@ class WeightStore:
     def claim(self, run_id: str, *, known: bool = False) -> None:
         """Claim the store for a run and acquire the publishing lease.
 
-        `known`: the run claimed the store earlier, so it is not created again. Raises StoreError
-        if the store cannot be written, belongs to another run or another trainer publishes to it;
-        GoneError if a known store is missing.
+        With `known` the run has published to the store before, so a missing store is an error
+        (GoneError) instead of being created. Raises StoreError if the store cannot be written,
+        belongs to another run, or another trainer publishes to it.
         """
         try:
             owner = self.run_id
             if owner is None and known:  # no folder, or an empty mount point
-                raise self._gone_error()
+                raise _gone_error(self.address)
             if owner not in (None, run_id):
                 raise StoreError(
                     f"weights folder {self.address} belongs to run {owner}, not to {run_id}; "
@@ -95,10 +98,10 @@ class WeightStore:
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
                 self.backend.write_file(RUN_FILE, text.encode())
-            holder = self.backend.acquire_lease(run_id)
+            holder = self.backend.leases.acquire(run_id)
         except OSError as error:
             if known and self.run_id is None:
-                raise self._gone_error() from None
+                raise _gone_error(self.address) from None
             raise StoreError(
                 f"weights folder {self.address} cannot be written ({error.strerror or error}); "
                 "mount it, free it, or choose another with --weights.dir"
@@ -108,12 +111,6 @@ class WeightStore:
                 f"another trainer ({holder}) publishes to {self.address}; stop it, wait 30 s if it "
                 "has ended, or choose another with --weights.dir"
             )
-
-    def _gone_error(self) -> GoneError:
-        return GoneError(
-            f"{RUN_FILE} in weights folder {self.address} is gone; is it mounted? "
-            "Mount it, or choose another with --weights.dir"
-        )
 
     def publish(
         self,
@@ -131,64 +128,23 @@ class WeightStore:
         fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
         StoreError if the backend is missing, full or read-only; nothing partial remains.
         """
+        specs = sets.specs_of(tensors)
         try:
-            fields = {**(about or {}), **self._next_version(step, tensors, companions)}
+            if (run_id := self.run_id) is None:  # e.g. an empty mount point
+                raise OSError(f"{RUN_FILE} is gone; is it mounted?")
+            free, needed = self.backend.free_bytes(), MIN_FREE_VERSIONS * sets.file_size(specs)
+            if free < needed:
+                raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
+            number = max([step, *(used + 1 for used in self.numbers())])  # never a used number
+            identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
+            fields = {**(about or {}), **identity, "model": sets.fingerprint(specs)}
             failpoint("publish.identity")
-            version = self._write(fields, tensors, companions, base, stream)
+            version = _write_version(self.backend, fields, tensors, companions, base, stream)
         except OSError as error:
             reason = error.strerror or str(error)
             raise StoreError(f"cannot publish step {step} to {self.address}: {reason}") from None
         failpoint("publish.visible")
         return version
-
-    def _next_version(
-        self, step: int, tensors: Mapping[str, torch.Tensor], companions: Mapping[str, bytes]
-    ) -> dict[str, Any]:
-        """The manifest fields of the next version that keyframes and deltas have."""
-        if (run_id := self.run_id) is None:  # e.g. an empty mount point
-            raise OSError(f"{RUN_FILE} is gone; is it mounted?")
-        specs = sets.specs_of(tensors)
-        free, needed = self.backend.free_bytes(), MIN_FREE_VERSIONS * sets.file_size(specs)
-        if free < needed:
-            raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
-        number = max([step, *(used + 1 for used in self.numbers())])
-        return {
-            "format": FORMAT, "run_id": run_id, "number": number, "step": step,
-            "model": sets.fingerprint(specs), "tokenizer": _tokenizer_hash(companions),
-        }  # fmt: skip
-
-    def _write(
-        self,
-        fields: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        companions: Mapping[str, bytes],
-        base: Base | None,
-        stream: Stream,
-    ) -> Version:
-        checksums: dict[str, int] = {}  # filled while the weights are written
-        specs = sets.specs_of(tensors)
-        name = folder_name(fields["number"])
-
-        def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
-            def about() -> dict[str, Any]:
-                return {**fields, **more, "result": sets.set_digest(checksums, specs)}
-
-            manifest = self.backend.write_folder(name, files, about)
-            return Version.from_manifest(self.backend.path(name), manifest)
-
-        if base is not None and sets.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
-            parent, parent_tensors = base
-            pieces = _at_most(
-                int(MAX_DELTA_SHARE * sets.file_size(specs)),
-                delta.encode(parent_tensors, tensors, checksums),
-            )
-            with contextlib.suppress(_DeltaTooLargeError):
-                return write(
-                    {DELTA: stream(pieces)}, kind="delta", parent=parent.number,
-                    depth=parent.depth + 1, base=parent.field("result"),
-                )  # fmt: skip
-        pieces = stream(sets.file_of(tensors, checksums))
-        return write({WEIGHTS: pieces, **companions}, kind="keyframe")
 
     # Reading.
 
@@ -220,13 +176,13 @@ class WeightStore:
         """
         folder = self.backend.path(folder_name(number))
         try:
-            stable = self._read_small(f"{folder.name}/{atomic_files.STABLE}")
-            text = self._read_small(f"{folder.name}/{atomic_files.MANIFEST}")
+            stable = read_small(self.backend, f"{folder.name}/{atomic_files.STABLE}")
+            text = read_small(self.backend, f"{folder.name}/{atomic_files.MANIFEST}")
             manifest = atomic_files.parse_manifest(text, stable=stable, where=str(folder))
             version = Version.from_manifest(folder, manifest)
         except (OSError, CorruptError):
             return None
-        return None if self._mismatches[manifest.digest] >= MAX_MISMATCHES else version
+        return None if self._mismatches[version.weights_id] >= MAX_MISMATCHES else version
 
     def versions(self) -> list[Version]:
         """All valid versions of this run, oldest first. Raises StoreError if listing fails."""
@@ -235,17 +191,6 @@ class WeightStore:
         except OSError as error:
             raise StoreError(f"{self.address} cannot be listed ({error.strerror})") from None
         return [version for version in versions if version and version.run_id == self.run_id]
-
-    def version_of_step(self, step: int) -> Version:
-        """The newest version of a step. Raises a StoreError that lists the available steps."""
-        versions = self.versions()
-        for version in reversed(versions):
-            if version.step == step:
-                return version
-        steps = ", ".join(map(str, sorted({version.step for version in versions}))) or "none"
-        raise StoreError(
-            f"no version of step {step} in {self.address}; available steps: {steps:.300}"
-        )
 
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
         """The versions to read for `version`, oldest first.
@@ -297,19 +242,66 @@ class WeightStore:
 
     def count_mismatch(self, version: Version) -> None:
         """Count a failed verification; the version is quarantined after MAX_MISMATCHES."""
-        self._mismatches[version.manifest.digest] += 1
+        self._mismatches[version.weights_id] += 1
 
     def quarantine(self, version: Version) -> None:
         """Treat this version as missing for the rest of this process."""
-        self._mismatches[version.manifest.digest] = MAX_MISMATCHES
+        self._mismatches[version.weights_id] = MAX_MISMATCHES
 
-    def _read_small(self, path: str) -> bytes:
-        content = bytearray()
-        for chunk in self.backend.read(path):
-            content += chunk
-            if len(content) > MAX_SMALL_FILE:
-                raise CorruptError(f"{path} has more than {MAX_SMALL_FILE} bytes")
-        return bytes(content)
+
+def version_of_step(store: WeightStore, step: int) -> Version:
+    """The newest version of an optimizer step. Raises StoreError with the available steps."""
+    versions = store.versions()
+    for version in reversed(versions):
+        if version.step == step:
+            return version
+    steps = ", ".join(map(str, sorted({version.step for version in versions}))) or "none"
+    raise StoreError(f"no version of step {step} in {store.address}; available steps: {steps:.300}")
+
+
+def _gone_error(address: str) -> GoneError:
+    return GoneError(
+        f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
+        "Mount it, or choose another with --weights.dir"
+    )
+
+
+def _write_version(
+    backend: StorageBackend,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    companions: Mapping[str, bytes],
+    base: Base | None,
+    stream: Stream,
+) -> Version:
+    """Write a delta to `base` if possible and small enough, else a keyframe."""
+    checksums: dict[str, int] = {}  # crc32 of each tensor, filled while the weights are written
+    specs = sets.specs_of(tensors)
+    name = folder_name(fields["number"])
+
+    def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
+        def about() -> dict[str, Any]:  # called when all files are written
+            return {**fields, **more, "result": sets.set_digest(checksums, specs)}
+
+        manifest = backend.write_folder(name, files, about)
+        return Version.from_manifest(backend.path(name), manifest)
+
+    if base is not None and sets.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
+        parent, parent_tensors = base
+        pieces = _at_most(
+            int(MAX_DELTA_SHARE * sets.file_size(specs)),
+            delta.encode(parent_tensors, tensors, checksums),
+        )
+        with contextlib.suppress(_DeltaTooLargeError):
+            return write(
+                {DELTA: stream(pieces)},
+                kind="delta",
+                parent=parent.number,
+                depth=parent.depth + 1,
+                base=parent.field("result"),
+            )
+    pieces = stream(sets.file_of(tensors, checksums))
+    return write({WEIGHTS: pieces, **companions}, kind="keyframe")
 
 
 class _DeltaTooLargeError(Exception):
@@ -338,10 +330,3 @@ def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
             if received == previously_received:
                 raise
             previously_received = received
-
-
-def _tokenizer_hash(companions: Mapping[str, bytes]) -> str:
-    sha256 = hashlib.sha256()
-    for name in sorted(name for name in companions if name.startswith("tokenizer")):
-        sha256.update(companions[name])
-    return sha256.hexdigest()[:16]

@@ -242,7 +242,7 @@ def test_pruning_spares_slow_readers_and_versions_being_read(
     now[0] += 59
     assert numbers_after(3) == [1, 2, 3]
     now[0] += 2
-    with store.backend.reading("step_00000001"):
+    with store.backend.leases.reading("step_00000001"):
         assert numbers_after(4) == [1, 2, 3, 4]  # 2 has been spare for 59 s
         now[0] += 100  # this load takes at least 101 s
         assert numbers_after(5) == [1, 4, 5]

@@ -84,7 +84,7 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another with weights.dir, or delete it")
-    holder = None if trainer_runs else backend.lease_holder(_folder_time(folder))
+    holder = None if trainer_runs else backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         return Check(

@@ -123,7 +123,7 @@ def test_speed_of_the_newest_version(tmp_path: Path) -> None:
     store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
     store.publish(3, weights_at(3), companions={})
-    store.backend.release_lease()
+    store.backend.leases.release()
     check = weights_checks.check_speed(tmp_path, 1_000_000_000)
     assert check.ok and "of the newest version; a whole model takes " in check.detail
     assert "MB/s" in check.detail
@@ -168,7 +168,7 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
     run.mkdir()
     store = WeightStore(LocalBackend(folder))
     store.claim("demo-1")
-    store.backend.release_lease()
+    store.backend.leases.release()
     check = weights_checks.check_owner(folder, run, trainer_runs=False)
     assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
     assert check.remedy == "choose another with weights.dir, or delete it"
@@ -187,7 +187,7 @@ def test_weights_behind_a_url(tmp_path: Path) -> None:
 
     store = WeightStore(LocalBackend(tmp_path))
     store.claim("demo-1")
-    store.backend.release_lease()
+    store.backend.leases.release()
     with closing(serve_weights(tmp_path, host="127.0.0.1", port=0, token=None)) as server:
         address = f"http://127.0.0.1:{server.port}"
         assert weights_checks.check_address(address, None, run_id="demo-1").ok

@@ -1,0 +1,122 @@
+"""Publishing lease and read marks: files with which processes coordinate in one weights folder.
+
+A trainer holds the publishing lease, so that no second trainer publishes to the folder. A process
+that reads a version marks it, so that the trainer does not remove it meanwhile. Both expire,
+because a killed process leaves its files behind. Ages are differences of mtimes in the folder: the
+clocks of two machines on one NAS may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from peralta_zmq.atomic_files import MALFORMED, PROCESS_TAG, replace_file
+
+LEASE, READ_MARK = ".lease-", ".reading-"  # beginnings of the file names
+LEASE_SECONDS = 30.0  # until a lease that is not renewed expires; trainers renew every 10 s
+READ_MARK_SECONDS = 3600.0  # until a read mark expires
+
+
+class FolderLeases:
+    """The lease and the read marks that this process creates in a folder.
+
+    Stores that are not folders (HTTP, object stores) have none: with None as the folder a lease is
+    always granted and nothing is marked. Every method may raise OSError.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lease: Path | None = None  # of this process, while it holds the lease
+
+    def acquire(self, run_id: str) -> str | None:
+        """Acquire the publishing lease; returns the holder if another trainer has it."""
+        if self._folder is None:
+            return None
+        self._lease = self._folder / f"{LEASE}{os.getpid()}-{PROCESS_TAG}"
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
+        replace_file(self._lease, json.dumps(owner).encode())
+        if holder := self.holder(self._lease.stat().st_mtime):
+            self.release()
+            return holder
+        for expired in self._other_leases(self._folder):
+            expired.unlink(missing_ok=True)
+        return None
+
+    def holder(self, now: float) -> str | None:
+        """Another process with a valid lease, as 'pid 7 on HOST'; `now` is an mtime, in seconds."""
+        for lease in self._other_leases(self._folder) if self._folder else ():
+            with contextlib.suppress(FileNotFoundError, *MALFORMED):
+                owner = cast("dict[str, Any]", json.loads(lease.read_bytes()))
+                if now - lease.stat().st_mtime < LEASE_SECONDS and _may_be_alive(owner):
+                    return f"pid {owner['pid']} on {owner['host']}"
+        return None
+
+    def _other_leases(self, folder: Path) -> list[Path]:
+        return [file for file in sorted(folder.glob(f"{LEASE}*")) if file != self._lease]
+
+    def renew(self) -> None:
+        """Renew the lease by setting its mtime, and the mtime of the folder.
+
+        NFS clients list a folder again when its mtime changes.
+        """
+        if self._lease:
+            os.utime(self._lease)
+            os.utime(self._lease.parent)
+
+    def release(self) -> None:
+        """Release the lease, so that another trainer need not wait until it expires."""
+        if self._lease:
+            with contextlib.suppress(OSError):
+                self._lease.unlink(missing_ok=True)
+        self._lease = None
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Generator[None, None, None]:
+        """Mark a version's folder as being read during the block, if the store is writable."""
+        if self._folder is None:
+            yield
+            return
+        mark = self._folder / f"{READ_MARK}{name}-{os.getpid()}-{PROCESS_TAG}"
+        with contextlib.suppress(OSError):
+            mark.touch(0o644)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+    def being_read(self) -> set[str]:
+        """Names of the folders with a valid mark; removes expired marks.
+
+        Without the lease no mark counts as expired.
+        """
+        marked: set[str] = set()
+        if self._folder is None:
+            return marked
+        for name in os.listdir(self._folder):
+            if not name.startswith(READ_MARK):
+                continue
+            mark = self._folder / name
+            with contextlib.suppress(OSError):  # the mark was removed meanwhile
+                now = self._lease.stat().st_mtime if self._lease else 0.0
+                if now - mark.stat().st_mtime < READ_MARK_SECONDS:
+                    marked.add(name.removeprefix(READ_MARK).split("-")[0])
+                else:
+                    mark.unlink()
+        return marked
+
+
+def _may_be_alive(owner: Mapping[str, Any]) -> bool:
+    """False for this process and for processes of this machine that no longer exist."""
+    if owner["host"] != socket.gethostname():
+        return True
+    pid = int(owner["pid"])
+    return pid != os.getpid() and psutil.pid_exists(pid)
