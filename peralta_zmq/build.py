@@ -12,19 +12,17 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from operator import length_hint
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from peralta_zmq import models, registry
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.schema import host_and_port
-from peralta_zmq.config.training_sections import AdvantageSection, EnvSection, LossSection
+from peralta_zmq.config.training_sections import AdvantageSection, CustomFilter, LossSection
 from peralta_zmq.engines.requests import LoraEngine
 from peralta_zmq.environments.dataset import (
     Environments,
@@ -34,17 +32,18 @@ from peralta_zmq.environments.dataset import (
 )
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
-from peralta_zmq.errors import ConfigError, UserCodeError
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import AdvantageFunction
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.filters import Filter
 from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.losses import TokenLoss, Tokens, check_loss_options, with_entropy_bonus
+from peralta_zmq.learning.losses import TokenLoss, check_loss_options, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
 from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, compute_logprobs
+from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
-from peralta_zmq.observe.terminal import progress_on
+from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem, Sampling, TemperatureSchedule
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
@@ -99,14 +98,7 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     model = models.load_model(folder, device=device, dtype=torch.float32)
     section = config.lora
     if section.rank is not None:
-        lora.add_adapters(
-            model,
-            rank=section.rank,
-            alpha=section.alpha,
-            dropout=section.dropout,
-            target_modules=section.target_modules,
-            seed=config.run.seed,
-        )
+        lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
         if section.dropout:
             torch.manual_seed(config.run.seed)  # a resumed run restores the state of a checkpoint
         trained = lora.trained_parameters(model).values()
@@ -147,7 +139,7 @@ def make_loss(config: Config) -> TokenLoss:
     Raises ConfigError for an unknown option.
     """
     section = config.loss
-    loss = _bind_section("loss", section, _check_finite)
+    loss = _bind_section("loss", section)
     options = {**loss.keywords, "entropy_coef": section.entropy_coef}
     check_loss_options(section.name, options, defaults=registry.defaults(loss.func))
     return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
@@ -158,7 +150,7 @@ def make_advantage(config: Config) -> AdvantageFunction:
 
     Raises ConfigError for an unknown option.
     """
-    return _bind_section("advantage", config.advantage, _to_floats)
+    return _bind_section("advantage", config.advantage)
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
@@ -171,61 +163,36 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
         "vocab_size": vocab_size,
         "max_completion_length": config.sampling.max_completion_length,
     }
-    sections: dict[str, tuple[bool, dict[str, Any]]] = {}
-    for name, section in config.filter:
-        if name != "custom" and section is not None:
-            sections[name] = section.enforce, section.model_dump(exclude={"enforce"})
-    for name, section in config.filter.custom.items():
-        sections[name] = section.enforce, section.kwargs
+    shipped = {name: section for name, section in config.filter if name != "custom" and section}
     filters: list[Filter] = []
-    for name, (enforce, kwargs) in sections.items():
-        function = registry.load_function("filter", name, _to_bool)
+    for name, section in {**shipped, **config.filter.custom}.items():
+        is_custom = isinstance(section, CustomFilter)
+        kwargs = section.kwargs if is_custom else section.model_dump(exclude={"enforce"})
+        function = _load_function("filter", name)
         accepted = registry.option_names("filter", function)
         options = {key: value for key, value in run_values.items() if key in accepted} | kwargs
         registry.check_options("filter", name, function, options)
-        filters.append(Filter(name, functools.partial(function, **options), enforce))
+        filters.append(Filter(name, functools.partial(function, **options), section.enforce))
     return filters
+
+
+def _load_function(kind: FunctionKind, name: str) -> Callable[..., Any]:
+    """The function with this name; one of the user's own is checked at each call."""
+    function = registry.resolve(kind, name)
+    is_shipped = registry.is_shipped(kind, name)
+    return function if is_shipped else checked_function(kind, name, function)
 
 
 def _bind_section(
     kind: Literal["loss", "advantage"],
     section: LossSection | AdvantageSection,
-    convert: Callable[..., Any],
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
-    function = registry.load_function(kind, section.name, convert)
+    function = _load_function(kind, section.name)
     separate = {"name", "kwargs", "entropy_coef"}  # not options of the function
     settings = section.model_dump(exclude=separate, exclude_defaults=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
-
-
-def _check_finite(name: str, result: Any, tokens: Tokens) -> Any:
-    """Return a loss function's result unchanged.
-
-    Raises UserCodeError if the loss is not finite although all logprobs are.
-    """
-    value = result[0] if isinstance(result, tuple) and result else result
-    if (
-        isinstance(value, torch.Tensor)
-        and not bool(value.isfinite().all())
-        and bool(tokens.logprobs.isfinite().all())
-    ):
-        raise UserCodeError(
-            f"loss '{name}' returned {value.tolist()} although all logprobs are finite; "
-            "fix the function"
-        )
-    return result
-
-
-def _to_floats(name: str, result: Any, *_: object) -> list[float]:
-    return [float(advantage) for advantage in result]  # `result` may be an array or a tensor
-
-
-def _to_bool(name: str, result: Any, *_: object) -> bool:
-    if not isinstance(result, (bool, np.bool_)):
-        raise UserCodeError(f"filter '{name}' returned {result!r:.80}; return True or False")
-    return bool(result)
 
 
 # Reference model and teacher.
@@ -281,7 +248,7 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
     if config.model.teacher is None:
         return None
     folder = models.model_folder(config.model.teacher)
-    _check_vocabulary(config, folder)
+    models.check_teacher_vocabulary(config.model.teacher, config.model.name)
     teacher = models.load_model(folder, device=model.device, dtype=torch.float32)
     if teacher.config.vocab_size < model.config.vocab_size:
         raise ConfigError(
@@ -292,19 +259,6 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
     score = Scorer(teacher.requires_grad_(False), dtype=dtype)
     return functools.partial(compute_logprobs, score)
-
-
-def _check_vocabulary(config: Config, teacher_folder: Path) -> None:
-    """Raise ConfigError unless teacher and policy have the same token ids."""
-    teacher = models.load_vocabulary(teacher_folder)
-    policy = models.load_vocabulary(models.model_folder(config.model.name))
-    if differing := sorted(policy.items() ^ teacher.items()):
-        token = differing[0][0]
-        raise ConfigError(
-            f"model.teacher {config.model.teacher} has another vocabulary: {token!r} is token "
-            f"{teacher.get(token)} there and {policy.get(token)} in model.name "
-            f"{config.model.name}; choose a teacher with the same tokenizer"
-        )
 
 
 # Engine and sampling.
@@ -322,14 +276,9 @@ def make_engine(
     logger.info("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
     version, is_adapter = weights.version, weights.version.field("adapts") is not None
     folder = base_folder(config, version) if is_adapter else weights.folder
-    section = config.engine
-    engine = registry.resolve("engine", section.name).open(
-        folder,
-        device=device,
-        dtype=dtype,
-        step=version.step,
-        slots=section.slots,
-        max_model_len=section.max_model_len,
+    options = config.engine.model_dump(exclude={"name"})
+    engine = registry.resolve("engine", config.engine.name).open(
+        folder, device=device, dtype=dtype, step=version.step, **options
     )
     if is_adapter:
         base = models.load_model(folder, device=device, dtype=dtype)
@@ -409,16 +358,20 @@ def open_environments(
     problems: list[Problem] = []
     reward_sources: dict[str, RewardSource] = {}
     for env in sections:
-        task = _open_task(config, env, local=local)
-        is_remote = isinstance(task, RemoteEnvironment)
-        options = {} if is_remote else env.data_options  # the verifier has its own
-        wrap = functools.partial(_with_progress, text=f"loading {env.label}")
-        loaded = load_problems(task, split, seed=config.run.seed, options=options, wrap=wrap)
+        options: dict[str, str] = {}  # a verifier service has its own
+        if env.address is None or local:
+            source = registry.resolve("task", env.task)
+            rewards, options = make_reward_runner(config, source), env.data_options
+        else:
+            host, port = host_and_port(env.address, option="env.address")
+            token = read_private_token(config.verifier.token_file, option="verifier.token_file")
+            source = rewards = RemoteEnvironment(host, port, env=env.label, token=token)
+        show = functools.partial(track, f"loading {env.label}")
+        loaded = load_problems(source, split, seed=config.run.seed, options=options, wrap=show)
         loaded = loaded[: None if limit < 0 else limit]
         keys = config.curriculum.hash_keys
         problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
-        sizes[env.label] = len(loaded)
-        reward_sources[env.label] = task if is_remote else make_reward_runner(config, task)
+        sizes[env.label], reward_sources[env.label] = len(loaded), rewards
     return Environments(sizes, tuple(problems), reward_sources)
 
 
@@ -444,21 +397,3 @@ def make_reward_runner(config: Config, task: registry.Task) -> RewardRunner:
         options=section.reward_kwargs,
         bounded=section.reward is None and getattr(task, "REWARD_IS_BOUNDED", False),
     )
-
-
-def _open_task(
-    config: Config, env: EnvSection, *, local: bool
-) -> registry.Task | RemoteEnvironment:
-    if env.address is None or local:
-        return registry.resolve("task", env.task)
-    host, port = host_and_port(env.address, option="env.address")
-    token = read_private_token(config.verifier.token_file, option="verifier.token_file")
-    return RemoteEnvironment(host, port, env=env.label, token=token)
-
-
-def _with_progress(problems: Iterator[Problem], *, text: str) -> Iterator[Problem]:
-    """Yield the problems; show a progress bar if the iterator has a length hint."""
-    with progress_on(text, length_hint(problems)) as progress:
-        for count, problem in enumerate(problems):
-            progress.update(count)
-            yield problem

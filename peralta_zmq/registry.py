@@ -1,4 +1,4 @@
-"""Plug-in registry: protocols, import by name, options, and calls with a timeout.
+"""Plug-in registry: protocols, names and options of tasks, engines, losses, advantages, filters.
 
 A name without a dot is a key of TABLES. A dotted name is a user's plug-in: a module for a task
 (`my_lab.sudoku`), an attribute of a module for all other kinds (`my_lab.losses.mine` or
@@ -7,22 +7,14 @@ A name without a dot is a key of TABLES. A dotted name is a user's plug-in: a mo
 
 from __future__ import annotations
 
-import functools
 import inspect
-import os
 import pkgutil
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, overload
 
-from peralta_zmq.errors import ConfigError, PeraltaError, UserCodeError, described
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
@@ -63,11 +55,10 @@ TABLES: dict[Kind, dict[str, str]] = {
     "reward": {},  # every task defines its own
 }
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # without the options
-CALL_TIMEOUT_SECONDS = 60.0  # for one call of a user's loss, advantage or filter
-EXIT_DELAY_SECONDS = 5.0  # from the timeout until the process exits if the call still runs
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
-    "task": ("problems", "reward"), "engine": ("open", "open_live"),
-}  # fmt: skip
+    "task": ("problems", "reward"),
+    "engine": ("open", "open_live"),
+}
 
 
 # Protocols.
@@ -180,12 +171,6 @@ def resolve(kind: Literal["task"], name: str) -> Task: ...
 @overload
 def resolve(kind: Literal["engine"], name: str) -> EngineFactory: ...
 @overload
-def resolve(kind: Literal["loss"], name: str) -> Loss: ...
-@overload
-def resolve(kind: Literal["advantage"], name: str) -> Advantage: ...
-@overload
-def resolve(kind: Literal["filter"], name: str) -> Filter: ...
-@overload
 def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
     """The plug-in with a short or dotted name.
@@ -211,22 +196,6 @@ def resolve(kind: Kind, name: str) -> Any:
     if kind != "task" and not callable(plugin):
         raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
     return plugin
-
-
-def load_function(kind: Kind, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with this name; a user's function gets a timeout and a converted result.
-
-    `convert` gets the name, the result and the arguments; it may raise UserCodeError.
-    """
-    function: Callable[..., Any] = resolve(kind, name)
-    if is_shipped(kind, name):
-        return function
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        return convert(name, function(*arguments, **options), *arguments)
-
-    return call_with_timeout(f"{kind} '{name}'", call, seconds=CALL_TIMEOUT_SECONDS)
 
 
 def is_shipped(kind: Kind, name: str) -> bool:
@@ -267,12 +236,8 @@ def bind_options(
     of a user's function. Raises ConfigError for an option that the function does not have.
     """
     for option in settings:
-        if option not in option_names(kind, function) and not _accepts_any_option(function):
-            names = [
-                other
-                for other in TABLES[kind]
-                if option in option_names(kind, resolve(kind, other))
-            ]
+        if not _accepts(kind, name, option):
+            names = [other for other in TABLES[kind] if _accepts(kind, other, option)]
             raise ConfigError(
                 f"{kind}.{option} is not an option of {kind} '{name}'; "
                 f"remove it or set {kind}.name to {' or '.join(names)}"
@@ -319,86 +284,9 @@ def check_options(
         ) from None
 
 
-def _accepts_any_option(function: Callable[..., Any]) -> bool:
+def _accepts(kind: Kind, name: str, option: str) -> bool:
+    """True if the function with this name has the option, or takes any as `**options`."""
+    function: Callable[..., Any] = resolve(kind, name)
     parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-# Calls.
-
-
-class _TimeoutInterrupt(BaseException):
-    """A BaseException, so that `except Exception` in a user's function does not catch it."""
-
-
-def call_with_timeout(
-    name: str, function: Callable[..., Any], *, seconds: float = CALL_TIMEOUT_SECONDS
-) -> Callable[..., Any]:
-    """The function, with a timeout; its exceptions become a UserCodeError that begins with `name`.
-
-    Only Python code in the main thread can be interrupted. For native code and other threads, the
-    process exits EXIT_DELAY_SECONDS after the timeout, with a line on stderr and exit code 2.
-    """
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        try:
-            with _exit_after(name, seconds), _interrupt_after(seconds):
-                return function(*arguments, **options)
-        except PeraltaError:
-            raise
-        except _TimeoutInterrupt:
-            raise UserCodeError(
-                f"{name} did not return within {seconds:g} s; make it faster"
-            ) from None
-        except Exception as error:
-            raise UserCodeError(f"{name} raised {described(error)}; fix the function") from error
-
-    return call
-
-
-@contextmanager
-def _exit_after(name: str, seconds: float) -> Generator[None]:
-    """Exit if the block still runs EXIT_DELAY_SECONDS after the timeout.
-
-    A restart resumes from the journal.
-    """
-
-    def exit_process() -> None:
-        reason = f"did not return within {seconds:g} s and cannot be interrupted; make it faster"
-        sys.stderr.write(f"{name} {reason}\n")
-        sys.stderr.flush()
-        os._exit(2)
-
-    timer = threading.Timer(seconds + EXIT_DELAY_SECONDS, exit_process)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def _interrupt_after(seconds: float) -> Generator[None]:
-    """Raise _TimeoutInterrupt in the block after `seconds`; no effect outside the main thread.
-
-    Restores an alarm that was set before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _TimeoutInterrupt
-
-    handler, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            remaining = max(0.001, remaining - (time.monotonic() - started))
-            signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return takes_all or option in option_names(kind, function)

@@ -1,19 +1,16 @@
-"""Names of plug-ins, and calls of user functions with a timeout."""
+"""Names of plug-ins."""
 
 from __future__ import annotations
 
 import importlib
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from peralta_zmq.errors import ConfigError, UserCodeError
-from peralta_zmq.registry import TABLES, Kind, call_with_timeout, resolve
+from peralta_zmq.errors import ConfigError
+from peralta_zmq.registry import TABLES, Kind, resolve
 
 GOOD_TASK = """
 def problems(split, seed, **options): ...
@@ -132,100 +129,3 @@ print("torch" in sys.modules, "peralta_zmq.engines.hf" in sys.modules)
 def test_unknown_reward_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown reward 'x'; give the dotted name of your own"):
         resolve("reward", "x")
-
-
-# Calls of user functions.
-
-
-def forever() -> None:
-    while True:
-        try:
-            time.sleep(0.01)
-        except Exception:  # noqa: BLE001  as careless code does
-            continue
-
-
-def test_call_returns_the_result() -> None:
-    assert call_with_timeout("sum", lambda a, *, b: a + b)(1, b=2) == 3
-
-
-def test_hanging_call_is_interrupted_and_named() -> None:
-    with pytest.raises(UserCodeError, match=r"mine did not return within 0\.1 s"):
-        call_with_timeout("mine", forever, seconds=0.1)()
-
-
-def test_peralta_error_is_not_wrapped() -> None:
-    def misconfigured() -> None:
-        raise ConfigError("loss.beta needs a reference")
-
-    with pytest.raises(ConfigError, match="needs a reference"):
-        call_with_timeout("mine", misconfigured)()
-
-
-def test_exception_is_reported_with_line_on_one_line() -> None:
-    def broken() -> None:
-        raise ValueError("two\nlines")
-
-    with pytest.raises(
-        UserCodeError, match=r"mine raised ValueError: two lines \(.*py, line"
-    ) as caught:
-        call_with_timeout("mine", broken)()
-    assert "\n" not in str(caught.value)
-
-
-def test_call_restores_an_earlier_alarm() -> None:
-    alarms: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: alarms.append(number))
-    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        call_with_timeout("mine", lambda: None, seconds=30)()
-        deadline = time.monotonic() + 10
-        while not alarms and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
-    assert alarms == [signal.SIGALRM]
-
-
-STUCK = """
-import hashlib, sys, threading
-from peralta_zmq import registry
-registry.EXIT_DELAY_SECONDS = 0.2
-call = registry.call_with_timeout(
-    "loss 'mine'", lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1), seconds=0.2
-)
-if "thread" in sys.argv:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-else:
-    call()
-"""
-
-
-@pytest.mark.parametrize("where", ["main", "thread"])
-def test_uninterruptible_call_ends_the_process(where: str) -> None:
-    command = [sys.executable, "-c", STUCK, where]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith("loss 'mine' did not return within 0.2 s and cannot be inter")
-    assert result.stderr.count("\n") == 1
-
-
-def test_call_leaves_no_thread() -> None:
-    before = threading.active_count()
-    for _ in range(5):
-        call_with_timeout("mine", lambda: None, seconds=30)()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
-
-
-def test_call_works_in_another_thread() -> None:
-    results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(call_with_timeout("mine", lambda: 3)()))
-    thread.start()
-    thread.join()
-    assert results == [3]

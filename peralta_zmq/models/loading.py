@@ -86,8 +86,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
-def load_vocabulary(folder: Path) -> dict[str, int]:
-    """Load the token ids of the tokenizer in `folder`, by token. Raises ConfigError."""
+def check_teacher_vocabulary(teacher_name: str, policy_name: str) -> None:
+    """Raise ConfigError unless teacher and policy, two model names, have the same token ids."""
+    teacher, policy = _vocabulary(teacher_name), _vocabulary(policy_name)
+    if differing := sorted(policy.items() ^ teacher.items()):
+        token = differing[0][0]
+        raise ConfigError(
+            f"model.teacher {teacher_name} has another vocabulary: {token!r} is token "
+            f"{teacher.get(token)} there and {policy.get(token)} in model.name {policy_name}; "
+            "choose a teacher with the same tokenizer"
+        )
+
+
+def _vocabulary(name: str) -> dict[str, int]:
+    """Load the token ids of a model's tokenizer, by token."""
+    folder = model_folder(name)
     with _loading_errors(f"model folder {folder} has no usable tokenizer"):
         return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
 

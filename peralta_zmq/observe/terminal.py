@@ -9,8 +9,9 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping
+from operator import length_hint
+from typing import TextIO, TypeVar
 
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
@@ -21,6 +22,8 @@ from rich.text import Text
 from peralta_zmq.observe.metrics import Row, number
 from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
+
+Item = TypeVar("Item")
 
 MAX_TABLE_ROWS = 12
 FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
@@ -212,6 +215,14 @@ def progress_on(description: str, total: int, stream: TextIO | None = None) -> P
         out.flush()
 
     return Progress(description, total, show=show, in_place=in_place)
+
+
+def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items; show a progress display if the iterator has a length hint."""
+    with progress_on(description, length_hint(items)) as progress:
+        for count, item in enumerate(items):
+            progress.update(count)
+            yield item
 
 
 def worker_info_text(name: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
