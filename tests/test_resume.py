@@ -27,7 +27,7 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.publishing import WeightPublishing
+from peralta_zmq.trainer.policy import PolicyPublisher
 from tools.link_proxy import free_ports
 
 FAILPOINTS = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
@@ -238,7 +238,7 @@ def test_abandoned_weights_of_a_step_are_not_announced_again(
     lost = lose_step_3(tmp_path)
     with ExitStack() as stack, monkeypatch.context() as patched:
         patched.setattr(
-            WeightPublishing, "publish", lambda *_, **__: 0.0
+            PolicyPublisher, "publish", lambda *_, **__: 0.0
         )  # the folder is unavailable
         assert Session(stack, tmp_path).advance()["step"] == 3
     with ExitStack() as stack:

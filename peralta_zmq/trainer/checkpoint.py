@@ -69,7 +69,7 @@ class CheckpointWriter:
         folder = self._session.folder / "checkpoints"
         save(
             folder,
-            Checkpoint(step, self._policy.leader.state(), self._progress),
+            Checkpoint(step, self._policy.learner.state(), self._progress),
             run_id=self._session.run_id,
             keep_last=rules.keep_last,
             keep_interval=rules.keep_interval,

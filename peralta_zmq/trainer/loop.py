@@ -6,13 +6,12 @@ received group is lost or trained twice (see recovery.py).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from peralta_zmq import models, wire
-from peralta_zmq.atomic_files import failpoint, read_private_token
+from peralta_zmq import models
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, earlier_config
 from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
@@ -23,15 +22,28 @@ from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import evaluation, publishing, run_folder
+from peralta_zmq.trainer import evaluation
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, LogprobMismatchMonitor
-from peralta_zmq.trainer.policy import Policy, final_weights, open_policy
+from peralta_zmq.trainer.policy import (
+    COMPLETE_SECONDS,
+    STOP_SECONDS,
+    PolicyPublisher,
+    final_weights,
+    open_policy,
+    open_store,
+)
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
-from peralta_zmq.trainer.session import Session, StatusPublisher, StopSignal
-from peralta_zmq.weights.backends import ProbeFile
+from peralta_zmq.trainer.session import (
+    Session,
+    StopSignal,
+    open_dashboard,
+    open_run_folder,
+    open_sockets,
+    run_id_of,
+)
 
 # Limits, whichever comes first, of the warning that no group has two different rewards.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
@@ -72,14 +84,19 @@ class Trainer:
         evaluation.check_size(config, held_out)
         pools = _open_pools(config, train)
         self.policy = open_policy(config, [*train.problems, *held_out.problems], ranks)
-        run_id = run_folder.run_id_of(config.run_folder, config.run.name)
-        receiver, status_receiver, status = _open_sockets(
-            config, stack, self.policy, run_id, train.digest
+        run_id = run_id_of(config.run_folder, config.run.name)
+        receiver, status_receiver, status = open_sockets(
+            config,
+            stack,
+            run_id=run_id,
+            vocab_size=self.policy.vocab_size,
+            worker_info=self.policy.worker_info,
+            train_set_digest=train.digest,
         )
-        store = publishing.open_store(config)
-        run_log, journal = run_folder.open_run_folder(config, stack, store, run_id, stop)
+        store = open_store(config)
+        run_log, journal = open_run_folder(config, stack, store, run_id, stop)
         self.session = Session(config, run_id, run_log, status, stop)
-        self.publishing = publishing.WeightPublishing(self.session, store, self.policy, stack)
+        self.publishing = PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, self.policy.worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)
         self.collector = BatchCollector(
@@ -158,7 +175,7 @@ class Trainer:
         of the schedule.
         """
         learner, run_log = self.policy.learner, self.session.run_log
-        metrics = self.policy.leader.learn(groups, learning_rate=learning_rate)
+        metrics = self.policy.learner.learn(groups, learning_rate=learning_rate)
         failpoint("trainer.learned")
         self.collector.commit()  # before the step is announced or published
         if reason := learner.skip_reason:
@@ -202,7 +219,7 @@ class Trainer:
         self.checkpoints.save()
         is_complete = step >= self.session.config.train.max_steps
         stopping = self.session.stop.requested or not is_complete
-        self.publishing.wait(publishing.STOP_SECONDS if stopping else publishing.COMPLETE_SECONDS)
+        self.publishing.wait(STOP_SECONDS if stopping else COMPLETE_SECONDS)
         if is_complete:
             self.evaluations.abandon()
             self.collector.acknowledgements.publish(step, started_step=step, done=True)
@@ -304,58 +321,3 @@ def _open_pools(config: Config, train: Environments) -> DifficultyPools:
             f"problems, and there are {len(train.problems)}; leave them out"
         )
     return pools
-
-
-def _open_sockets(
-    config: Config, stack: ExitStack, policy: Policy, run_id: str, train_set: bytes
-) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
-    """Bind four consecutive ports: rollouts, announcements, generator statuses, doctor probes."""
-    address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
-    authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
-    receiver = wire.RolloutReceiver(
-        address,
-        run_id=run_id,
-        vocab_size=policy.vocab_size,
-        hwm=config.wire.hwm,
-        authenticator=authenticator,
-    )
-    stack.enter_context(closing(receiver))
-    publisher = wire.AnnouncementPublisher(wire.next_port(address), authenticator=authenticator)
-    stack.enter_context(closing(publisher))
-    statuses = wire.GeneratorStatusReceiver(
-        wire.next_port(address, 2), run_id=run_id, authenticator=authenticator
-    )
-    stack.enter_context(closing(statuses))
-    info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(policy.worker_info))
-    is_bucket = "://" in config.weights_address
-    create = (
-        None if is_bucket else stack.enter_context(closing(ProbeFile(config.weights_folder))).create
-    )
-    probes = wire.ProbeServer(
-        wire.next_port(address, 3), info, create_file=create, authenticator=authenticator
-    )
-    stack.enter_context(closing(probes))
-    announcement = wire.Announcement(run_id, incarnation=os.urandom(8), train_set_digest=train_set)
-    return receiver, statuses, StatusPublisher(publisher, announcement)
-
-
-def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
-    """Serve the dashboard in a daemon thread; report any failure, and train without it."""
-    settings = config.dashboard
-    if not settings.enabled:
-        return
-    try:
-        from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
-
-        token = read_private_token(settings.token_file, option="dashboard.token_file")
-        dashboard = Dashboard(
-            [config.run_folder], host=settings.host, port=settings.port, token=token, live=True
-        )
-        stack.enter_context(closing(dashboard))
-        dashboard.start()
-    except Exception as error:  # noqa: BLE001 - no failure of the dashboard may stop the training
-        reason = error if isinstance(error, ConfigError) else repr(error)
-        run_log.note(f"no dashboard: {reason}")
-        return
-    for line in dashboard.banner:
-        run_log.note(line)

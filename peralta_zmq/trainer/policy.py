@@ -1,8 +1,15 @@
-"""The trained model: loading, companion files of its versions, and exports of its weights."""
+"""The trained model: opening it with its learner, publishing its weights, exporting them.
+
+A version is the weights after one optimizer step, published to the weight store, a folder or a
+bucket that the generators read. A keyframe is a version that holds all weights; other versions are
+deltas. The lineage is the number of roll-backs of the run to an earlier step. With LoRA only the
+adapters are trained and published; the base model stays in its own folder.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +18,21 @@ import torch
 from peralta_zmq import atomic_files, build, models, registry
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import check_tokens
+from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.learning.distributed import Ranks
-from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
+from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.rollout import Problem
-from peralta_zmq.trainer.ranks import Leader
+from peralta_zmq.trainer.ranks import PolicyLearner, lead_ranks
+from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensors as sets
+from peralta_zmq.weights.http_backend import serve_weights
+from peralta_zmq.weights.publisher import PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version import WEIGHTS, Version
+
+COMPLETE_SECONDS = 60.0  # timeout for the last version of a complete run
+STOP_SECONDS = 2.0  # timeout for the last version when a stop is requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +44,9 @@ class Policy:
     tokenizer: models.Tokenizer
     companions: dict[str, bytes]  # files published with every version: content by name
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
-    learner: Learner  # of this rank
-    leader: Leader  # steps and restores the learners of all ranks
+    learner: PolicyLearner
     engine: registry.Engine  # of the trainer's own evaluations
-    worker_info: Mapping[str, str]
+    worker_info: Mapping[str, str]  # device and dtype, to show to users
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +65,7 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
     companions, manifest_fields = companion_files(config, folder, model)
     check_tokens(problems, len(tokenizer))
     dtype, _ = models.training_dtype(model, config.train.dtype)
-    learner = build.make_learner(config, model, ranks)
+    learner = lead_ranks(build.make_learner(config, model, ranks), ranks, model)
     engine = registry.resolve("engine", config.engine.name).open_live(
         model, tokenizer, slots=config.engine.slots, max_model_len=config.engine.max_model_len
     )
@@ -63,7 +76,6 @@ def open_policy(config: Config, problems: Sequence[Problem], ranks: Ranks) -> Po
         companions=companions,
         manifest_fields=manifest_fields,
         learner=learner,
-        leader=Leader(learner, ranks, model),
         engine=engine,
         worker_info=models.worker_info(model.device, dtype),
     )
@@ -86,6 +98,123 @@ def companion_files(
     }
 
 
+# Publishing to the weight store.
+
+
+def open_store(config: Config) -> WeightStore:
+    """The folder or bucket to publish to. Raises ConfigError for a read-only address."""
+    if config.weights_address.startswith("http://"):
+        raise ConfigError(
+            f"weights.dir {config.weights.dir} is for generators; the trainer needs a folder, "
+            "which weights.serve_port serves"
+        )
+    atomic_files.read_private_token(config.weights.token_file)  # raises before anything is written
+    return WeightStore.open(config.weights_address)
+
+
+class PolicyPublisher:
+    """Publishes the policy's weights in a thread and announces each version once it is readable."""
+
+    def __init__(
+        self, session: Session, store: WeightStore, policy: Policy, stack: ExitStack
+    ) -> None:
+        self.store = store
+        self._session, self._model = session, policy.model
+        self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
+        self._newest: PublishReport | None = None
+        config = session.config
+        weights = config.weights
+        token = atomic_files.read_private_token(weights.token_file)
+        if weights.serve_port:
+            folder, host, port = config.weights_folder, config.wire.bind, weights.serve_port
+            stack.enter_context(closing(serve_weights(folder, host=host, port=port, token=token)))
+        self._publisher = WeightPublisher(
+            store,
+            companions=policy.companions,
+            about=self._manifest_fields,
+            dtype=models.DTYPES[weights.dtype],
+            retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
+            keyframe_interval=weights.keyframe_interval,
+            max_mbit_per_s=weights.max_mbit_per_s,
+            on_published=self.announce,
+        )
+        stack.callback(self._close)
+
+    def set_lineage(self, lineage: int) -> None:
+        """Set the lineage of all later versions."""
+        self._manifest_fields["lineage"] = lineage
+
+    def publish(self, step: int, *, keyframe: bool = False) -> float:
+        """Copy the weights of `step` for the publishing thread; returns the seconds it took.
+
+        The last step is always a keyframe, so that transformers can load the folder.
+        """
+        keyframe = keyframe or step >= self._session.config.train.max_steps
+        return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
+
+    def announce(self, version: Version) -> None:
+        """Announce a version to the generators. Called by the publishing thread."""
+        self._session.status.publish(version=version.number, weights_id=version.weights_id)
+
+    def metrics(self) -> dict[str, float]:
+        """Size and timing of the newest version; it may be of an earlier step."""
+        if (report := self._newest) is None or report.version is None:
+            return {}
+        return {
+            "weights/version": report.version.number,
+            "weights/bytes": report.version.size,
+            "weights/stall_seconds": report.stall_seconds,
+            "weights/encode_seconds": report.encode_seconds,
+            "weights/write_seconds": report.write_seconds,
+        }
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the newest copy is published; report it if the timeout passes."""
+        if not self._publisher.wait(timeout):
+            self._session.run_log.note(f"the last version is not published after {timeout:.0f} s")
+        self.record_reports()
+
+    def record_reports(self) -> None:
+        """Record the versions that were published since the last call, and the failures."""
+        for report in self._publisher.take_reports():
+            if report.version is None:  # training continues: generators keep their version
+                run_log = self._session.run_log
+                run_log.event("publish_failed", step=report.step, reason=report.reason)
+                run_log.note(report.reason)
+            else:
+                self._newest = report
+                self._record(report.version)
+
+    def record_unrecorded(self) -> None:
+        """Record versions that an earlier session published just before it was killed."""
+        try:
+            versions = self.store.versions()
+        except StoreError as error:
+            self._session.run_log.note(str(error))
+            return
+        recorded = published_weights(self._session.folder)
+        for version in versions:
+            if version.weights_id not in recorded:
+                self._record(version)
+
+    def _record(self, version: Version) -> None:
+        self._session.run_log.event(
+            "publish",
+            step=version.step,
+            number=version.number,
+            weights_id=version.weights_id,
+            kind=version.kind,
+            bytes=version.size,
+        )
+
+    def _close(self) -> None:
+        stopping = self._session.stop.requested
+        self._publisher.close(STOP_SECONDS if stopping else COMPLETE_SECONDS)
+
+
+# Exporting folders that other libraries load.
+
+
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
     """A folder with the last weights that transformers can load; adapters are exported to one."""
     if lora.has_adapters(policy.model):
@@ -95,9 +224,9 @@ def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
 
 
 def export_adapter(config: Config, folder: Path, model_folder: Path, model: models.Model) -> Path:
-    """Write `adapter` for peft and `merged` for transformers; return the folder of the latter.
+    """Write `folder/adapter` for peft and `folder/merged` for transformers; return the latter.
 
-    Replaces the files of an earlier export. Raises OSError.
+    `model_folder` is that of the base model. Replaces an earlier export. Raises OSError.
     """
     dtype = models.DTYPES[config.weights.dtype]
     adapter = sets.copy_set(lora.published_weights(model), dtype)

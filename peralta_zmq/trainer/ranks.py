@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning import distributed
 from peralta_zmq.learning.distributed import SINGLE, Command, DistributedRanks, Ranks
 from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.step_metrics import Mismatch
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
 
@@ -96,51 +97,78 @@ def shutdown(ranks: Ranks) -> None:
         ranks.close()
 
 
-class Leader:
-    """Steps, checkpoints and restores of the learners of all ranks, called by rank 0.
+class LeadingLearner:
+    """The learner of rank 0 with several ranks: each call is forwarded to the other ranks.
 
-    If the ranks share the parameters, `model` holds the whole weights after each step.
+    Without sharding every rank holds the whole weights. With sharding `model` gets them after each
+    step, for evaluation and publication.
     """
 
-    def __init__(self, learner: Learner, ranks: Ranks, model: models.Model) -> None:
-        self._learner = learner
-        self._ranks = ranks if isinstance(ranks, DistributedRanks) else None
+    def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
+        self._learner, self._ranks = learner, ranks
         self._parameters = lora.trained_parameters(model)
+
+    @property
+    def step(self) -> int:
+        """As `Learner.step`."""
+        return self._learner.step
+
+    @property
+    def skip_reason(self) -> str:
+        """As `Learner.skip_reason`."""
+        return self._learner.skip_reason
+
+    @property
+    def advantages(self) -> Sequence[Sequence[float]]:
+        """As `Learner.advantages`."""
+        return self._learner.advantages
+
+    @property
+    def mismatch(self) -> Mapping[str, Mismatch]:
+        """As `Learner.mismatch`."""
+        return self._learner.mismatch
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> dict[str, float]:
         """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
-        if self._ranks is not None:
-            frames = [wire.encode_group(group) for group in groups]
-            self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
+        frames = [wire.encode_group(group) for group in groups]
+        self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
         metrics = self._learner.learn(groups, learning_rate=learning_rate)
         self._gather()
         return metrics
 
     def state(self) -> dict[str, torch.Tensor]:
         """`Learner.state`: whole tensors, which any number of ranks can restore."""
-        if self._ranks is not None and self._ranks.lockstep:
+        if self._ranks.lockstep:
             self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore `state` on all ranks. Raises ValueError, with nothing changed."""
         self._learner.restore(step, tensors)
-        if self._ranks is not None:
-            specs = [
-                (name, str(each.dtype)[6:], list(each.shape)) for name, each in tensors.items()
-            ]
-            self._ranks.send_command({"do": "restore", "step": step, "tensors": specs})
-            self._ranks.broadcast(tensors.values())
+        specs = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        self._ranks.send_command({"do": "restore", "step": step, "tensors": specs})
+        self._ranks.broadcast(tensors.values())
         self._gather()
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Collect the sharded weights of all ranks in rank 0's model."""
-        if self._ranks is not None and self._ranks.lockstep:
+        """Copy the sharded weights of all ranks to rank 0's model."""
+        if self._ranks.lockstep:
             for name, tensor in self._learner.weights():
                 self._parameters[name].copy_(tensor)
+
+
+PolicyLearner: TypeAlias = Learner | LeadingLearner  # what the trainer's loop calls
+
+
+def lead_ranks(learner: Learner, ranks: Ranks, model: models.Model) -> PolicyLearner:
+    """The learner that the loop calls: `learner` itself, or all ranks' with several ranks."""
+    return LeadingLearner(learner, ranks, model) if isinstance(ranks, DistributedRanks) else learner
 
 
 def run_follower(config: Config, ranks: DistributedRanks) -> None:

@@ -26,8 +26,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, steps_in
-from peralta_zmq.trainer.policy import Policy
-from peralta_zmq.trainer.publishing import COMPLETE_SECONDS, WeightPublishing
+from peralta_zmq.trainer.policy import COMPLETE_SECONDS, Policy, PolicyPublisher
 from peralta_zmq.trainer.session import Session
 
 
@@ -41,7 +40,7 @@ class Recovery:
         policy: Policy,
         collector: BatchCollector,
         checkpoints: checkpoint.CheckpointWriter,
-        publishing: WeightPublishing,
+        publishing: PolicyPublisher,
         *,
         train_again: Callable[[Sequence[RolloutGroup], float], None],
     ) -> None:
@@ -104,7 +103,7 @@ class Recovery:
             self._check_journal_start()
             return
         try:
-            self._policy.leader.restore(saved.step, saved.tensors)
+            self._policy.learner.restore(saved.step, saved.tensors)
         except ValueError as error:
             raise JournalError(
                 f"checkpoint of step {saved.step} in {folder} does not fit ({error}); "

@@ -24,7 +24,7 @@ from peralta_zmq.observe.terminal import progress_on
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import write_merged
-from peralta_zmq.trainer.run_folder import run_id_of
+from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.tensors import MappedTensors

@@ -1,18 +1,56 @@
-"""Objects that all parts of a trainer session share: settings, run log, announcement, stop."""
+"""What one session of the trainer works with: run folder, weights folder, sockets, stop signal.
+
+A session is one start of the trainer; a run continues over any number of sessions. The run folder
+has a lock file, RUN.json (the run's id and the weights folder that it has claimed), config.toml
+(the settings) and all records of the run. A weights folder belongs to one run, which claims it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
+import os
 import signal
 import threading
 import time
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
-from peralta_zmq import wire
-from peralta_zmq.config import Config
+from peralta_zmq import atomic_files, wire
+from peralta_zmq.config import RESOLVED, Config, write_resolved
+from peralta_zmq.errors import ConfigError, GoneError, JournalError, StoreError
 from peralta_zmq.observe.run_log import RunLog
+from peralta_zmq.observe.trackers import open_trackers
+from peralta_zmq.trainer.journal import Journal
+from peralta_zmq.weights.backends import ProbeFile
+from peralta_zmq.weights.store import WeightStore
+
+IDENTITY, LOCK = "RUN.json", "lock"
+LOCK_RETRY_SECONDS = 0.1  # the dashboard and bin/doctor hold the lock for less when they test it
+WARNING_SECONDS = 30.0  # interval of warnings that the weights folder is gone
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Objects that all parts of the trainer share, from its start to its end."""
+
+    config: Config
+    run_id: str
+    run_log: RunLog
+    status: StatusPublisher
+    stop: StopSignal
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.config.run_folder
 
 
 class StopSignal:
@@ -38,7 +76,10 @@ class StopSignal:
 
 
 class StatusPublisher:
-    """Publishes the trainer's announcement; each caller updates its own fields. Thread-safe."""
+    """Publishes the trainer's announcement, the message to all generators. Thread-safe.
+
+    Each caller changes some fields; every publication sends the newest value of all fields.
+    """
 
     def __init__(
         self, publisher: wire.AnnouncementPublisher, announcement: wire.Announcement
@@ -47,23 +88,182 @@ class StatusPublisher:
         self._publisher, self._lock = publisher, threading.Lock()
 
     def publish(self, **fields: Any) -> None:
-        """Replace these fields and publish the whole announcement."""
+        """Change fields of the announcement and publish it."""
         with self._lock:
             self.announcement = replace(self.announcement, **fields)
             self._publisher.publish(self.announcement)
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One start of the trainer, from the opened run folder to the end of the process."""
+# The run folder, its identity and its claim on the weights folder.
 
-    config: Config
-    run_id: str
-    run_log: RunLog
-    status: StatusPublisher
-    stop: StopSignal
 
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.config.run_folder
+def open_run_folder(
+    config: Config, stack: ExitStack, store: WeightStore, run_id: str, stop: StopSignal
+) -> tuple[RunLog, Journal]:
+    """Lock the run folder, claim the weights folder, and open the run log and the journal.
+
+    Raises ConfigError or StoreError, after removing a run folder that this call created.
+    """
+    folder = config.run_folder
+    is_new = not (folder / IDENTITY).exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(closing(lock(folder)))
+        if is_new:  # before the claim: the run_id must survive a kill right after the claim
+            write_identity(folder, run_id=run_id, weights=None)
+        if not (folder / RESOLVED).exists():  # an earlier start may have been killed before this
+            write_resolved(config, folder)
+        _claim_weights(store, config, run_id, stop)
+    except StoreError:
+        if is_new:
+            _remove_new(folder)
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"run folder {folder} cannot be written ({error.strerror}); "
+            "choose another with --run.dir"
+        ) from None
+    journal = stack.enter_context(closing(Journal(folder / "journal")))
+    settings, max_steps = config.model_dump(mode="json"), config.train.max_steps
+    trackers = open_trackers(config.run.report_to, folder=folder, run_id=run_id, settings=settings)
+    run_log = RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
+    return stack.enter_context(run_log), journal
+
+
+def lock(folder: Path) -> IO[bytes]:
+    """Lock a run folder until the returned file is closed. Raises ConfigError when it is locked."""
+    opened = (folder / LOCK).open("ab")
+    for wait_seconds in (LOCK_RETRY_SECONDS, 0.0):
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return opened
+        except BlockingIOError:
+            time.sleep(wait_seconds)
+    opened.close()
+    raise ConfigError(f"another trainer works in {folder}; stop it, or choose another --run.name")
+
+
+def run_id_of(folder: Path, name: str) -> str:
+    """The id of the run in `folder`, or a new one. Raises JournalError if RUN.json is damaged."""
+    return _read_identity(folder, "run_id") or f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def write_identity(folder: Path, *, run_id: str, weights: str | None) -> None:
+    """Write RUN.json; `weights` is the address of the claimed weights folder. Raises OSError."""
+    text = json.dumps({"run_id": run_id, "weights": weights}) + "\n"
+    atomic_files.replace_file(folder / IDENTITY, text.encode())
+
+
+def _read_identity(folder: Path, field: str) -> str | None:
+    """A field of RUN.json; None if there is no such file. Raises JournalError if it is damaged."""
+    file = folder / IDENTITY
+    try:
+        value = json.loads(file.read_text("utf-8"))[field]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise JournalError(
+            f"{file} cannot be read ({error}); put a copy back: the run_id in it is that of "
+            "manifest.json in each checkpoint"
+        ) from None
+    return None if value is None else str(value)
+
+
+def _claim_weights(store: WeightStore, config: Config, run_id: str, stop: StopSignal) -> None:
+    """Claim the weights folder for the run. Raises StoreError if another run has claimed it.
+
+    If the run has claimed the folder before and it is missing, its file system is not mounted:
+    wait for the mount. Only the default folder, inside the run folder, is created again instead:
+    users delete it to free space.
+    """
+    claimed_before = _read_identity(config.run_folder, "weights") == store.address
+    must_exist = claimed_before and bool(config.weights.dir)
+    warned_at = float("-inf")
+    while True:
+        try:
+            store.claim(run_id, known=must_exist)
+            break
+        except GoneError as error:
+            if time.monotonic() - warned_at > WARNING_SECONDS:
+                warned_at = time.monotonic()
+                logger.warning("%s. Waiting for it", error)
+            stop.pause(1.0)
+    if not must_exist:
+        write_identity(config.run_folder, run_id=run_id, weights=store.address)
+
+
+def _remove_new(folder: Path) -> None:
+    for name in (IDENTITY, RESOLVED, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # the supervisor's logs may be in it
+        folder.rmdir()
+
+
+# Sockets and dashboard.
+
+
+def open_sockets(
+    config: Config,
+    stack: ExitStack,
+    *,
+    run_id: str,
+    vocab_size: int,
+    worker_info: Mapping[str, str],
+    train_set_digest: bytes,
+) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, StatusPublisher]:
+    """Bind four consecutive ports: rollouts, announcements, generator statuses, doctor probes.
+
+    `worker_info` describes this machine; `train_set_digest` lets a generator detect that it has
+    other training problems. Raises WireError if a port is in use.
+    """
+    address, keys = f"tcp://{config.wire.bind}:{config.wire.port}", config.keys_folder
+    authenticator = stack.enter_context(closing(wire.CurveAuthenticator(keys))) if keys else None
+    receiver = wire.RolloutReceiver(
+        address,
+        run_id=run_id,
+        vocab_size=vocab_size,
+        hwm=config.wire.hwm,
+        authenticator=authenticator,
+    )
+    stack.enter_context(closing(receiver))
+    publisher = wire.AnnouncementPublisher(wire.next_port(address), authenticator=authenticator)
+    stack.enter_context(closing(publisher))
+    statuses = wire.GeneratorStatusReceiver(
+        wire.next_port(address, 2), run_id=run_id, authenticator=authenticator
+    )
+    stack.enter_context(closing(statuses))
+    info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(worker_info))
+    is_bucket = "://" in config.weights_address
+    create = (
+        None if is_bucket else stack.enter_context(closing(ProbeFile(config.weights_folder))).create
+    )
+    probes = wire.ProbeServer(
+        wire.next_port(address, 3), info, create_file=create, authenticator=authenticator
+    )
+    stack.enter_context(closing(probes))
+    announcement = wire.Announcement(
+        run_id, incarnation=os.urandom(8), train_set_digest=train_set_digest
+    )
+    return receiver, statuses, StatusPublisher(publisher, announcement)
+
+
+def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
+    """Serve the dashboard in a daemon thread; report any failure, and train without it."""
+    settings = config.dashboard
+    if not settings.enabled:
+        return
+    try:
+        from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
+
+        token = atomic_files.read_private_token(settings.token_file, option="dashboard.token_file")
+        dashboard = Dashboard(
+            [config.run_folder], host=settings.host, port=settings.port, token=token, live=True
+        )
+        stack.enter_context(closing(dashboard))
+        dashboard.start()
+    except Exception as error:  # noqa: BLE001 - no failure of the dashboard may stop the training
+        reason = error if isinstance(error, ConfigError) else repr(error)
+        run_log.note(f"no dashboard: {reason}")
+        return
+    for line in dashboard.banner:
+        run_log.note(line)

@@ -21,7 +21,7 @@ from test_end_to_end import SMALL, free_ports
 
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.trainer.loop import open_dashboard
+from peralta_zmq.trainer.session import open_dashboard
 
 ROOT = Path(__file__).parents[2]
 HIGH = 65_532  # the highest port allowed; three more follow it

@@ -33,13 +33,12 @@ from peralta_zmq.errors import (
 )
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint, run_folder
+from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
 from peralta_zmq.trainer.loop import Trainer
-from peralta_zmq.trainer.run_folder import IDENTITY, run_id_of
-from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.trainer.session import IDENTITY, LOCK, StopSignal, lock, run_id_of
 from tools.link_proxy import free_ports
 
 
@@ -169,12 +168,12 @@ def test_second_trainer_on_a_run_folder_is_refused(settings: list[str], port: in
 def test_lock_held_for_a_moment_by_a_reader_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = (tmp_path / run_folder.LOCK).open("ab")
+    reader = (tmp_path / LOCK).open("ab")
     fcntl.flock(reader, fcntl.LOCK_SH)
     monkeypatch.setattr(time, "sleep", lambda seconds: reader.close())
-    with closing(run_folder.lock(tmp_path)):
-        assert is_held(tmp_path / run_folder.LOCK) is True
-    assert is_held(tmp_path / run_folder.LOCK) is False
+    with closing(lock(tmp_path)):
+        assert is_held(tmp_path / LOCK) is True
+    assert is_held(tmp_path / LOCK) is False
     assert is_held(tmp_path / "nothing") is None
 
 

@@ -26,9 +26,10 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import distributed
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint, run_folder
+from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import loop as trainer
 from peralta_zmq.trainer.ranks import RankPlacement, placement_of
+from peralta_zmq.trainer.session import write_identity
 from tools.link_proxy import free_ports
 
 STEPS, GROUPS_PER_STEP = 5, 4
@@ -56,7 +57,7 @@ class Run:
         chosen = (*SETTINGS, "--run.dir", str(folder), "--wire.port", str(self.port), *settings)
         self.config = load_config("bin/trainer", list(chosen))
         self.config.run_folder.mkdir(parents=True)
-        run_folder.write_identity(self.config.run_folder, run_id=RUN, weights=None)
+        write_identity(self.config.run_folder, run_id=RUN, weights=None)
 
     def train(self, *, to: int, num_ranks: int = 1, **options: Any) -> Tensors:
         """The checkpoint after `to` steps and a SIGTERM."""

@@ -15,7 +15,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import network_checks
 from peralta_zmq.operate.doctor.checks import failed_check
-from peralta_zmq.trainer import run_folder
+from peralta_zmq.trainer import session
 from peralta_zmq.wire.auth import make_keys
 from tools.link_proxy import free_ports
 
@@ -68,7 +68,7 @@ def test_port_in_use_names_the_process(config: Config, port: int, offset: int) -
 def test_ports_of_this_runs_trainer_pass(config: Config, port: int) -> None:
     config.run_folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", port)), ExitStack() as stack:
-        with closing(run_folder.lock(config.run_folder)):
+        with closing(session.lock(config.run_folder)):
             assert network_checks.check_ports(config, stack).ok
         assert not network_checks.check_ports(config, stack).ok
 
