@@ -1,4 +1,8 @@
-"""Compiles the C files of this folder, once per machine, and loads the libraries."""
+"""Compiles the C files of this folder and loads the libraries.
+
+A library is compiled once per machine and kept in the user's cache folder. Where it cannot be
+compiled, or where its results are wrong, the engine uses torch's operators instead.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,10 @@ from typing import Any
 
 import torch
 
-# Sums may be reordered; NaN stays NaN (no -ffinite-math-only).
-FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
-)  # fmt: skip
-COMPILE_TIMEOUT = 60.0  # seconds
+# The compiler may reorder sums, but must keep NaN (no -ffinite-math-only).
+MATH_FLAGS = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
+FLAGS = f"-O3 -march=native -fPIC -fopenmp {MATH_FLAGS} -freciprocal-math".split()
+COMPILE_TIMEOUT_SECONDS = 60.0
 REMEDY = "on Debian, install the packages gcc and libc6-dev"
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 logger = logging.getLogger(__name__)
@@ -35,16 +37,17 @@ def load(
     *,
     check: Callable[[ctypes.CDLL], bool],
 ) -> ctypes.CDLL | None:
-    """The compiled library of `source`; `functions` maps names to argument types.
+    """Load the library of the C file `source`; `functions` maps names to argument types.
 
-    None if it cannot be compiled or if `check` finds wrong results; the reason is logged.
+    `defines` are the preprocessor options of the compiler. Returns None, and logs the reason, if
+    the file cannot be compiled or if `check` returns False for wrong results.
     """
     if sys.platform != "linux":
         return None
     try:
         library = ctypes.CDLL(str(_compiled(Path(__file__).with_name(source), defines)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        # RuntimeError: Path.home() of a user without a home directory
+        # Path.home() raises RuntimeError for a user without a home directory.
         logger.info("%s is not compiled, which is slower: %s", source, error)
         return None
     for name, argument_types in functions.items():
@@ -56,7 +59,10 @@ def load(
 
 
 def processor() -> str:
-    """The CPU flags, part of the library's key: machines may share a home directory."""
+    """The line of /proc/cpuinfo with the CPU's features; empty if there is none.
+
+    It is part of a library's file name, because machines may share a home directory.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux, or hidden
@@ -65,9 +71,10 @@ def processor() -> str:
 
 
 def _compiled(source: Path, defines: tuple[str, ...]) -> Path:
-    """The library for this machine, compiled if it is not in the user's cache folder.
+    """The file of the library for this machine; compiles it if it is not in the cache folder.
 
-    Its name contains the hash of its content: loading a damaged library may end the process.
+    The file name contains the hash of its content, so that a damaged library is not loaded: that
+    could crash the process.
     """
     cc = shutil.which("cc")
     if cc is None:
@@ -98,7 +105,10 @@ def _hash(content: bytes) -> str:
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT)
+    """Run the compiler. Raises OSError with the last line of its error message."""
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS
+    )
     if result.returncode:
         reason = (result.stderr.strip() or "no error message").splitlines()[-1]
         raise OSError(f"{command[0]} fails ({reason}); {REMEDY}")

@@ -1,9 +1,13 @@
 /* Everything that a decoder layer of the Llama family computes between its matmuls, for one new
    token per row: RMS norm, SwiGLU, and attention with head norms, rotary embedding, the write of
-   key and value to the cache, and an online softmax (arXiv 1805.02867) over blocks of keys.
+   key and value to the KV cache, and an online softmax (arXiv 1805.02867) over blocks of keys.
 
-   Compiled by decode_layer.py with SCALAR_IS_BF16 for bfloat16, without it for float. Heads have at
-   most MAX_WIDTH values, a multiple of LANES. */
+   A row caches one sequence. The keys and values of a prefix that several rows have in common are
+   stored once, in the shared part; a row's own part holds the rest of its sequence.
+
+   Compiled by decode_layer.py, for bfloat16 with SCALAR_IS_BF16 and for float without. The width of
+   a head (head_dim) is a multiple of LANES and at most MAX_WIDTH. At most MAX_GROUP query heads
+   share a key head. */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,10 +15,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCK = 64 };      /* keys at a time */
+enum { BLOCK = 64 };      /* keys per step of the online softmax */
 enum { CACHE_LINE = 64 }; /* bytes */
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* a SIMD vector */
 
 #ifdef SCALAR_IS_BF16
 typedef uint16_t scalar;
@@ -26,7 +30,8 @@ INLINE float to_float(scalar x) {
     return both.value;
 }
 
-INLINE scalar to_scalar(float x) { /* round to nearest, ties to even; the NaNs that occur stay NaN */
+/* Rounds to nearest, ties to even. The NaNs that processors produce stay NaN. */
+INLINE scalar to_scalar(float x) {
     union { float value; uint32_t bits; } both = {x};
     return (scalar)((both.bits + 0x7fff + (both.bits >> 16 & 1)) >> 16);
 }
@@ -41,28 +46,35 @@ INLINE scalar to_scalar(float x) { return x; }
 INLINE lanes load(const scalar *from) { return *(const lanes *)from; }
 #endif
 
+/* Arguments of `attend`. */
 typedef struct {
-    int64_t rows, heads, group, width;    /* key heads, query heads per key head, head_dim */
-    int64_t shared, capacity, threads;    /* positions of the shared part, and of a row */
-    int64_t query_stride, key_stride, value_stride;              /* from one row to the next */
-    const scalar *query, *key, *value;                           /* [rows, heads (* group), width] */
-    const scalar *query_norm, *key_norm;                         /* [width], or NULL */
-    const scalar *cosine, *sine;                                 /* [rows, width] */
-    const scalar *shared_keys, *shared_values;                   /* [heads, shared, width] */
-    scalar *keys, *values;                                       /* [rows, heads, capacity, width] */
-    const int64_t *start, *end, *column; /* [rows]: span of the shared part; the new token's place */
-    scalar *out;                         /* [rows, heads * group, width] */
+    int64_t rows, heads;                        /* `heads`: key heads */
+    int64_t group, width;                       /* query heads per key head; head_dim */
+    int64_t shared, capacity;                   /* positions of the shared part; of a row */
+    int64_t threads;
+    int64_t query_stride, key_stride, value_stride; /* scalars from one row to the next */
+    const scalar *query;                        /* [rows, heads * group, width], new tokens */
+    const scalar *key, *value;                  /* [rows, heads, width], new tokens */
+    const scalar *query_norm, *key_norm;        /* [width], weights of the head norms, or NULL */
+    const scalar *cosine, *sine;                /* [rows, width], rotary embedding */
+    const scalar *shared_keys, *shared_values;  /* [heads, shared, width] */
+    scalar *keys, *values;                      /* [rows, heads, capacity, width], own parts */
+    const int64_t *start, *end;                 /* [rows], span of the shared part */
+    const int64_t *column;                      /* [rows], index of the new token in its row */
+    scalar *out;                                /* [rows, heads * group, width] */
     float epsilon, scaling;
 } Attention;
 
-typedef struct { /* of the query heads that share a key head */
+/* Running result of the online softmax, for the query heads that share a key head. */
+typedef struct {
     float query[MAX_GROUP * MAX_WIDTH];
-    float sum[MAX_GROUP * MAX_WIDTH];        /* of weighted values, relative to `max` */
-    float max[MAX_GROUP], total[MAX_GROUP];  /* of scores; of their exponentials */
+    float sum[MAX_GROUP * MAX_WIDTH]; /* sum of exp(score - max) * value */
+    float max[MAX_GROUP];             /* maximum of the scores */
+    float total[MAX_GROUP];           /* sum of exp(score - max) */
 } State;
 
-/* e^x with a relative error below 5e-6, in operations that compilers vectorize (libm's function is
-   called once per number): a power of two, times Cephes' polynomial for the remainder. */
+/* e^x with a relative error below 5e-6: a power of two times Cephes' polynomial for the remainder.
+   Compilers vectorize it, unlike libm's function. */
 INLINE float fast_exp(float x) {
     x = x < -87 ? -87 : x > 88 ? 88 : x; /* NaN stays NaN */
     float power = rintf(x * 1.44269504f), rest = x - power * 0.69314718f;
@@ -76,14 +88,14 @@ INLINE float fast_exp(float x) {
     return (p * rest * rest + rest + 1) * two.value;
 }
 
-/* The factor of RMS norm (arXiv 1910.07467). */
+/* The factor by which RMS norm (arXiv 1910.07467) scales a vector. */
 INLINE float rms_factor(const scalar *in, int64_t width, float epsilon) {
     float squares = 0;
     for (int64_t d = 0; d < width; d++) squares += to_float(in[d]) * to_float(in[d]);
     return 1 / sqrtf(squares / width + epsilon);
 }
 
-/* Optional RMS norm of one head, then rotary embedding. */
+/* RMS norm of one head, unless `norm` is NULL, then rotary embedding. */
 static void rotate(const scalar *in, const scalar *norm, const scalar *cosine, const scalar *sine,
                    float epsilon, int64_t width, float *out) {
     float head[MAX_WIDTH], factor = norm ? rms_factor(in, width, epsilon) : 1;
@@ -97,9 +109,9 @@ static void rotate(const scalar *in, const scalar *norm, const scalar *cosine, c
         out[d] = head[d] * to_float(cosine[d]) + head[d - half] * to_float(sine[d]);
 }
 
-INLINE float horizontal_sum(lanes parts) {
+INLINE float horizontal_sum(lanes terms) {
     float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += parts[lane];
+    for (int lane = 0; lane < LANES; lane++) sum += terms[lane];
     return sum;
 }
 
@@ -107,23 +119,23 @@ INLINE void prefetch(const scalar *from, int64_t width) {
     for (int64_t d = 0; d < width; d += CACHE_LINE / sizeof(scalar)) __builtin_prefetch(from + d);
 }
 
-/* Scores of at most BLOCK keys; prefetches the same number of rows from `next`. */
+/* Computes the scores of `count` keys, at most BLOCK. Prefetches `count` vectors from `next`. */
 INLINE void qk_scores(const State *state, const scalar *keys, const scalar *next, int64_t count,
                       int64_t group, int64_t width, float scores[][BLOCK]) {
     for (int64_t p = 0; p < count; p++) {
         lanes sums[MAX_GROUP] = {0};
         prefetch(next + p * width, width);
         for (int64_t d = 0; d < width; d += LANES) {
-            lanes part = load(keys + p * width + d);
+            lanes key = load(keys + p * width + d);
             for (int64_t g = 0; g < group; g++)
-                sums[g] += part * *(const lanes *)(state->query + g * width + d);
+                sums[g] += key * *(const lanes *)(state->query + g * width + d);
         }
         for (int64_t g = 0; g < group; g++) scores[g][p] = horizontal_sum(sums[g]);
     }
 }
 
-/* Turns scores into exponentials relative to the running maximum, and rescales the earlier sums if
-   the maximum has grown. */
+/* Replaces each score of query head `g` by exp(score - max), with the running maximum, and rescales
+   the earlier sums to a larger maximum. */
 INLINE void online_softmax(State *state, int64_t g, int64_t count, int64_t width, float *scores) {
     float max = state->max[g];
     for (int64_t p = 0; p < count; p++) max = scores[p] > max ? scores[p] : max;
@@ -133,7 +145,8 @@ INLINE void online_softmax(State *state, int64_t g, int64_t count, int64_t width
     state->max[g] = max, state->total[g] = total;
 }
 
-/* Adds values times weights; `step` vectors at a time stay in registers. */
+/* Adds `count` values times their weights to the sums. Keeps the sums of `step` SIMD vectors in
+   registers at a time. Prefetches `count` vectors from `next`. */
 INLINE void weighted_sum(State *state, const scalar *values, const scalar *next, int64_t count,
                          int64_t group, int64_t width, float weights[][BLOCK], const int step) {
     for (int64_t d = 0; d < width; d += step * LANES) {
@@ -141,8 +154,8 @@ INLINE void weighted_sum(State *state, const scalar *values, const scalar *next,
         for (int64_t p = 0; p < count; p++) {
             prefetch(next + p * width + d, step * LANES);
             for (int k = 0; k < step; k++) {
-                lanes part = load(values + p * width + d + k * LANES);
-                for (int64_t g = 0; g < group; g++) sums[g][k] += part * weights[g][p];
+                lanes value = load(values + p * width + d + k * LANES);
+                for (int64_t g = 0; g < group; g++) sums[g][k] += value * weights[g][p];
             }
         }
         for (int64_t g = 0; g < group; g++)
@@ -151,7 +164,7 @@ INLINE void weighted_sum(State *state, const scalar *values, const scalar *next,
     }
 }
 
-/* Attends to `count` positions; `next` is read after them: the same positions of another row. */
+/* Attends to `count` positions. `next` points to the keys that are read afterwards, to prefetch. */
 INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
                          const scalar *next, int64_t count, int64_t group, int64_t width) {
     for (int64_t first = 0; first < count; first += BLOCK) {
@@ -166,6 +179,8 @@ INLINE void attend_range(State *state, const scalar *keys, const scalar *values,
     }
 }
 
+/* Attention of one row for one key head and its `group` query heads: writes the new key and value
+   to the cache, then attends to the span of the shared part and to the row's own part. */
 INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t group) {
     State state;
     const int64_t width = a->width, column = a->column[row], start = a->start[row];
@@ -198,11 +213,13 @@ INLINE void attend_head(const Attention *a, int64_t row, int64_t head, int64_t g
             out[g * width + d] = to_scalar(state.sum[g * width + d] / state.total[g]);
 }
 
+/* Attention of the new token of every row. */
 void attend(const Attention *a) {
 #pragma omp parallel for schedule(static) num_threads(a->threads)
     for (int64_t task = 0; task < a->rows * a->heads; task++) {
-        int64_t head = task / a->rows, row = task % a->rows; /* keeps a head's shared part in cache */
-        switch (a->group) { /* compile-time constants keep the sums in registers */
+        /* All rows of a head in sequence, so that its shared part stays in the CPU's cache. */
+        int64_t head = task / a->rows, row = task % a->rows;
+        switch (a->group) { /* constants, so that the compiler keeps the sums in registers */
             case 1: attend_head(a, row, head, 1); break;
             case 2: attend_head(a, row, head, 2); break;
             case 4: attend_head(a, row, head, 4); break;
@@ -211,7 +228,7 @@ void attend(const Attention *a) {
     }
 }
 
-/* RMS norm of contiguous rows. */
+/* RMS norm of contiguous rows, [rows, width]. */
 void norm(const scalar *in, const scalar *weight, scalar *out, int64_t rows, int64_t width,
           float epsilon, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -223,7 +240,8 @@ void norm(const scalar *in, const scalar *weight, scalar *out, int64_t rows, int
     }
 }
 
-/* SwiGLU (arXiv 2002.05202) of rows that start `stride` values apart; `out` is contiguous. */
+/* SwiGLU (arXiv 2002.05202): silu(gates) * ups. Rows of `gates` and `ups` start `stride` scalars
+   apart; `out` is contiguous. */
 void gate(const scalar *gates, const scalar *ups, scalar *out, int64_t rows, int64_t stride,
           int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)

@@ -1,7 +1,8 @@
-"""Python binding of decode_layer.c: everything between the matmuls of a layer during decode.
+"""Python binding of decode_layer.c: what a decoder layer computes between its matmuls in decode.
 
-For one new token per row, torch needs about forty operations per layer and one matmul per row for
-the row's own keys; the C code needs four calls. Without a C compiler torch's operators are used.
+For one new token per row, torch needs about forty operations per layer and one matmul for each
+row's own keys; the C code needs four calls. Without a C compiler, torch's operators are used. The
+terms row, span, own part and shared part are explained in cache.py.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from peralta_zmq.engines.native.cache import KVCache
 from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import FLOAT, INT, INT64, POINTER
 
-LANES, MAX_WIDTH, MAX_GROUP = 16, 256, 8  # SIMD lanes, head_dim, query heads per key head
+LANES = 16  # floats in a SIMD vector
+MAX_WIDTH, MAX_GROUP = 256, 8  # head_dim; query heads per key head
 SIZES = (f"-DLANES={LANES}", f"-DMAX_WIDTH={MAX_WIDTH}", f"-DMAX_GROUP={MAX_GROUP}")
 DEFINES = {torch.bfloat16: (*SIZES, "-DSCALAR_IS_BF16"), torch.float32: SIZES}
 
 
+INTEGERS = "rows heads group width shared capacity threads query_stride key_stride value_stride"
+INPUTS = "query key value query_norm key_norm cosine sine"
+CACHES = "shared_keys shared_values keys values start end column"
+
+
 class _Attention(ctypes.Structure):
-    """The struct `Attention` of decode_layer.c, where the fields are explained."""
+    """The struct `Attention` of decode_layer.c, which explains the fields."""
 
     _fields_ = (
-        *((name, INT64) for name in (
-            "rows", "heads", "group", "width", "shared", "capacity", "threads",
-            "query_stride", "key_stride", "value_stride",
-        )),
-        *((name, POINTER) for name in (
-            "query", "key", "value", "query_norm", "key_norm", "cosine", "sine",
-            "shared_keys", "shared_values", "keys", "values", "start", "end", "column", "out",
-        )),
-        ("epsilon", FLOAT), ("scaling", FLOAT),
-    )  # fmt: skip
+        *((name, INT64) for name in INTEGERS.split()),
+        *((name, POINTER) for name in f"{INPUTS} {CACHES} out".split()),
+        *((name, FLOAT) for name in ("epsilon", "scaling")),
+    )
 
 
 ARGUMENTS = {
@@ -48,7 +49,7 @@ ARGUMENTS = {
 
 
 class CompiledLayerOps:
-    """Replacement of `decoder.TorchLayerOps` for one new token per row."""
+    """Replaces `decoder.TorchLayerOps` for one new token in each of n rows from `first_row` on."""
 
     def __init__(
         self,
@@ -58,19 +59,20 @@ class CompiledLayerOps:
         *,
         rotary: tuple[Tensor, Tensor],  # cosines and sines, [n, 1, D]
         span: tuple[Tensor, Tensor],  # start and end in the shared part, [n, 1]
-        columns: Tensor,  # [n, 1], positions of the new tokens in their rows
+        columns: Tensor,  # [n, 1], positions of the new tokens in the rows' own parts
     ) -> None:
         self._library, self._cache, self._rows = library, cache, slice(first_row, None)
         self._threads = torch.get_num_threads()
-        self._tensors = (*rotary, *span, columns)  # must stay alive while C reads them
-        cosine, sine, start, end, column = (tensor.data_ptr() for tensor in self._tensors)
+        (cosine, sine), (start, end) = rotary, span
+        self._tensors = cosine, sine, start, end, columns  # must stay alive while C reads them
+        num_rows, width = len(columns), cosine.shape[-1]
         self._arguments = _Attention(
-            rows=len(columns), width=rotary[0].shape[-1], capacity=cache.width,
-            threads=self._threads, cosine=cosine, sine=sine, start=start, end=end, column=column,
-        )  # fmt: skip
+            rows=num_rows, width=width, capacity=cache.width, threads=self._threads
+        )
+        self._set_pointers(cosine=cosine, sine=sine, start=start, end=end, column=columns)
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of [n, 1, H]."""
+        """RMS norm of [n, 1, hidden_size]."""
         out = torch.empty_like(hidden)
         addresses = hidden.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
         num_rows, width = len(hidden), hidden.shape[-1]
@@ -78,42 +80,49 @@ class CompiledLayerOps:
         return out
 
     def gate(self, mlp: Any, gates: Tensor, ups: Tensor) -> Tensor:
-        """SwiGLU of [n, 1, I] each."""
+        """SwiGLU; gates and ups are [n, 1, intermediate_size]."""
         out = gates.new_empty(gates.shape)
         addresses = gates.data_ptr(), ups.data_ptr(), out.data_ptr()
         num_rows, stride, width = len(gates), gates.stride(0), gates.shape[-1]
         self._library.gate(*addresses, num_rows, stride, width, self._threads)
         return out
 
-    def attend(self, module: Any, kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of the new tokens, [n, 1, heads * D] each."""
+    def attend(
+        self, module: Any, layer_type: str, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of the new tokens; query, key and value are [n, 1, heads * D].
+
+        `layer_type` must be full attention.
+        """
         arguments, layer = self._arguments, module.layer_idx
-        shared, own = self._cache.shared[layer], self._cache.layers[layer]
-        arguments.heads, arguments.shared = shared[0].shape[:2]
+        shared_keys, shared_values = self._cache.shared[layer]
+        keys, values = (own[self._rows] for own in self._cache.layers[layer])
+        arguments.heads, arguments.shared = shared_keys.shape[:2]
         arguments.group = query.shape[-1] // key.shape[-1]
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            setattr(arguments, name, tensor.data_ptr())
-            setattr(arguments, f"{name}_stride", tensor.stride(0))
-        if hasattr(module, "q_norm"):
-            arguments.query_norm = module.q_norm.weight.data_ptr()
-            arguments.key_norm = module.k_norm.weight.data_ptr()
-            arguments.epsilon = module.q_norm.variance_epsilon
-        arguments.shared_keys, arguments.shared_values = (part.data_ptr() for part in shared)
-        arguments.keys, arguments.values = (part[self._rows].data_ptr() for part in own)
-        arguments.scaling = module.scaling
+        arguments.query_stride, arguments.key_stride = query.stride(0), key.stride(0)
+        arguments.value_stride, arguments.scaling = value.stride(0), module.scaling
         out = query.new_empty(query.shape)
-        arguments.out = out.data_ptr()
+        self._set_pointers(query=query, key=key, value=value, keys=keys, values=values, out=out)
+        self._set_pointers(shared_keys=shared_keys, shared_values=shared_values)
+        if hasattr(module, "q_norm"):
+            self._set_pointers(query_norm=module.q_norm.weight, key_norm=module.k_norm.weight)
+            arguments.epsilon = module.q_norm.variance_epsilon
         self._library.attend(ctypes.byref(arguments))
         return out
+
+    def _set_pointers(self, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            setattr(self._arguments, name, tensor.data_ptr())
 
 
 @functools.cache
 def library_for(
     dtype: torch.dtype, device: torch.device, *, queries_per_head: int, width: int
 ) -> ctypes.CDLL | None:
-    """The library for heads of `width` values, `queries_per_head` query heads per key head.
+    """The library for heads of `width` values and `queries_per_head` query heads per key head.
 
-    None if it does not support them, cannot be compiled, or does not reproduce torch's results.
+    None if the C code does not support these sizes, dtype or device, cannot be compiled, or does
+    not reproduce torch's results.
     """
     supported = not width % LANES and width <= MAX_WIDTH and queries_per_head <= MAX_GROUP
     if device.type != "cpu" or dtype not in DEFINES or not supported:
@@ -123,7 +132,7 @@ def library_for(
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, width: int) -> bool:
-    """Whether a norm, a gate, and attention of one row to a shared part match torch's."""
+    """Whether norm, gate, and attention of one row to a shared part match torch's results."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

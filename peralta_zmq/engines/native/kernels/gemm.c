@@ -1,10 +1,11 @@
-/* Rows times a weight, both in bfloat16 and accumulated in float, on processors that multiply pairs
-   of bfloat16 (AVX512-BF16).
+/* Matrix product of rows and a packed weight in bfloat16, accumulated in float, for processors with
+   AVX512-BF16, whose instruction vdpbf16ps multiplies pairs of bfloat16.
 
-   A weight is stored in panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2]: for few
-   rows it is read from memory in one stream. At most TILE_ROWS rows are multiplied at a time, so
-   that their sums stay in registers over all inputs; the panel stays in the cache for the next rows
-   while the next panel is prefetched. The order of summation does not depend on the number of rows.
+   A weight is packed into panels of PANEL_WIDTH outputs, [panels][in / 2][PANEL_WIDTH][2]: for few
+   rows, memory is read in one stream. A tile is a panel times at most TILE_ROWS rows; its sums stay
+   in registers over all inputs. The panel stays in the CPU's cache for the next rows, while the
+   next panel is prefetched. The order of summation does not depend on the number of rows, so the
+   result of a row does not either.
 
    Compiled by gemm.py. */
 
@@ -13,14 +14,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { PANEL_WIDTH = 64, TILE_ROWS = 6 }; /* registers: 24 of sums, 4 of weights, 1 of a row */
+enum { PANEL_WIDTH = 64, TILE_ROWS = 6 }; /* registers: 24 for sums, 4 for weights, 1 for a row */
 enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 }; /* bytes */
-enum { ONE_THREAD = 1 << 18 }; /* multiplications for which a second thread does not pay */
+enum { ONE_THREAD = 1 << 18 }; /* multiplications up to which one thread is faster than several */
 
 typedef uint16_t scalar;
 
-/* Transposes 16 x 16 pairs of scalars: pairs[i] is row i before, column i after. Each of the four
-   rounds interleaves the first half of the vectors with the second. */
+/* Transposes 16 x 16 pairs of scalars in place: afterwards, pairs[i] is the former column i. Each
+   of the four rounds interleaves the first half of the vectors with the second half. */
 INLINE void transpose(__m512i pairs[16]) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -34,7 +35,8 @@ INLINE void transpose(__m512i pairs[16]) {
     }
 }
 
-/* `weight` is [outs, in], `in` even; outputs up to the next multiple of PANEL_WIDTH are zeros. */
+/* Packs `weight`, [outs, in] with an even `in`, into panels. The outputs from `outs` to the next
+   multiple of PANEL_WIDTH are zero. */
 void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int threads) {
     const int64_t per_panel = PANEL_WIDTH / 16; /* groups of 16 outputs */
     const int64_t groups = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH * per_panel;
@@ -47,7 +49,8 @@ void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int th
             const __mmask32 mask = 0xffffffffu >> (32 - count);
             for (int i = 0; i < 16; i++) {
                 const int64_t row = group * 16 + i;
-                pairs[i] = _mm512_maskz_loadu_epi16(row < outs ? mask : 0, weight + row * in + first);
+                const scalar *from = weight + row * in + first;
+                pairs[i] = _mm512_maskz_loadu_epi16(row < outs ? mask : 0, from);
             }
             transpose(pairs);
             for (int i = 0; i < count / 2; i++, to += 2 * PANEL_WIDTH)
@@ -56,15 +59,19 @@ void pack(const scalar *weight, scalar *packed, int64_t outs, int64_t in, int th
     }
 }
 
-typedef struct { /* a block of rows and a panel */
-    const scalar *rows, *panel; /* [.., in]; [in / 2][PANEL_WIDTH][2] */
-    const char *next;     /* prefetched meanwhile, `pace` bytes for each pair of inputs */
-    int64_t in, outs, pace;
+typedef struct {
+    const scalar *rows;   /* [TILE_ROWS or fewer, in] */
+    const scalar *panel;  /* [in / 2][PANEL_WIDTH][2] */
+    const char *next;     /* start of the memory to prefetch */
+    int64_t pace;         /* bytes to advance `next` after each pair of inputs */
+    int64_t in, outs;
     const float *bias;    /* [PANEL_WIDTH] */
-    __mmask32 low, high;  /* which outputs exist */
-    scalar *out;          /* [.., outs] */
+    __mmask32 low, high;  /* the existing outputs, of the panel's first and second half */
+    scalar *out;          /* rows of `outs` scalars */
 } Tile;
 
+/* The sums of row r are a##r to d##r, 16 outputs each: as separate variables, because compilers do
+   not keep an array in registers. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define BEGIN(r) __m512 a##r = bias_a, b##r = bias_b, c##r = bias_c, d##r = bias_d;
 #define ADD(r) \
@@ -87,7 +94,8 @@ INLINE void store(scalar *out, __mmask32 mask, __m512 low, __m512 high) {
     _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-/* The sums are separate variables, not an array: compilers then keep them in registers. */
+/* Computes one tile of `count` rows. Prefetches `prefetched_lines` cache lines per pair of inputs.
+   Both are constants after inlining. */
 INLINE void tile_gemm(const Tile t, const int count, const int prefetched_lines) {
     const __m512 bias_a = _mm512_loadu_ps(t.bias), bias_b = _mm512_loadu_ps(t.bias + 16);
     const __m512 bias_c = _mm512_loadu_ps(t.bias + 32), bias_d = _mm512_loadu_ps(t.bias + 48);
@@ -104,7 +112,7 @@ INLINE void tile_gemm(const Tile t, const int count, const int prefetched_lines)
 }
 
 INLINE void tile_gemm_rows(const Tile t, int64_t count, const int prefetched_lines) {
-    switch (count) { /* compile-time constants keep the sums in registers */
+    switch (count) { /* constants, so that the compiler keeps the sums in registers */
         case 1: tile_gemm(t, 1, prefetched_lines); break;
         case 2: tile_gemm(t, 2, prefetched_lines); break;
         case 3: tile_gemm(t, 3, prefetched_lines); break;
@@ -114,23 +122,26 @@ INLINE void tile_gemm_rows(const Tile t, int64_t count, const int prefetched_lin
     }
 }
 
+/* A mask with the lowest `count` bits set: none if `count` is negative, at most 32. */
 INLINE __mmask32 first_bits(int64_t count) {
     return count >= 32 ? 0xffffffffu : count > 0 ? 0xffffffffu >> (32 - count) : 0;
 }
 
-/* `rows` is [num, in], `bias` [outs] or NULL, `out` [num, outs]. If there are fewer panels than
-   threads, several threads share a panel and each multiplies some blocks of rows. */
+/* out = rows * weight + bias: `rows` is [num_rows, in], `out` [num_rows, outs], `bias` [outs] or
+   NULL. The rows are divided into blocks of at most TILE_ROWS. If there are fewer panels than
+   threads, several threads share a panel, and each multiplies some of the blocks. */
 void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scalar *out,
-              int64_t num, int64_t in, int64_t outs, int threads) {
+              int64_t num_rows, int64_t in, int64_t outs, int threads) {
     const int64_t panels = (outs + PANEL_WIDTH - 1) / PANEL_WIDTH;
-    const int64_t blocks = (num + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t per_panel = (threads + panels - 1) / panels; /* threads */
-    const int64_t parts = per_panel < blocks ? per_panel : blocks;
-#pragma omp parallel for schedule(static) num_threads(threads) if (num * in * outs > ONE_THREAD)
+    const int64_t blocks = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t threads_per_panel = (threads + panels - 1) / panels;
+    const int64_t parts = threads_per_panel < blocks ? threads_per_panel : blocks; /* of a panel */
+#pragma omp parallel for schedule(static) num_threads(threads) \
+    if (num_rows * in * outs > ONE_THREAD)
     for (int64_t task = 0; task < panels * parts; task++) {
         const int64_t output = task / parts * PANEL_WIDTH, part = task % parts;
         const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
-        const int64_t passes = last - first;
+        const int64_t passes = last - first; /* tiles of this task, which all use one panel */
         float panel_bias[PANEL_WIDTH] = {0};
         for (int64_t o = 0; bias && o < PANEL_WIDTH && output + o < outs; o++)
             panel_bias[o] = _mm_cvtss_f32((__m128)_mm_cvtsi32_si128(bias[output + o] << 16));
@@ -140,7 +151,8 @@ void multiply(const scalar *rows, const scalar *packed, const scalar *bias, scal
         t.next = (const char *)t.panel +
                  (passes == 1 ? PREFETCH_DISTANCE : in * PANEL_WIDTH * sizeof(scalar));
         for (int64_t block = first; block < last; block++, t.next += in / 2 * t.pace) {
-            const int64_t row = block * num / blocks, count = (block + 1) * num / blocks - row;
+            const int64_t row = block * num_rows / blocks;
+            const int64_t count = (block + 1) * num_rows / blocks - row;
             t.rows = rows + row * in, t.out = out + row * outs + output;
             if (passes == 1) tile_gemm_rows(t, count, 4);
             else if (passes < 4) tile_gemm_rows(t, count, 2);

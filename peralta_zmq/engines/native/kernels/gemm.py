@@ -1,9 +1,10 @@
-"""Weights in the memory order in which this machine multiplies them fastest.
+"""Packed weights: weights in the memory order in which this machine multiplies them fastest.
 
-oneDNN multiplies a weight in its own order faster than a plain one. On processors with AVX512-BF16,
-gemm.c is faster than oneDNN for few rows and for many (claims products_vs_onednn_* of `bin/bench
-generation`). Both are checked against a plain matmul before use: oneDNN's operators are private to
-torch, and gemm.c depends on the local compiler.
+There are two orders. oneDNN multiplies a weight in its own order faster than a plain one. On
+processors with AVX512-BF16, gemm.c with its order of panels is faster than oneDNN, for few rows and
+for many (claims products_vs_onednn_* of `bin/bench generation`). Each is checked against a plain
+matmul before use: oneDNN's operators are private to torch, and gemm.c depends on the local
+compiler.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.nn import functional
 from peralta_zmq.engines.native.kernels import compiler
 from peralta_zmq.engines.native.kernels.compiler import INT, INT64, POINTER
 
-ONEDNN_ROWS = 32  # number of rows for which oneDNN chooses its order
-PANEL_WIDTH = 64  # outputs per panel, as in gemm.c
+ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
+PANEL_WIDTH = 64  # outputs per panel; equal to the constant in gemm.c
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
     "multiply": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
@@ -41,29 +42,28 @@ class OnednnWeight:
 
 
 class PanelWeight:
-    """A bfloat16 weight with an even number of inputs, in the order of gemm.c."""
+    """A bfloat16 weight with an even number of inputs, in the panels of gemm.c."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library, (self._out, self._in) = library, weight.shape
         self._panels = weight.new_empty(-(-self._out // PANEL_WIDTH), self._in // 2, PANEL_WIDTH, 2)
-        plain = weight.contiguous()
-        library.pack(
-            plain.data_ptr(), self._panels.data_ptr(), self._out, self._in, torch.get_num_threads()
-        )
+        weight = weight.contiguous()
+        addresses = weight.data_ptr(), self._panels.data_ptr()
+        library.pack(*addresses, self._out, self._in, torch.get_num_threads())
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in] to [..., out]; `bias` is [out].
 
-        Raises RuntimeError, like a plain linear layer, for rows of another size or dtype.
+        Raises RuntimeError for rows of another size or dtype, like torch's linear layers.
         """
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self._in:
             expected = f"[..., {self._in}] of torch.bfloat16"
             raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {expected}")
-        plain = rows.contiguous()
-        out = plain.new_empty(*rows.shape[:-1], self._out)
+        rows = rows.contiguous()
+        out = rows.new_empty(*rows.shape[:-1], self._out)
         bias_address = None if bias is None else bias.data_ptr()
-        addresses = plain.data_ptr(), self._panels.data_ptr(), bias_address, out.data_ptr()
-        sizes = plain.numel() // self._in, self._in, self._out
+        addresses = rows.data_ptr(), self._panels.data_ptr(), bias_address, out.data_ptr()
+        sizes = rows.numel() // self._in, self._in, self._out
         self._library.multiply(*addresses, *sizes, torch.get_num_threads())
         return out
 
@@ -72,7 +72,7 @@ PackedWeight: TypeAlias = OnednnWeight | PanelWeight
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """Pack `weight`, [out, in], of a dtype for which `can_pack` is true."""
+    """Pack a weight [out, in]; `can_pack` must be true for its dtype."""
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
         library = panel_library()
         if library is not None:
@@ -90,9 +90,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def supports_panels(processor: str) -> bool:
-    """Whether gemm.c is for a processor with these flags (`compiler.processor`).
+    """Whether gemm.c is used on a processor with the features that `compiler.processor` returns.
 
-    Not where oneDNN uses matrix tiles (AMX): gemm.c was not measured there.
+    It is not used on processors with AMX, where oneDNN multiplies with hardware tiles: gemm.c was
+    not measured there.
     """
     flags = processor.split()
     return "avx512_bf16" in flags and "amx_bf16" not in flags
@@ -100,7 +101,7 @@ def supports_panels(processor: str) -> bool:
 
 @functools.cache
 def panel_library() -> ctypes.CDLL | None:
-    """The library of gemm.c; None if the processor does not support it or it is not usable."""
+    """The library of gemm.c; None if it is not for this processor or not usable."""
     if not supports_panels(compiler.processor()):
         return None
 
@@ -111,6 +112,7 @@ def panel_library() -> ctypes.CDLL | None:
 
 
 def _is_correct(make: Callable[[Tensor], PackedWeight], dtype: torch.dtype) -> bool:
+    """Whether a weight packed by `make` gives the outputs of a plain matmul."""
     weight = torch.linspace(-1, 1, 80 * 48).reshape(80, 48).to(dtype)
     rows = torch.linspace(-1, 1, 7 * 48).reshape(7, 48).to(dtype)
     bias = torch.ones(80, dtype=dtype)
