@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from field import Field, until
+from real_programs import RealRun, until
 
 from benchmarks.report import when
 from tools.run_history import read_history
@@ -61,11 +61,11 @@ class Paced:
 
 def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
     """Run trainer and generators to the end; the first generator is slow."""
-    field = Field(folder, *SETTINGS)
+    run = RealRun(folder, *SETTINGS)
     try:
-        trainer = field.trainer()
+        trainer = run.trainer()
         generators = [
-            field.generator(
+            run.generator(
                 f"g{index}",
                 *("--generator.index", str(index), "--generator.count", str(num_generators)),
                 *(("--engine.slots", "1") if index == 0 else ()),
@@ -79,13 +79,13 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
             next(one for one in generators if newest in one.printed).kill()
         assert trainer.wait(timeout=400) == 0, trainer.printed[-3000:]
         seconds = time.monotonic() - started
-        return _measured(field, f"{num_generators}{', one killed' if kill else ''}", seconds)
+        return _measured(run, f"{num_generators}{', one killed' if kill else ''}", seconds)
     finally:
-        field.close()
+        run.close()
 
 
-def _measured(field: Field, name: str, seconds: float) -> Paced:
-    history = read_history(field.run, [])
+def _measured(run: RealRun, name: str, seconds: float) -> Paced:
+    history = read_history(run.folder, [])
     admitted = [entry for entry in history.journal if entry.fate in ("trained", "no_signal")]
     made_by = Counter(entry.key[0].partition("/")[0] for entry in admitted)
     accounting = history.summary["accounting"]

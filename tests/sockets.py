@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 import zmq
-from fakes import RUN, VOCAB_SIZE, group_of
+from sample_data import RUN, VOCAB_SIZE, group_of
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError

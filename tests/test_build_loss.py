@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import group_of, tiny_model
+from sample_data import group_of, tiny_model
 
 from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config

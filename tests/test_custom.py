@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import group_of, rollout_with, tiny_model
+from sample_data import group_of, rollout_with, tiny_model
 
 from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import siblings, tiny_model
+from sample_data import siblings, tiny_model
 from weight_sets import COMPANIONS, reports_of, same
 
 from peralta_zmq import models

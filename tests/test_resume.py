@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from bad_losses import POISON
-from fakes import group_of
-from forks import exit_code
+from child_processes import exit_code
+from failing_losses import POISON
+from sample_data import group_of
 
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.config import RESOLVED, load_config
@@ -354,7 +354,7 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
 
 
 def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Continued) -> None:
-    steep = ("--loss.name=bad_losses.steep", "--checkpoint.interval=1")
+    steep = ("--loss.name=failing_losses.steep", "--checkpoint.interval=1")
 
     def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
         made = [group_of([1, 0, 0, 0], generator_id=name, sequence=number, seed=number,

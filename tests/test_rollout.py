@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import group_of, rollout_with
+from sample_data import group_of, rollout_with
 
 from peralta_zmq.rollout import Completion, Sampling, TemperatureSchedule, rollout_of
 

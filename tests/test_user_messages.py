@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq import models
 from peralta_zmq.config.schema import known_fields

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import append, group, make_run, row
+from synthetic_runs import append, group, make_run, row
 
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import read_rows

@@ -1,4 +1,4 @@
-"""A field for each chaos test; its programs are ended after the test."""
+"""A run for each chaos test; its programs are ended after the test."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from field import Field
+from real_programs import RealRun
 
 
 @pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
-    started = Field(tmp_path)
+def run(tmp_path: Path) -> Iterator[RealRun]:
+    started = RealRun(tmp_path)
     yield started
     started.close()

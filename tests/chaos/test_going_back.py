@@ -6,70 +6,70 @@ Row 21 of the fault table.
 from __future__ import annotations
 
 import pytest
-from field import Field, until
+from real_programs import RealRun, until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 EVERY_TWO = ("--checkpoint.interval", "2", "--checkpoint.keep-last", "4")
 
 
-def trained_to(field: Field, step: int, *settings: str) -> str:
+def trained_to(run: RealRun, step: int, *settings: str) -> str:
     """Train a session up to `step`; returns the trainer's output."""
-    log = field.run.parent / "trainer.log"
+    log = run.folder.parent / "trainer.log"
     before = log.read_text() if log.exists() else ""
-    trainer = field.trainer("--train.max-steps", str(step), *EVERY_TWO, *settings)
-    generator = field.generator("ann", "--train.max-steps", str(step))
+    trainer = run.trainer("--train.max-steps", str(step), *EVERY_TWO, *settings)
+    generator = run.generator("ann", "--train.max-steps", str(step))
     assert trainer.wait(timeout=120) == 0, trainer.printed
     assert generator.wait(timeout=30) == 0, generator.printed
     return trainer.printed.removeprefix(before)
 
 
-def published(field: Field) -> list[tuple[int, int]]:
+def published(run: RealRun) -> list[tuple[int, int]]:
     """(number, step) of every version, in the order of publication."""
     return [
         (int(str(row["number"])), int(str(row["step"])))
-        for row in field.events if row["event"] == "publish"
+        for row in run.events if row["event"] == "publish"
     ]  # fmt: skip
 
 
-def test_damaged_checkpoint_is_replaced_by_an_older_one_and_the_journal(field: Field) -> None:
-    trained_to(field, 6)
-    newest = field.run / "checkpoints" / "step_000006" / "state.safetensors"
+def test_damaged_checkpoint_is_replaced_by_an_older_one_and_the_journal(run: RealRun) -> None:
+    trained_to(run, 6)
+    newest = run.folder / "checkpoints" / "step_000006" / "state.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(bytes(content))
-    printed = trained_to(field, 8)
+    printed = trained_to(run, 8)
     assert "does not verify" in printed
     assert "resumed: step=6 checkpoint=4 replayed=2" in printed
-    assert field.broken() == {}
+    assert run.broken() == {}
 
 
-def test_roll_back_trains_new_steps_under_rising_version_numbers(field: Field) -> None:
-    trained_to(field, 8)
-    before = published(field)
-    printed = trained_to(field, 10, "--checkpoint.resume-step", "4")
+def test_roll_back_trains_new_steps_under_rising_version_numbers(run: RealRun) -> None:
+    trained_to(run, 8)
+    before = published(run)
+    printed = trained_to(run, 10, "--checkpoint.resume-step", "4")
     assert "rolled back to step 4" in printed
-    after = published(field)[len(before) :]
+    after = published(run)[len(before) :]
     assert after[0][1] == 4  # the step of the roll-back is published first
     assert min(number for number, _ in after) > max(number for number, _ in before)
     assert [number for number, _ in after] == sorted(number for number, _ in after)
     assert after[-1][1] == 10
-    steps = [int(str(row["step"])) for row in field.rows]
+    steps = [int(str(row["step"])) for row in run.rows]
     assert steps == [*range(1, 9), *range(5, 11)]
-    moved = field.run / "rolled_back_to_000004"
+    moved = run.folder / "rolled_back_to_000004"
     assert sorted(each.name for each in (moved / "checkpoints").iterdir())[0] == "step_000006"
-    assert "already" in trained_to(field, 11, "--checkpoint.resume-step", "4")
-    assert field.broken() == {}
+    assert "already" in trained_to(run, 11, "--checkpoint.resume-step", "4")
+    assert run.broken() == {}
 
 
 def test_generator_makes_no_group_of_two_lineages(
-    field: Field,
+    run: RealRun,
 ) -> None:
     long = ("--train.max-steps", "14", *EVERY_TWO)
-    generator, trainer = field.generator("ann", *long), field.trainer(*long)
-    until(lambda: field.step >= 8, generator, trainer)
+    generator, trainer = run.generator("ann", *long), run.trainer(*long)
+    until(lambda: run.step >= 8, generator, trainer)
     trainer.kill()
-    trainer = field.trainer(*long, "--checkpoint.resume-step", "4")
+    trainer = run.trainer(*long, "--checkpoint.resume-step", "4")
     assert trainer.wait(timeout=120) == 0, trainer.printed
     assert generator.wait(timeout=30) == 0, generator.printed
     assert "dropped groups in flight: rolled back to the weights of step 4" in generator.printed
-    assert field.broken() == {}
+    assert run.broken() == {}

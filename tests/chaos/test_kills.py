@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from field import REPO, Field, Program, chance, ended_within, until
+from real_programs import REPO, Program, RealRun, chance, ended_within, until
 
 from peralta_zmq.atomic_files import FAILPOINT_VARIABLE
 
@@ -31,27 +31,27 @@ FAILPOINTS = sorted(
 )
 
 
-def num_starts(field: Field) -> int:
-    return sum(row["event"] in ("start", "resume") for row in field.events)
+def num_starts(run: RealRun) -> int:
+    return sum(row["event"] in ("start", "resume") for row in run.events)
 
 
-def is_as_published(field: Field) -> bool:
+def is_as_published(run: RealRun) -> bool:
     """True if an uninterrupted replay of the journal gives the published weights."""
-    last = field.replay()[-1]
+    last = run.replay()[-1]
     return last.startswith("step=60 ") and last.endswith("  as published")
 
 
-def test_trainer_killed_many_times_gives_the_weights_of_a_replay(field: Field) -> None:
+def test_trainer_killed_many_times_gives_the_weights_of_a_replay(run: RealRun) -> None:
     random, kills, start_seconds = chance(), 0, 0.0
-    generators = [field.generator(name) for name in ("ann", "bob")]
-    while kills < NUM_KILLS and field.step < 50:
-        starts, trainer = num_starts(field), field.trainer(*STEPS)
+    generators = [run.generator(name) for name in ("ann", "bob")]
+    while kills < NUM_KILLS and run.step < 50:
+        starts, trainer = num_starts(run), run.trainer(*STEPS)
         begun, longest = time.monotonic(), 0.4
         if not start_seconds or random.random() < 0.7:
-            until(lambda starts=starts: num_starts(field) > starts, trainer, *generators)
+            until(lambda starts=starts: num_starts(run) > starts, trainer, *generators)
             start_seconds = time.monotonic() - begun
-            target = field.step + random.choice([0, 0, 1, 1])
-            until(lambda target=target: field.step >= target, trainer, *generators)
+            target = run.step + random.choice([0, 0, 1, 1])
+            until(lambda target=target: run.step >= target, trainer, *generators)
         else:  # killed in the second half of its start: reading, replaying, binding
             longest = start_seconds / 2
             assert not ended_within(trainer, start_seconds / 2)
@@ -60,45 +60,45 @@ def test_trainer_killed_many_times_gives_the_weights_of_a_replay(field: Field) -
             break
         trainer.kill()
         kills += 1
-    last = field.trainer(*STEPS)
+    last = run.trainer(*STEPS)
     assert last.wait(timeout=120) == 0, last.printed
     print(f"kills: {kills}")
     assert kills >= 10
     assert "in use" not in last.printed  # the port was free at each start
     for each in generators:
         assert each.wait(timeout=30) == 0, each.printed
-    assert field.broken() == {}
-    assert is_as_published(field)
+    assert run.broken() == {}
+    assert is_as_published(run)
 
 
-def test_generators_killed_30_times_while_sending_tear_no_group(field: Field) -> None:
+def test_generators_killed_30_times_while_sending_tear_no_group(run: RealRun) -> None:
     random, kills, target = chance(), 0, 20
-    trainer = field.trainer("--train.max-steps", str(target))
+    trainer = run.trainer("--train.max-steps", str(target))
     names = ("ann", "bob", "cid")
-    running = {name: field.generator(name) for name in names}
+    running = {name: run.generator(name) for name in names}
     made = dict.fromkeys(names, 0)
     while kills < NUM_KILLS:
         if not trainer.alive:  # complete: continue with more steps
             assert trainer.wait() == 0, trainer.printed
-            target = field.step + 20
-            trainer = field.trainer("--train.max-steps", str(target))
+            target = run.step + 20
+            trainer = run.trainer("--train.max-steps", str(target))
         name = random.choice(names)
         generator = running[name]
         if not generator.alive:
             assert generator.wait() in (0, -signal.SIGKILL), generator.printed
-            running[name] = field.generator(name)
+            running[name] = run.generator(name)
         elif (count := generator.printed.count("made group=")) > made[name]:
             made[name] = count
             if not ended_within(generator, random.uniform(0.0, 0.05)):
                 generator.kill()
                 kills += 1
-    running = {name: field.generator(name) for name in names}
+    running = {name: run.generator(name) for name in names}
     assert trainer.wait(timeout=120) == 0, trainer.printed
-    assert all(row["dropped/invalid"] == 0 for row in field.rows)
-    assert field.broken(max_steps=target) == {}
+    assert all(row["dropped/invalid"] == 0 for row in run.rows)
+    assert run.broken(max_steps=target) == {}
 
 
-def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Field) -> None:
+def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(run: RealRun) -> None:
     settings = (*STEPS, "--checkpoint.interval", "2")
     running: dict[str, Program] = {}
 
@@ -106,8 +106,8 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
         if program in running:
             running[program].kill()
         running[program] = (
-            field.trainer(*settings, environment=environment) if program == "trainer"
-            else field.generator("ann", environment=environment)
+            run.trainer(*settings, environment=environment) if program == "trainer"
+            else run.generator("ann", environment=environment)
         )  # fmt: skip
 
     def is_killed_at(place: str) -> bool:
@@ -115,13 +115,13 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
         program, other = "trainer", "generator"
         if place.startswith(IN_GENERATORS):
             program, other = other, program
-        starts, target = num_starts(field) + (program == "trainer"), field.step + 4
+        starts, target = num_starts(run) + (program == "trainer"), run.step + 4
         start(program, {FAILPOINT_VARIABLE: place})
         if other not in running or not running[other].alive:
             start(other, {})
         until(
             lambda: (
-                not running[program].alive or (num_starts(field) >= starts and field.step >= target)
+                not running[program].alive or (num_starts(run) >= starts and run.step >= target)
             ),
             running[other],
         )
@@ -131,7 +131,7 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
         assert running[program].wait() == -signal.SIGKILL, running[program].printed[-3000:]
         return True
 
-    reached = [place for place in FAILPOINTS if field.step < 50 and is_killed_at(place)]
+    reached = [place for place in FAILPOINTS if run.step < 50 and is_killed_at(place)]
     for program in ("trainer", "generator"):
         start(program, {})
     trainer, generator = running["trainer"], running["generator"]
@@ -139,5 +139,5 @@ def test_kill_at_each_failpoint_leaves_ledger_and_weights_consistent(field: Fiel
     assert generator.wait(timeout=30) == 0, generator.printed
     print(f"reached: {reached}")
     assert set(FAILPOINTS) - set(reached) <= {"publish.identity"}
-    assert field.broken() == {}
-    assert is_as_published(field)
+    assert run.broken() == {}
+    assert is_as_published(run)

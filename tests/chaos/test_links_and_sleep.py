@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fakes import resident_bytes
-from field import Field, Program, ended_within, until
+from real_programs import Program, RealRun, ended_within, until
+from sample_data import resident_bytes
 
 from tools.link_proxy import LinkProxy
 from tools.run_history import LOADED
@@ -25,71 +25,71 @@ chaos = pytest.mark.chaos
 pytestmark = pytest.mark.timeout(240)
 
 
-def end_well(field: Field, trainer: Program, *generators: Program) -> None:
+def end_well(run: RealRun, trainer: Program, *generators: Program) -> None:
     """All programs end by themselves, and the promises hold."""
     assert trainer.wait(timeout=120) == 0, trainer.printed
     for each in generators:
         assert each.wait(timeout=30) == 0, each.printed
-    assert field.broken() == {}
+    assert run.broken() == {}
 
 
 @chaos  # in `make test` by tests/wire/test_faults.py, for a sender and a receiver
-def test_link_failure_is_survived_without_action(field: Field) -> None:
+def test_link_failure_is_survived_without_action(run: RealRun) -> None:
     cuts = (8, 60)
-    with LinkProxy(field.port) as link:
-        trainer = field.trainer("--train.max-steps", str(10 * len(cuts)))
-        generator = field.generator("ann", "--wire.port", str(link.port))
-        until(lambda: field.step >= 3, trainer, generator)
+    with LinkProxy(run.port) as link:
+        trainer = run.trainer("--train.max-steps", str(10 * len(cuts)))
+        generator = run.generator("ann", "--wire.port", str(link.port))
+        until(lambda: run.step >= 3, trainer, generator)
         for seconds in cuts:
             link.cut()
             assert not ended_within(trainer, seconds)  # the trainer keeps waiting
-            step = field.step
+            step = run.step
             link.restore()
             restored = time.monotonic()
-            until(lambda step=step: field.step > step, trainer, generator)
+            until(lambda step=step: run.step > step, trainer, generator)
             assert time.monotonic() - restored < 10
-        end_well(field, trainer, generator)
+        end_well(run, trainer, generator)
 
 
 @chaos
-def test_groups_lost_by_a_reset_link_are_sent_again(field: Field) -> None:
-    with LinkProxy(field.port) as link:
-        trainer = field.trainer("--train.max-steps", "30")
-        generator = field.generator("ann", "--wire.port", str(link.port))
+def test_groups_lost_by_a_reset_link_are_sent_again(run: RealRun) -> None:
+    with LinkProxy(run.port) as link:
+        trainer = run.trainer("--train.max-steps", "30")
+        generator = run.generator("ann", "--wire.port", str(link.port))
         seconds: list[float] = []
         for _ in range(8):
-            step = field.step
-            until(lambda step=step: field.step > step, trainer, generator)
-            step, begun = field.step, time.monotonic()
+            step = run.step
+            until(lambda step=step: run.step > step, trainer, generator)
+            step, begun = run.step, time.monotonic()
             link.reset()
             until(
-                lambda step=step: field.step > step + 1, trainer, generator
+                lambda step=step: run.step > step + 1, trainer, generator
             )  # needs groups sent after the reset
             seconds.append(time.monotonic() - begun)
         assert max(seconds) < 10, seconds
-        end_well(field, trainer, generator)
+        end_well(run, trainer, generator)
 
 
 @chaos
-def test_trainer_stopped_for_10_seconds_loses_nothing(field: Field) -> None:
-    trainer = field.trainer("--train.max-steps", "12")
-    generators = [field.generator(name) for name in ("ann", "bob")]
-    until(lambda: field.step >= 3, trainer, *generators)
+def test_trainer_stopped_for_10_seconds_loses_nothing(run: RealRun) -> None:
+    trainer = run.trainer("--train.max-steps", "12")
+    generators = [run.generator(name) for name in ("ann", "bob")]
+    until(lambda: run.step >= 3, trainer, *generators)
     trainer.signal(signal.SIGSTOP)
     assert not any(ended_within(each, 5) for each in generators)
     trainer.signal(signal.SIGCONT)
-    end_well(field, trainer, *generators)
+    end_well(run, trainer, *generators)
 
 
 @chaos
 def test_fast_generators_of_a_frozen_trainer_keep_pace_and_memory(
-    field: Field,
+    run: RealRun,
 ) -> None:
     level, steps = 1, ("--train.max-steps", "10")  # of 4 groups each
     pace = ("--train.max-async-level", str(level))
-    trainer = field.trainer(*steps, *pace)
-    generators = [field.generator(f"g{number}", *pace) for number in range(5)]
-    until(lambda: field.step >= 3 and all(map(num_made, generators)), trainer, *generators)
+    trainer = run.trainer(*steps, *pace)
+    generators = [run.generator(f"g{number}", *pace) for number in range(5)]
+    until(lambda: run.step >= 3 and all(map(num_made, generators)), trainer, *generators)
     trainer.signal(signal.SIGSTOP)
     made = list(map(num_made, generators))
     memory = [resident_bytes(each.process.pid) for each in generators]
@@ -101,7 +101,7 @@ def test_fast_generators_of_a_frozen_trainer_keep_pace_and_memory(
     assert max(in_flight) <= (level + 1) + 1, in_flight
     assert max(grown) < 16 << 20, grown
     trainer.signal(signal.SIGCONT)
-    end_well(field, trainer, *generators)
+    end_well(run, trainer, *generators)
 
 
 def num_made(generator: Program) -> int:
@@ -110,16 +110,16 @@ def num_made(generator: Program) -> int:
 
 
 @chaos
-def test_generator_stopped_for_many_steps_reloads_once(field: Field) -> None:
-    trainer = field.trainer("--train.max-steps", "20", "--weights.keep-last", "20")
-    awake, sleeper = field.generator("ann"), field.generator("bob")
-    until(lambda: "made group=" in sleeper.printed and field.step >= 2, trainer, awake, sleeper)
+def test_generator_stopped_for_many_steps_reloads_once(run: RealRun) -> None:
+    trainer = run.trainer("--train.max-steps", "20", "--weights.keep-last", "20")
+    awake, sleeper = run.generator("ann"), run.generator("bob")
+    until(lambda: "made group=" in sleeper.printed and run.step >= 2, trainer, awake, sleeper)
     sleeper.signal(signal.SIGSTOP)
     before = LOADED.findall(sleeper.printed)
-    until(lambda: field.step >= int(before[-1][1]) + 7, trainer, awake)
-    step = field.step
+    until(lambda: run.step >= int(before[-1][1]) + 7, trainer, awake)
+    step = run.step
     sleeper.signal(signal.SIGCONT)
-    end_well(field, trainer, awake, sleeper)
+    end_well(run, trainer, awake, sleeper)
     first = LOADED.findall(sleeper.printed)[len(before) :][
         :2
     ]  # the first may have been fetched before
@@ -128,59 +128,59 @@ def test_generator_stopped_for_many_steps_reloads_once(field: Field) -> None:
 
 @chaos
 @pytest.mark.skipif(FAKETIME is None, reason="no faketime on this machine")
-def test_clock_jumps_of_a_day_have_no_effect(field: Field, tmp_path: Path) -> None:
+def test_clock_jumps_of_a_day_have_no_effect(run: RealRun, tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     clock.write_text("+1d\n")
     faked = {"LD_PRELOAD": str(FAKETIME), "DONT_FAKE_MONOTONIC": "1"}
     behind = {**faked, "FAKETIME": "-1d"}
     jumps = {**faked, "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
-    trainer = field.trainer("--train.max-steps", "12", environment=jumps)
-    generator = field.generator("ann", environment=behind)
-    until(lambda: field.step >= 4, trainer, generator)
+    trainer = run.trainer("--train.max-steps", "12", environment=jumps)
+    generator = run.generator("ann", environment=behind)
+    until(lambda: run.step >= 4, trainer, generator)
     clock.write_text("-1d\n")
-    until(lambda: field.step >= 8, trainer, generator)
+    until(lambda: run.step >= 8, trainer, generator)
     clock.write_text("+1d\n")
-    end_well(field, trainer, generator)
-    times = [float(str(row["time"])) for row in field.rows]
+    end_well(run, trainer, generator)
+    times = [float(str(row["time"])) for row in run.rows]
     assert max(times) - min(times) > 86_400
 
 
 @chaos
-def test_full_disk_for_logs_stops_no_program(field: Field) -> None:
+def test_full_disk_for_logs_stops_no_program(run: RealRun) -> None:
     full = 'exec "$@" >/dev/full 2>&1'
-    trainer = field.trainer("--train.max-steps", "4", shell=full)
-    generator = field.generator("ann", shell=full)
+    trainer = run.trainer("--train.max-steps", "4", shell=full)
+    generator = run.generator("ann", shell=full)
     assert trainer.wait(timeout=120) == 0
     assert generator.wait(timeout=30) == 0
-    assert field.step == 4
+    assert run.step == 4
 
 
 FEW = 'ulimit -n 64; exec "$@"'
 
 
 @chaos
-def test_run_with_64_descriptors_completes(field: Field) -> None:
-    trainer = field.trainer("--train.max-steps", "4", shell=FEW)
-    generator = field.generator("ann", shell=FEW)
-    end_well(field, trainer, generator)
+def test_run_with_64_descriptors_completes(run: RealRun) -> None:
+    trainer = run.trainer("--train.max-steps", "4", shell=FEW)
+    generator = run.generator("ann", shell=FEW)
+    end_well(run, trainer, generator)
 
 
 @chaos
 def test_trainer_without_a_free_descriptor_reports_it_and_recovers(
-    field: Field,
+    run: RealRun,
 ) -> None:
-    trainer = field.trainer("--train.max-steps", "12", shell=FEW)
-    generator = field.generator("ann")
-    until(lambda: field.step >= 3, trainer, generator)
+    trainer = run.trainer("--train.max-steps", "12", shell=FEW)
+    generator = run.generator("ann")
+    until(lambda: run.step >= 3, trainer, generator)
     with ExitStack() as stack:
         for _ in range(90):  # more than it can accept, fewer than the kernel keeps for it
-            stack.enter_context(socket.create_connection(("127.0.0.1", field.port), timeout=30))
+            stack.enter_context(socket.create_connection(("127.0.0.1", run.port), timeout=30))
         until(lambda: num_descriptors(trainer) == 64, trainer, generator)
         until(lambda: WITHOUT.search(trainer.printed), trainer, generator)
-        step = field.step
+        step = run.step
         assert not ended_within(trainer, 3)
-        assert field.step == step  # none is taken whose groups are not in the journal
-    end_well(field, trainer, generator)
+        assert run.step == step  # none is taken whose groups are not in the journal
+    end_well(run, trainer, generator)
 
 
 WITHOUT = re.compile(r"cannot write .*: Too many open files; make room for it\. Training waits")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from field import REPO
+from real_programs import REPO
 
 from peralta_zmq.observe.metrics import read_rows
 from tools.link_proxy import free_ports

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from field import Field, ended_within, processes_that_name, until
+from real_programs import RealRun, ended_within, processes_that_name, until
 
 from peralta_zmq.observe.metrics import read_rows
 
@@ -60,14 +60,14 @@ def reward(problem, completion_text):
 
 @chaos
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_finishes_the_step_and_saves(field: Field, number: signal.Signals) -> None:
-    trainer, generator = field.trainer(*LONG), field.generator("ann")
-    until(lambda: field.step >= 3, trainer, generator)
+def test_one_signal_finishes_the_step_and_saves(run: RealRun, number: signal.Signals) -> None:
+    trainer, generator = run.trainer(*LONG), run.generator("ann")
+    until(lambda: run.step >= 3, trainer, generator)
     trainer.signal(number)
     assert trainer.wait(timeout=3) == 0
-    step = field.step
+    step = run.step
     assert f"stopped after step {step}, saved; the same command resumes it" in trainer.printed
-    assert (field.run / "checkpoints" / f"step_{step:06d}" / "STABLE").exists()
+    assert (run.folder / "checkpoints" / f"step_{step:06d}" / "STABLE").exists()
     assert "Traceback" not in trainer.printed
 
 
@@ -79,21 +79,21 @@ EVALUATES = ("--eval.num-examples", "250", "--eval.rollouts-per-example", "64",
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("during", "settings"), [("evaluate", EVALUATES), ("publish", ())])
 def test_one_signal_ends_a_waiting_trainer_in_3_seconds(
-    field: Field, during: str, settings: tuple[str, ...], number: signal.Signals
+    run: RealRun, during: str, settings: tuple[str, ...], number: signal.Signals
 ) -> None:
-    trainer = field.trainer(*settings)
-    until(lambda: field.events and field.events[-1]["event"] == during, trainer)
+    trainer = run.trainer(*settings)
+    until(lambda: run.events and run.events[-1]["event"] == during, trainer)
     trainer.signal(number)
     assert trainer.wait(timeout=3) == 0
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
-    assert (field.run / "checkpoints" / "step_000000" / "STABLE").exists()
-    assert read_rows(field.run / "eval.jsonl") == []
+    assert (run.folder / "checkpoints" / "step_000000" / "STABLE").exists()
+    assert read_rows(run.folder / "eval.jsonl") == []
 
 
 @chaos
-def test_second_signal_ends_the_trainer_at_once(field: Field, tmp_path: Path) -> None:
+def test_second_signal_ends_the_trainer_at_once(run: RealRun, tmp_path: Path) -> None:
     task = task_in(tmp_path, "slow", SLOW)
-    trainer = field.trainer("--task.name", "lab.slow", "--eval.eval-base-model", environment=task)
+    trainer = run.trainer("--task.name", "lab.slow", "--eval.eval-base-model", environment=task)
     until((tmp_path / "lab" / "slow.reached").exists, trainer)
     trainer.signal(signal.SIGINT)
     assert not ended_within(trainer, 0.5)  # it computes a reward, and would save
@@ -102,11 +102,11 @@ def test_second_signal_ends_the_trainer_at_once(field: Field, tmp_path: Path) ->
 
 
 @chaos
-def test_generator_with_a_full_queue_ends_in_3_seconds(field: Field) -> None:
+def test_generator_with_a_full_queue_ends_in_3_seconds(run: RealRun) -> None:
     eager = ("--train.max-async-level", "16")
-    trainer = field.trainer(*LONG, *eager)
-    generators = [field.generator(name, *eager) for name in ("ann", "bob")]
-    until(lambda: field.step >= 2, trainer, *generators)
+    trainer = run.trainer(*LONG, *eager)
+    generators = [run.generator(name, *eager) for name in ("ann", "bob")]
+    until(lambda: run.step >= 2, trainer, *generators)
     trainer.kill()
     for number, generator in zip((signal.SIGINT, signal.SIGTERM), generators, strict=True):
         full = "waiting for the trainer to take a group"
@@ -122,10 +122,10 @@ def test_generator_with_a_full_queue_ends_in_3_seconds(field: Field) -> None:
      pytest.param("generator", 3, marks=chaos)],
 )  # fmt: skip
 def test_ctrl_c_during_a_start_ends_the_program(
-    field: Field, tmp_path: Path, program: str, seconds: float
+    run: RealRun, tmp_path: Path, program: str, seconds: float
 ) -> None:
     task = task_in(tmp_path, "uninterruptible", UNINTERRUPTIBLE)
-    started = field.start(
+    started = run.start(
         program, "--task.name", "lab.uninterruptible", log=program, environment=task
     )
     until((tmp_path / "lab" / "uninterruptible.reached").exists, started)
@@ -135,36 +135,36 @@ def test_ctrl_c_during_a_start_ends_the_program(
 
 
 @chaos
-def test_killed_supervisor_leaves_no_orphan(field: Field) -> None:
-    lan = field.start("lan", *LONG, log="lan")
-    until(lambda: field.step >= 2, lan)
-    assert len(processes_that_name(str(field.run.parent))) >= 4
+def test_killed_supervisor_leaves_no_orphan(run: RealRun) -> None:
+    lan = run.start("lan", *LONG, log="lan")
+    until(lambda: run.step >= 2, lan)
+    assert len(processes_that_name(str(run.folder.parent))) >= 4
     lan.kill()
-    until(lambda: not processes_that_name(str(field.run.parent)), seconds=3)
+    until(lambda: not processes_that_name(str(run.folder.parent)), seconds=3)
 
 
-def test_ctrl_c_to_the_supervisor_saves_and_leaves_no_orphan(field: Field) -> None:
-    lan = field.start("lan", *LONG, "--run.num-local-generators", "1", log="lan")
-    until(lambda: field.step >= 2, lan)
+def test_ctrl_c_to_the_supervisor_saves_and_leaves_no_orphan(run: RealRun) -> None:
+    lan = run.start("lan", *LONG, "--run.num-local-generators", "1", log="lan")
+    until(lambda: run.step >= 2, lan)
     lan.signal(signal.SIGINT)
     assert lan.wait(timeout=60) == 0, lan.printed
     assert "saved; the same command resumes it" in lan.printed
-    assert not processes_that_name(str(field.run.parent))
+    assert not processes_that_name(str(run.folder.parent))
 
 
 @chaos
 def test_missing_generator_and_missing_signal_are_reported_in_30_s(
-    field: Field, tmp_path: Path
+    run: RealRun, tmp_path: Path
 ) -> None:
     (tmp_path / "alone").mkdir()
     task, environment = ("--task.name", "lab.constant"), task_in(tmp_path, "constant", CONSTANT)
-    with closing(Field(tmp_path / "alone")) as lonely:
+    with closing(RealRun(tmp_path / "alone")) as lonely:
         alone = lonely.trainer(*LONG)
-        trainer = field.trainer(*LONG, *task, environment=environment)
-        generator = field.generator("ann", *LONG, *task, environment=environment)
+        trainer = run.trainer(*LONG, *task, environment=environment)
+        generator = run.generator("ann", *LONG, *task, environment=environment)
         until(lambda: any(row["event"] == "publish" for row in lonely.events), alone)
         started = time.monotonic()
-        until(lambda: field.step >= 1, trainer, generator)
+        until(lambda: run.step >= 1, trainer, generator)
         stepped = time.monotonic()
         until(lambda: "no rollouts for" in alone.printed, alone)
         assert time.monotonic() - started < 30

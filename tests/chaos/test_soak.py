@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from field import REPO, processes_that_name
+from real_programs import REPO, processes_that_name
 
 from tools.soak_report import BEGIN, END
 

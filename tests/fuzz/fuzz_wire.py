@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["peralta_zmq"]):
     from peralta_zmq.wire import announcements, generator_status, message_fields, probe
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fakes import VOCAB_SIZE, group_of
+from sample_data import VOCAB_SIZE, group_of
 
 FOLDER = Path(tempfile.mkdtemp())
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import group_of, tiny_model
 from generators import PROBLEM, FakeEngine, apply_until, environments_of, generator_of, publish
+from sample_data import group_of, tiny_model
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import models, wire

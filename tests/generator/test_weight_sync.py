@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
-from fakes import tiny_model
 from generators import BAD_STEP, FakeEngine, apply_until, publish
+from sample_data import tiny_model
 
 from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.config import load_config

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import group_of
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_data import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.learning import admission as admission_module

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq.errors import UserCodeError
 from peralta_zmq.learning.advantages import (

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import siblings, tiny_model
-from gang import on_ranks
+from local_ranks import on_ranks
+from sample_data import siblings, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from fakes import group_of, rollout_with
+from sample_data import group_of, rollout_with
 
 from peralta_zmq.learning.filters import Filter, apply_filters, gibberish, overlong, repetition
 from peralta_zmq.rollout import Rollout

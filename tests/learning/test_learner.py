@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import group_of, siblings, tiny_learner, tiny_model
+from sample_data import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import siblings
+from sample_data import siblings
 
 from peralta_zmq import build, models
 from peralta_zmq.config import load_config

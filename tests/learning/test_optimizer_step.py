@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import siblings, tiny_model
+from sample_data import siblings, tiny_model
 from torch import Tensor
 
 from peralta_zmq.errors import ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import group_of, siblings
+from sample_data import group_of, siblings
 
 from peralta_zmq.learning.advantages import group_mean, length_weighted, token_whitening
 from peralta_zmq.learning.packing import Batch, assign_to_bins, make_batches, pack_groups

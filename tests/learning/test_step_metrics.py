@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import group_of, rollout_with
+from sample_data import group_of, rollout_with
 
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.step_metrics import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import TINY, VOCAB_SIZE, tiny_model
 from safetensors.torch import save_file
+from sample_data import TINY, VOCAB_SIZE, tiny_model
 
 from peralta_zmq import atomic_files, models
 from peralta_zmq.errors import ConfigError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import tiny_model
+from sample_data import tiny_model
 
 from peralta_zmq import models
 

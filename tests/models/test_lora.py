@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from fakes import group_of
+from sample_data import group_of
 from test_end_to_end import REPO
 
 from peralta_zmq import build, models, registry

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import VOCAB_SIZE, tiny_model
+from sample_data import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from peralta_zmq import models

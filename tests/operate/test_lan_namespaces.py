@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from field import Field, ended_within, until
+from real_programs import RealRun, ended_within, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200)]
 CUT_SECONDS = 20.0
@@ -66,34 +66,34 @@ def net() -> Iterator[Net]:
     made.remove()
 
 
-def groups_after(field: Field, name: str, step: int) -> bool:
+def groups_after(run: RealRun, name: str, step: int) -> bool:
     """True if the trainer received groups of this generator after the step."""
     return any(
         float(str(row.get(f"gen/{name}/groups", 0))) > 0
-        for row in field.rows if int(str(row["step"])) > step
+        for row in run.rows if int(str(row["step"])) > step
     )  # fmt: skip
 
 
 def test_generator_rejoins_after_its_link_was_cut_for_20_s(net: Net, tmp_path: Path) -> None:
-    field = Field(tmp_path, "--wire.bind", "0.0.0.0", "--security.insecure",
+    run = RealRun(tmp_path, "--wire.bind", "0.0.0.0", "--security.insecure",
                   "--train.max-steps", "100000", "--train.learning-rate", "1e-6")  # fmt: skip
     try:
-        trainer = field.trainer(shell=f'exec ip netns exec {net.trainer} "$@"')
+        trainer = run.trainer(shell=f'exec ip netns exec {net.trainer} "$@"')
         ann, bob = (
-            field.generator(name, "--wire.host", f"{there}.1",
+            run.generator(name, "--wire.host", f"{there}.1",
                             shell=f'exec ip netns exec {net.namespace(name)} "$@"')
             for name, there in GENERATORS.items()
         )  # fmt: skip
-        until(lambda: groups_after(field, "ann", 0) and groups_after(field, "bob", 0),
+        until(lambda: groups_after(run, "ann", 0) and groups_after(run, "bob", 0),
               trainer, ann, bob)  # fmt: skip
         net.set_link("bob", "down")
-        cut = field.step
+        cut = run.step
         assert not ended_within(trainer, CUT_SECONDS)
-        alone = field.step
+        alone = run.step
         assert alone > cut + 3  # the run goes on
-        assert not groups_after(field, "bob", alone - 1)
+        assert not groups_after(run, "bob", alone - 1)
         assert ann.alive and bob.alive
         net.set_link("bob", "up")
-        until(lambda: groups_after(field, "bob", alone), trainer, ann, bob, seconds=40)
+        until(lambda: groups_after(run, "bob", alone), trainer, ann, bob, seconds=40)
     finally:
-        field.close()
+        run.close()

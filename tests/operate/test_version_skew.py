@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from field import REPO, Field
+from real_programs import REPO, RealRun
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200)]
 OTHER = "PERALTA_OTHER_PYTHON"
@@ -96,8 +96,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> OtherPython:
 
 
 @pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
-    opened = Field(tmp_path, "--train.max-steps", str(STEPS), "--train.learning-rate", "1e-5")
+def run(tmp_path: Path) -> Iterator[RealRun]:
+    opened = RealRun(tmp_path, "--train.max-steps", str(STEPS), "--train.learning-rate", "1e-5")
     yield opened
     opened.close()
 
@@ -124,11 +124,11 @@ def logged_versions(trainer_log: str) -> str:
 
 @pytest.mark.parametrize("elsewhere", ["generator", "trainer"])
 def test_workers_with_other_versions_train_and_are_logged(
-    field: Field, other: OtherPython, elsewhere: str
+    run: RealRun, other: OtherPython, elsewhere: str
 ) -> None:
     options = {"shell": other.shell()}
-    trainer = field.trainer(**options if elsewhere == "trainer" else {})
-    generator = field.generator("skewed", **options if elsewhere == "generator" else {})
+    trainer = run.trainer(**options if elsewhere == "trainer" else {})
+    generator = run.generator("skewed", **options if elsewhere == "generator" else {})
     assert trainer.wait(timeout=150) == 0, trainer.printed + generator.printed
     local, remote = local_versions(), other.versions
     at_trainer, at_generator = (local, remote) if elsewhere == "generator" else (remote, local)
@@ -137,18 +137,18 @@ def test_workers_with_other_versions_train_and_are_logged(
     )
     assert logged_versions(trainer.printed) == differences(at_generator, at_trainer)
     print(elsewhere, "elsewhere:", logged_versions(trainer.printed))
-    (join,) = [row["worker_info"] for row in field.events if row["event"] in ("join", "worker_info")
+    (join,) = [row["worker_info"] for row in run.events if row["event"] in ("join", "worker_info")
                and row.get("worker_info")]  # fmt: skip
     assert isinstance(join, dict)
     assert {name: join[name] for name in VERSIONS} == {
         name: at_generator[name] for name in VERSIONS
     }
 
-    assert field.step == STEPS
-    trained = [float(str(row["gen/skewed/groups"])) for row in field.rows if row["step"]]
+    assert run.step == STEPS
+    trained = [float(str(row["gen/skewed/groups"])) for row in run.rows if row["step"]]
     assert sum(trained) * 4 >= STEPS * 16  # a group has 4 rollouts
     key = "gen/skewed/mismatch_kl"  # absent in a step without signal
-    mismatch = [float(str(row[key])) for row in field.rows if key in row]
+    mismatch = [float(str(row[key])) for row in run.rows if key in row]
     print("mismatch_kl at most", max(mismatch))
     assert max(mismatch) < 1e-3  # a generator is flagged from 0.1 on
-    assert field.broken(max_steps=STEPS) == {}
+    assert run.broken(max_steps=STEPS) == {}

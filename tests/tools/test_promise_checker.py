@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, write_resolved

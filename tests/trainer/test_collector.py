@@ -11,8 +11,8 @@ from time import monotonic
 from typing import Any, NamedTuple, cast
 
 import pytest
-from fakes import RUN, group_of
-from proxy import Proxy
+from bad_network import Proxy
+from sample_data import RUN, group_of
 from sockets import ANYWHERE, DEADLINE, receiver_at, sender_to
 
 from peralta_zmq import wire

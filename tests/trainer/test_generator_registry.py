@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes import INCARNATION, RUN
+from sample_data import INCARNATION, RUN
 from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq import models, wire
 from peralta_zmq.config import load_config

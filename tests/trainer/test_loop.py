@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import group_of
+from sample_data import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import is_held

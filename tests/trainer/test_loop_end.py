@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from fakes import INCARNATION
+from sample_data import INCARNATION
 from test_resume import Session
 
 from peralta_zmq import wire

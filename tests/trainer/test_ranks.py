@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bad_losses
+import failing_losses
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import RUN, siblings
-from gang import DEADLINE, results, start
+from local_ranks import DEADLINE, results, start
+from sample_data import RUN, siblings
 
 from peralta_zmq import models, wire
 from peralta_zmq.config import Config, load_config
@@ -197,7 +197,7 @@ def test_run_resumes_after_a_killed_rank(tmp_path: Path, single_rank: Tensors) -
 
 def poisoned(group: RolloutGroup) -> RolloutGroup:
     first, *others = group.rollouts
-    poison = np.where(first.loss_mask, bad_losses.POISON, 0).astype(np.float32)
+    poison = np.where(first.loss_mask, failing_losses.POISON, 0).astype(np.float32)
     return replace(group, rollouts=(replace(first, logprobs=poison), *others))
 
 
@@ -205,7 +205,7 @@ def poisoned(group: RolloutGroup) -> RolloutGroup:
 def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
     tmp_path: Path, num_ranks: int
 ) -> None:
-    run, groups = Run(tmp_path, "--loss.name=bad_losses.steep"), list(GROUPS)
+    run, groups = Run(tmp_path, "--loss.name=failing_losses.steep"), list(GROUPS)
     bad = (1, 3, 4, 5)  # of 5 steps; only one rank sees the poison
     for step in bad:
         groups[step * GROUPS_PER_STEP - 2] = poisoned(groups[step * GROUPS_PER_STEP - 2])

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import siblings
-from gang import results, start
+from local_ranks import results, start
+from sample_data import siblings
 
 from peralta_zmq import build, models
 from peralta_zmq.config import load_config

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import exit_code
+from child_processes import exit_code
 from weight_sets import loaded, publish, publish_and_subscribe, same, weights_at
 
 from peralta_zmq import atomic_files

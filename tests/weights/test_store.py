@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import TINY, tiny_model
+from sample_data import TINY, tiny_model
 from weight_sets import COMPANIONS, loaded, publish, same, weights_at
 
 from peralta_zmq import atomic_files, models

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from field import until
+from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.weights.backends import FolderWatcher

@@ -9,7 +9,7 @@ from time import monotonic
 import msgpack
 import pytest
 import zmq
-from fakes import RUN
+from sample_data import RUN
 from sockets import (
     ANYWHERE,
     DEADLINE,

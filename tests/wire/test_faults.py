@@ -9,8 +9,8 @@ from time import monotonic
 
 import pytest
 import zmq
-from fakes import group_of, resident_bytes
-from proxy import Proxy
+from bad_network import Proxy
+from sample_data import group_of, resident_bytes
 from sockets import (
     DEADLINE,
     GROUP,

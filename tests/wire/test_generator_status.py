@@ -10,9 +10,9 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-from fakes import INCARNATION, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_data import INCARNATION, RUN
 from sockets import ANYWHERE, DEADLINE, bound_again, eventually, raw_socket
 
 from peralta_zmq import wire

@@ -16,9 +16,9 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from fakes import RUN, VOCAB_SIZE, group_of, rollout_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_data import RUN, VOCAB_SIZE, group_of, rollout_with
 from sockets import GROUP
 
 from peralta_zmq import wire

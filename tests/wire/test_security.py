@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
-from fakes import INCARNATION, RUN
+from sample_data import INCARNATION, RUN
 from sockets import (
     ANYWHERE,
     DEADLINE,

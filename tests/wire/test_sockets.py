@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 import zmq
-from fakes import RUN, group_of
+from sample_data import RUN, group_of
 from sockets import (
     ANYWHERE,
     DEADLINE,

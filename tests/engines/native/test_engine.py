@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import TINY, resident_bytes, tiny_model
+from sample_data import TINY, resident_bytes, tiny_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine

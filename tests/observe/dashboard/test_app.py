@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from runs import append, group, make_run, row
+from synthetic_runs import append, group, make_run, row
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard import view

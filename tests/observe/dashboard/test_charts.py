@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from runs import row
+from synthetic_runs import row
 
 from peralta_zmq.observe.dashboard.charts import MAX_COLUMNS, Table, downsample
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from runs import append, group, make_run
+from synthetic_runs import append, group, make_run
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard.__main__ import main

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import append, make_run
+from synthetic_runs import append, make_run
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, Tail, open_runs

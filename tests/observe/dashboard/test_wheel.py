@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from runs import make_run
+from synthetic_runs import make_run
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forks import FORKS
+from child_processes import FORKS
 
 from tools.link_proxy import free_ports
 

@@ -63,13 +63,13 @@ class Program:
         return self.process.wait(timeout)
 
 
-class Field:
+class RealRun:
     """One run folder, its programs, and the files that they write."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.port = free_ports()
-        self.run = folder / "run"
-        self._folder = folder
+        self.folder = folder / "run"
+        self._parent = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",
                           "--wire.port", str(self.port), *SMALL, *settings)  # fmt: skip
         self._started: list[Program] = []
@@ -97,7 +97,7 @@ class Field:
         if name == "lan":
             program.append("local")
         command = ["/bin/sh", "-c", shell, "sh", *program, *self._settings, *settings]
-        file = self._folder / f"{log}.log"
+        file = self._parent / f"{log}.log"
         if name == "generator":
             self._logs = list(dict.fromkeys([*self._logs, file]))
         self._started.append(Program(command, file, environment or {}))
@@ -106,7 +106,7 @@ class Field:
     @property
     def rows(self) -> list[Row]:
         """metrics.jsonl so far."""
-        return read_rows(self.run / "metrics.jsonl")
+        return read_rows(self.folder / "metrics.jsonl")
 
     @property
     def step(self) -> int:
@@ -117,16 +117,16 @@ class Field:
     @property
     def events(self) -> list[Row]:
         """events.jsonl so far."""
-        return read_rows(self.run / "events.jsonl")
+        return read_rows(self.folder / "events.jsonl")
 
     def broken(self, *, max_steps: int | None = None) -> dict[str, tuple[str, ...]]:
         """Violations of the promises in a run that has ended, by promise; empty if all hold."""
-        history = read_history(self.run, self._logs, max_steps=max_steps)
+        history = read_history(self.folder, self._logs, max_steps=max_steps)
         return {result.promise: result.broken for result in check(history) if result.broken}
 
     def replay(self) -> list[str]:
         """Output lines of bin/replay, which trains the run again from its journal."""
-        command = [sys.executable, str(REPO / "bin" / "replay"), str(self.run)]
+        command = [sys.executable, str(REPO / "bin" / "replay"), str(self.folder)]
         replayed = subprocess.run(command, capture_output=True, text=True, check=False)
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         return replayed.stdout.splitlines()

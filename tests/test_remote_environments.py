@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from field import Field, until
+from real_programs import RealRun, until
 
 from peralta_zmq import wire
 from peralta_zmq.observe.metrics import read_rows
@@ -29,7 +29,7 @@ def port() -> int:
 
 
 @pytest.fixture
-def field(tmp_path: Path, port: int) -> Iterator[Field]:
+def run(tmp_path: Path, port: int) -> Iterator[RealRun]:
     """Two environments, one of them remote."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "generous.py").write_text(NEVER_ZERO)
@@ -46,7 +46,7 @@ def field(tmp_path: Path, port: int) -> Iterator[Field]:
         env_ratios = [1, 1]
         """
     )
-    opened = Field(
+    opened = RealRun(
         tmp_path, "--eval.rollouts-per-example", "2", "@", str(tmp_path / "two.toml"),
         "--verifier.port", str(port),
     )  # fmt: skip
@@ -54,10 +54,10 @@ def field(tmp_path: Path, port: int) -> Iterator[Field]:
     opened.close()
 
 
-def groups_of(field: Field) -> Iterator[tuple[str, list[float]]]:
+def groups_of(run: RealRun) -> Iterator[tuple[str, list[float]]]:
     """Environment and rewards of every group in the journal."""
-    for step in journal.steps_in(field.run / "journal"):
-        for record in journal.read_records(field.run / "journal", step)[0]:
+    for step in journal.steps_in(run.folder / "journal"):
+        for record in journal.read_records(run.folder / "journal", step)[0]:
             if record.kind == journal.GROUP:
                 group = wire.decode_group(record.content, vocab_size=1 << 20)
                 yield group.task, group.rewards
@@ -65,48 +65,48 @@ def groups_of(field: Field) -> Iterator[tuple[str, list[float]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_killed_verifier_delays_rewards_and_changes_none(field: Field, tmp_path: Path) -> None:
+def test_killed_verifier_delays_rewards_and_changes_none(run: RealRun, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path)}
-    verifier = field.start("verifier", log="verifier", environment=environment)
-    trainer = field.trainer("--train.max-steps=8", environment=environment)
-    generator = field.generator("ann", environment=environment)
-    until(lambda: field.step >= 2, verifier, trainer, generator)
+    verifier = run.start("verifier", log="verifier", environment=environment)
+    trainer = run.trainer("--train.max-steps=8", environment=environment)
+    generator = run.generator("ann", environment=environment)
+    until(lambda: run.step >= 2, verifier, trainer, generator)
     verifier.kill()
     until(lambda: "waiting for the verifier" in generator.printed, trainer, generator)
-    field.start("verifier", log="verifier", environment=environment)
+    run.start("verifier", log="verifier", environment=environment)
     assert trainer.wait(timeout=60) == 0, trainer.printed
     assert generator.wait(timeout=20) == 0, generator.printed
     assert (
         "the verifier responds again" in generator.printed and "lost group" not in generator.printed
     )
     rewards = {name: [] for name in ("remote", "calculator")}
-    for name, found in groups_of(field):
+    for name, found in groups_of(run):
         rewards[name] += found
     assert len(rewards["remote"]) == pytest.approx(len(rewards["calculator"]), rel=0.5)
     assert set(rewards["remote"]) <= {0.5, 1.0}
-    assert json.loads((field.run / "summary.json").read_text())["accounting"]["lost"] == 0
+    assert json.loads((run.folder / "summary.json").read_text())["accounting"]["lost"] == 0
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("cancel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generators_evaluate_while_training_goes_on(
-    field: Field, tmp_path: Path, cancel: bool
+    run: RealRun, tmp_path: Path, cancel: bool
 ) -> None:
     environment = {"PYTHONPATH": str(tmp_path)}
-    field.start("verifier", log="verifier", environment=environment)
+    run.start("verifier", log="verifier", environment=environment)
     settings = ["--train.max-steps=8", "--eval.interval=3"]
     settings += ["--eval.cancel-inflight-rollouts-on-eval"] * cancel
-    trainer = field.trainer(*settings, environment=environment)
+    trainer = run.trainer(*settings, environment=environment)
     # One of two generators: it also evaluates the share of the missing one.
-    generator = field.generator("ann", *settings, "--generator.count=2", environment=environment)
+    generator = run.generator("ann", *settings, "--generator.count=2", environment=environment)
     assert trainer.wait(timeout=90) == 0, trainer.printed
     assert generator.wait(timeout=20) == 0, generator.printed
-    rows = {int(str(row["step"])): row for row in read_rows(field.run / "eval.jsonl")}
+    rows = {int(str(row["step"])): row for row in read_rows(run.folder / "eval.jsonl")}
     assert sorted(rows) in ([3, 6, 8], [3, 8])  # the run may end before the second evaluation
     assert rows[3]["policy_steps"][0] >= 3
     names = ["remote/avg@2", "remote/pass@1", "remote/pass@2",
              "calculator/avg@2", "calculator/pass@1", "calculator/pass@2"]  # fmt: skip
     assert list(rows[3]["figures"]) == names
-    accounting = json.loads((field.run / "summary.json").read_text())["accounting"]
+    accounting = json.loads((run.folder / "summary.json").read_text())["accounting"]
     assert accounting["evaluated"] >= 8  # 4 examples of each of two environments
-    assert field.broken(max_steps=8) == {}
+    assert run.broken(max_steps=8) == {}
