@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
 from peralta_zmq.observe import report
 from peralta_zmq.observe.dashboard.view import write_report
@@ -172,21 +171,15 @@ class RunLog:
         accounting: Mapping[str, int],
         last_reports: Mapping[str, int],
     ) -> None:
-        """Write the summary, plot and report, and print the closing report."""
-        rows = read_rows(self._folder / EVALUATIONS)
-        base = next((row for row in rows if row["step"] == 0), None)
+        """Write the summary, plot and HTML report, and print the closing report."""
         summary = report.write_summary(
             self._folder,
-            eval_before=number(base, "accuracy") if base else None,
-            eval_after=number(rows[-1], "accuracy"),
             accounting=accounting,
             last_reports=last_reports,
             verdict=self.verdict(),
         )
         self.write_report()
-        before, after = _answers(base or rows[-1]), _answers(rows[-1])
-        text = report.closing_text(self._folder, summary, before, after, weights_folder)
-        self._terminal.close(text)
+        self._terminal.close(report.closing_text(self._folder, summary, weights_folder))
 
     def write_report(self) -> None:
         """Write reward.png and report.html, if a step was taken."""
@@ -238,7 +231,3 @@ def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
     if roll_backs and number(roll_backs[-1], "rows", 0) == len(rows):
         return min(last, int(number(roll_backs[-1], "step")))
     return last
-
-
-def _answers(row: Mapping[str, object]) -> list[Answer]:
-    return [Answer(**answer) for answer in cast("list[dict[str, Any]]", row["answers"])]

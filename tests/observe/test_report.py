@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import append
 
-from peralta_zmq.observe.metrics import EVENTS, METRICS, JsonLines, Row
+from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, Row
 from peralta_zmq.observe.report import closing_text, write_reward_plot, write_summary
 from peralta_zmq.observe.verdict import Verdict
-from peralta_zmq.rollout import Answer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,15 +37,28 @@ def folder(tmp_path: Path) -> Path:
         {"time": 112.0, "event": "restart", "worker": "trainer"},
         {"time": 200.0, "event": "resume", "step": 2},
     ]
-    for name, lines in ((METRICS, rows), (EVENTS, events)):
-        with JsonLines(tmp_path / name) as file:
-            for line in lines:
-                file.append(line)
+    append(tmp_path / METRICS, *rows)
+    append(tmp_path / EVENTS, *events)
     return tmp_path
 
 
-def test_summary_fields(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
+def evaluate(folder: Path, step: int, accuracy: float, *answers: tuple[str, str, float]) -> None:
+    names = ("problem", "answer", "reward")
+    listed = [dict(zip(names, answer, strict=True)) for answer in answers]
+    append(folder / EVALUATIONS, {"step": step, "accuracy": accuracy, "answers": listed})
+
+
+@pytest.fixture
+def evaluated(folder: Path) -> Path:
+    """The same run with an evaluation of the base and of the trained model."""
+    evaluate(folder, 0, 0.5, ("add 3 to 5", "3 5 +", 0.0), ("x" * 60, "the result\nis 8.", 0.0))
+    evaluate(folder, 5, 0.97, ("add 3 to 5", "3 + 5", 1.0), ("x" * 60, "8", 0.5))
+    return folder
+
+
+def test_summary_fields(evaluated: Path) -> None:
+    write_summary(evaluated, **CLOSING | {"accounting": {}})
+    summary = write_summary(evaluated, **CLOSING)  # replaces the earlier one
     assert summary == {
         "reward_first": 0.3,
         "reward_last5": pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 0.9) / 5),
@@ -58,42 +71,30 @@ def test_summary_fields(folder: Path) -> None:
         "last_reports": LAST,
         "verdict": {"sentence": "balanced", "advice": "", "level": "ok"},
     }
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert json.loads((evaluated / "summary.json").read_text()) == summary
+    assert len(list(evaluated.iterdir())) == 4  # no temporary file
 
 
 def test_summary_of_a_run_without_rows_has_nulls(tmp_path: Path) -> None:
-    summary = write_summary(tmp_path, eval_before=None, eval_after=None, **CLOSING)
+    summary = write_summary(tmp_path, **CLOSING)
     assert (summary["reward_first"], summary["reward_last5"]) == (None, None)
+    assert (summary["eval_before"], summary["eval_after"]) == (None, None)
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
-def test_summary_replaces_the_earlier_one(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=None, **CLOSING)
-    write_summary(folder, eval_before=0.5, eval_after=0.9, **CLOSING)
-    assert json.loads((folder / "summary.json").read_text())["eval_after"] == 0.9
-    assert {path.name for path in folder.iterdir()} == {METRICS, EVENTS, "summary.json"}
-
-
-def test_plot_is_a_png(folder: Path) -> None:
-    write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
-    path = write_reward_plot(folder)
-    assert path == folder / "reward.png"
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", head[16:24]) == (1350, 720)
-
-
-def test_plot_draws_evaluations_and_resumes(folder: Path) -> None:
+def test_plot_draws_evaluations_and_resumes(evaluated: Path) -> None:
     def plot() -> bytes:
-        path = write_reward_plot(folder)
-        assert path
+        path = write_reward_plot(evaluated)
+        assert path == evaluated / "reward.png"
         return path.read_bytes()
 
     with_resume = plot()
-    write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
+    write_summary(evaluated, **CLOSING)
     with_both = plot()
-    (folder / EVENTS).unlink()
+    (evaluated / EVENTS).unlink()
     assert len({with_resume, with_both, plot()}) == 3
+    assert with_both[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", with_both[16:24]) == (1350, 720)
 
 
 def test_plot_without_matplotlib_is_none(folder: Path) -> None:
@@ -120,13 +121,11 @@ def test_report_imports_neither_matplotlib_nor_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_closing_text_shows_answers_and_results(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=0.5, eval_after=0.97, **CLOSING)
-    write_reward_plot(folder)
-    before = [Answer("add 3 to 5", "3 5 +", 0.0), Answer("x" * 60, "the result\nis 8.", 0.0)]
-    after = [Answer("add 3 to 5", "3 + 5", 1.0), Answer("x" * 60, "8", 0.5)]
-    text = closing_text(folder, summary, before, after, folder / "weights/step_000006")
-    lines = text.splitlines()
+def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:
+    summary = write_summary(evaluated, **CLOSING)
+    write_reward_plot(evaluated)
+    weights = evaluated / "weights/step_000006"
+    lines = closing_text(evaluated, summary, weights).splitlines()
     assert lines[0].split() == ["problem", "base", "answer", "trained", "answer", "reward"]
     assert lines[1].split("  ")[0] == "add 3 to 5"
     assert lines[1].index("3 5 +") < lines[1].index("3 + 5") < lines[1].index("0 -> 1")
@@ -135,13 +134,13 @@ def test_closing_text_shows_answers_and_results(folder: Path) -> None:
     assert "verdict            balanced" in lines
     outcomes = "6 trained + 2 without signal + 1 in flight; 3 received twice and counted once"
     assert f"groups             9 made = {outcomes}" in lines
-    assert f"plot               {folder / 'reward.png'}" in lines
-    assert f"metrics            {folder / METRICS}" in lines
-    load = f'model = AutoModelForCausalLM.from_pretrained("{folder / "weights/step_000006"}")'
+    assert f"plot               {evaluated / 'reward.png'}" in lines
+    assert f"metrics            {evaluated / METRICS}" in lines
+    load = f'model = AutoModelForCausalLM.from_pretrained("{weights}")'
     assert lines[-3:-1] == ["from transformers import AutoModelForCausalLM, AutoTokenizer", load]
 
 
 def test_closing_text_without_base_evaluation_has_a_dash(folder: Path) -> None:
-    summary = write_summary(folder, eval_before=None, eval_after=0.97, **CLOSING)
-    text = closing_text(folder, summary, [], [], folder)
+    evaluate(folder, 5, 0.97)
+    text = closing_text(folder, write_summary(folder, **CLOSING), folder)
     assert "held-out accuracy  - -> 0.970" in text
