@@ -1,11 +1,11 @@
 """HTTP server of the dashboard: routes, access control and the server thread.
 
-    /                        the web page; its static files have URLs next to it
+    /                        the web page; /dashboard.js and other static files belong to it
     /api/runs                names of the runs
     /api/runs/N?cursor=...   changes in run N since the update that returned this cursor
-    /api/runs/N/samples      sampled groups; ?after=NUMBER returns only those with larger numbers
-    /metrics                 metrics of all runs, for Prometheus
-    /healthz                 newest step of all runs, for health checks
+    /api/runs/N/samples      sampled groups; with ?after=NUMBER only groups with a larger number
+    /metrics                 newest metrics of all runs, for Prometheus
+    /healthz                 newest step of each run, for health checks
 
 Static files are read into memory at the start: no request can choose a path on the disk.
 """
@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -53,13 +52,14 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SERVER_OPTIONS: dict[str, Any] = {
+SERVER_OPTIONS: dict[
+    str, Any
+] = {  # of uvicorn, which would use uvloop, httptools and websockets if installed
     "loop": "asyncio",
     "http": "h11",
     "ws": "none",
@@ -68,9 +68,7 @@ SERVER_OPTIONS: dict[str, Any] = {
     "log_level": "critical",  # any client could fill the log with messages of lower levels
     "access_log": False,
     "server_header": False,
-    "date_header": False,
     "limit_concurrency": 64,
-    "timeout_keep_alive": 5,
     "timeout_graceful_shutdown": 1,
 }
 COOKIE = "peralta_token"
@@ -83,8 +81,10 @@ logger = logging.getLogger(__name__)
 class Dashboard:
     """HTTP server of the runs in `folders`; the constructor opens its port. Use with `closing`.
 
-    `live` is True if this process is the trainer of the runs. Raises ConfigError if no port is
-    free, or if other machines could connect without a token.
+    `port` is the first port to try; 0 means any free one. Other machines need `token`, a password.
+    `live` is True if this process is the trainer of the runs. `banner` has the lines to print: the
+    address, and a warning if other machines can connect. Raises ConfigError if no port is free, or
+    if other machines could connect without a token.
     """
 
     def __init__(
@@ -96,45 +96,23 @@ class Dashboard:
         token: str | None = None,
         live: bool = False,
     ) -> None:
-        self._is_public = not is_loopback(host)
-        if self._is_public and token is None:
+        if not is_loopback(host) and token is None:
             raise ConfigError(
                 f"dashboard.host {host} would let every machine that reaches it read this run; set "
                 "dashboard.token_file (--token-file) to a file of mode 0600 with a password"
             )
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
-        self._requested_port, self._host = port, host
+        self.banner = _banner(host, port, self.port)
         app = make_app(open_runs(folders, live=live), host=host, token=token)
         self._server = uvicorn.Server(uvicorn.Config(app, **SERVER_OPTIONS))
         self._thread: threading.Thread | None = None
-
-    @property
-    def address(self) -> str:
-        """URL for a browser; has the machine's name if the server listens on all interfaces."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        if self._host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
-        return f"http://{host}:{self.port}"
-
-    @property
-    def banner(self) -> list[str]:
-        """Lines to print: the address, and a warning if other machines can connect."""
-        is_other_port = self._requested_port not in (0, self.port)
-        reason = f" (port {self._requested_port} is taken)" if is_other_port else ""
-        lines = [f"dashboard: {self.address}{reason}"]
-        if self._is_public:
-            lines.append(
-                "warning: other machines can open the dashboard with the token, without "
-                f"encryption: {self.address}/?token=..."
-            )
-        return lines
 
     def start(self) -> None:
         """Serve in a daemon thread; an exception there is logged and ends only the thread."""
         thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
         thread.start()
-        self._thread = thread  # not set if start() raises, because join() would raise, too
+        self._thread = thread  # stays None if start() raises: close() cannot join that thread
 
     def run(self) -> None:
         """Serve in this thread until a signal."""
@@ -156,7 +134,7 @@ class Dashboard:
 
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
-    """The ASGI application for `runs`, with access control for a server listening on `host`."""
+    """Return the ASGI application for `runs`, with access control for a server on `host`."""
 
     def run_of(request: Request) -> RunFiles:
         number = int(request.path_params["number"])
@@ -232,7 +210,7 @@ class AccessControl:
         return self._check_token(scope, headers) if self.token else None
 
     def _is_own_name(self, host: str) -> bool:
-        """True if no other party can let `host`, a Host header, resolve to this machine."""
+        """True if `host`, a Host header, is a name that only this machine's owner controls."""
         name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
         name = name.lower().removesuffix(".")
         if is_loopback(self.host) or not self.token:
@@ -261,6 +239,20 @@ class AccessControl:
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), (self.token or "").encode())
+
+
+def _banner(host: str, requested_port: int, port: int) -> list[str]:
+    name = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):  # all interfaces: not an address that a browser can open
+        name = socket.gethostname()
+    reason = f" (port {requested_port} is taken)" if requested_port not in (0, port) else ""
+    lines = [f"dashboard: http://{name}:{port}{reason}"]
+    if not is_loopback(host):
+        lines.append(
+            "warning: other machines can open the dashboard with the token, without "
+            f"encryption: http://{name}:{port}/?token=..."
+        )
+    return lines
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -293,9 +285,9 @@ def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
 
 
 def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return a handler of internal errors.
+    """Return a handler of exceptions in a route.
 
-    It logs each type of error once, because the web page repeats its request every second.
+    The handler logs each type of exception once, because the page repeats its request every second.
     """
     logged: set[str] = set()
 
@@ -309,17 +301,16 @@ def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]
 
 
 def _static_files() -> Mapping[str, Response]:
-    """Return a response for each static file, by URL path; a Response can be sent many times."""
-    static = files("peralta_zmq.observe.dashboard") / "static"
+    """Return a response for each static file, by URL path; a Response can be sent repeatedly."""
     responses = {
         f"/{file.name}": Response(file.read_bytes(), media_type=media_type)
-        for file in static.iterdir()
+        for file in view.STATIC.iterdir()
         if (media_type := mimetypes.guess_type(file.name)[0])
     }
     return {**responses, "/": responses["/index.html"]}
 
 
 def _json(content: Mapping[str, Any]) -> Response:
-    """Return a JSON response. Its ASCII escapes allow unpaired surrogates in generated text."""
+    """Return a JSON response in ASCII, since generated text may have unpaired surrogates."""
     text = json.dumps(nan_to_null(content), allow_nan=False)
     return Response(text, media_type="application/json")

@@ -1,6 +1,7 @@
 """Charts of the dashboard: a column store of all metrics, and the points sent to the browser.
 
-A number that is missing, NaN or infinite is NaN in a column and null in the browser.
+A number that is missing, NaN or infinite is NaN in a column and null in the browser. A roll-back
+makes the trainer repeat steps that were undone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.metrics import Row, generator_numbers, number
 
 Column: TypeAlias = NDArray[np.float64]
 EVAL = "eval"  # column of held-out accuracy, which has its own steps
@@ -37,56 +38,63 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart; `each_generator` names a metric of which every generator gets a line."""
+    """One chart; with `generator_metric` every generator has a line of this metric."""
 
     id: str
     title: str
     lines: tuple[Line, ...] = ()
     unit: str = ""
-    each_generator: str = ""
+    generator_metric: str = ""
 
 
+REWARD = (
+    Line("reward/low", "- std", "band"),
+    Line("reward/high", "+ std", "band"),
+    Line("reward", "reward"),
+    Line(EVAL, "held-out", "dots"),
+)
+SIGNAL = (
+    Line("frac_reward_zero_std", "no signal", percent=True),
+    Line("completions/clipped_ratio", "truncated", percent=True),
+)
+LOSS = (Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True))
+ENTROPY = (Line("entropy", "entropy"), Line("mismatch_kl", "mismatch KL", right=True))
+STALENESS = (
+    Line("staleness/mean", "mean"),
+    Line("staleness/max", "max"),
+    Line("dropped", "dropped groups, total", right=True),
+)
+ACTIVITIES = (
+    Line("time/forward_backward", "compute", "stack"),
+    Line("time/wait_for_batch", "wait", "stack"),
+    Line("time/journal", "journal", "stack"),
+    Line("time/publish", "publish", "stack"),
+    Line("time/other", "other", "stack"),
+)
+WEIGHTS = (
+    Line("weights/seconds", "publish"),
+    Line("reload/max", "slowest reload"),
+    Line("weights/megabytes", "version, MB", right=True),
+)
 CHARTS = (
-    Chart("reward", "Reward", (
-        Line("reward/low", "- std", "band"), Line("reward/high", "+ std", "band"),
-        Line("reward", "reward"), Line(EVAL, "held-out", "dots"),
-    )),
-    Chart("signal", "Groups without signal, truncated completions", (
-        Line("frac_reward_zero_std", "no signal", percent=True),
-        Line("completions/clipped_ratio", "truncated", percent=True),
-    )),
-    Chart("loss", "Loss and gradient norm", (
-        Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True),
-    )),
-    Chart("entropy", "Entropy and mismatch KL", (
-        Line("entropy", "entropy"), Line("mismatch_kl", "mismatch KL", right=True),
-    )),
-    Chart("staleness", "Staleness and dropped groups", (
-        Line("staleness/mean", "mean"), Line("staleness/max", "max"),
-        Line("dropped", "dropped groups, total", right=True),
-    ), unit="steps"),
-    Chart("speed", "Tokens per second of each generator", each_generator="tokens_per_s"),
-    Chart("time", "Step time by activity", (
-        Line("time/forward_backward", "compute", "stack"),
-        Line("time/waiting", "wait", "stack"),
-        Line("time/journal", "journal", "stack"),
-        Line("time/publish", "publish", "stack"), Line("time/other", "other", "stack"),
-    ), unit="seconds"),
+    Chart("reward", "Reward", REWARD),
+    Chart("signal", "Groups without signal, truncated completions", SIGNAL),
+    Chart("loss", "Loss and gradient norm", LOSS),
+    Chart("entropy", "Entropy and mismatch KL", ENTROPY),
+    Chart("staleness", "Staleness and dropped groups", STALENESS, unit="steps"),
+    Chart("speed", "Tokens per second of each generator", generator_metric="tokens_per_s"),
+    Chart("time", "Step time by activity", ACTIVITIES, unit="seconds"),
     Chart("queue", "Groups waiting for the trainer", (Line("queue/depth", "queue"),)),
-    Chart("weights", "Publish and reload", (
-        Line("weights/seconds", "publish"), Line("reload/max", "slowest reload"),
-        Line("weights/megabytes", "version, MB", right=True),
-    ), unit="seconds"),
-    Chart("length", "Completion length", (Line("completions/mean_length", "mean"),),
-          unit="tokens"),
-)  # fmt: skip
+    Chart("weights", "Publish and reload", WEIGHTS, unit="seconds"),
+    Chart("length", "Completion length", (Line("completions/mean_length", "mean"),), "tokens"),
+)
 
 
 class Table:
     """Metrics of all steps as columns, ascending by step.
 
-    A step that is not larger than the one before was trained again after a roll-back: it replaces
-    the old row of this step and all later rows. `rewinds` counts these replacements.
+    A step that is not larger than the previous one was trained again after a roll-back: its row
+    replaces the old row of this step and all later rows. `rewinds` counts these replacements.
     """
 
     def __init__(self) -> None:
@@ -146,22 +154,17 @@ def derived_numbers(row: Row) -> dict[str, float]:
 
     seconds = get("step_time")
     rate = 1 / seconds if seconds > 0 else math.nan
-    parts = {
-        "time/waiting": get("time/wait_for_batch", 0.0),
-        "time/journal": get("time/journal", 0.0),
-        "time/forward_backward": get("time/forward_backward", 0.0),
-        "time/publish": get("time/publish", 0.0),
-    }
-    reloads = [get(key) for key in row if key.startswith("gen/") and key.endswith("reload_s")]
+    activities = {line.key: get(line.key, 0.0) for line in ACTIVITIES if line.key != "time/other"}
+    reloads = filter(math.isfinite, generator_numbers(row, "reload_s").values())
     return {
-        **parts,
-        "time/other": max(0.0, seconds - sum(parts.values())),
+        **activities,
+        "time/other": max(0.0, seconds - sum(activities.values())),
         "rollouts_per_s": get("num_rollouts") * rate,
         "tokens_per_s": get("num_rollouts") * get("completions/mean_length") * rate,
         "dropped": sum(get(key, 0.0) for key in row if key.startswith("dropped/")),
         "weights/seconds": get("weights/encode_seconds") + get("weights/write_seconds"),
         "weights/megabytes": get("weights/bytes") / 1e6,
-        "reload/max": max(filter(math.isfinite, reloads), default=math.nan),
+        "reload/max": max(reloads, default=math.nan),
         "reward/low": get("reward") - get("reward_std"),
         "reward/high": get("reward") + get("reward_std"),
     }
@@ -172,7 +175,8 @@ def charts_of(
 ) -> list[dict[str, Any]]:
     """Return all charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
 
-    `evaluations` maps steps to held-out accuracy. Long columns are downsampled; a gap is NaN.
+    `evaluations` maps steps to held-out accuracy. `x` has steps, `columns` the values of each line.
+    Long columns are downsampled; a gap is NaN.
     """
     return [_points(chart, table, evaluations, after) for chart in CHARTS]
 
@@ -180,8 +184,8 @@ def charts_of(
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
     """Return ascending row indices that preserve the extremes and gaps of the columns.
 
-    These are the first and the last row and, for each column in each bucket of adjacent rows, the
-    minimum, the maximum and the first missing value. Short columns are not downsampled.
+    The result has the first row, the last row and, for each column in each bucket of adjacent rows,
+    the minimum, the maximum and the first missing value. Short columns are not downsampled.
     """
     size = len(columns[0]) if columns else 0
     if size <= 4 * num_buckets:
@@ -227,8 +231,8 @@ def _points(
 
 
 def _generator_lines(chart: Chart, table: Table) -> list[Line]:
-    if not chart.each_generator:
+    if not chart.generator_metric:
         return []
-    suffix = f"/{chart.each_generator}"
-    keys = sorted(key for key in table.columns if key.startswith("gen/") and key.endswith(suffix))
-    return [Line(key, key[4 : -len(suffix)]) for key in keys[:MAX_GENERATORS]]
+    columns = dict.fromkeys(table.columns)
+    names = sorted(generator_numbers(columns, chart.generator_metric))[:MAX_GENERATORS]
+    return [Line(f"gen/{name}/{chart.generator_metric}", name) for name in names]

@@ -26,7 +26,7 @@ def test_table_has_derived_columns() -> None:
     values = {key: table.value(key, 0) for key in table.columns}
     assert values["rollouts_per_s"] == pytest.approx(320)
     assert values["tokens_per_s"] == pytest.approx(3040)  # 9.5 generated tokens per rollout
-    assert values["time/waiting"] == pytest.approx(0.2)
+    assert values["time/wait_for_batch"] == pytest.approx(0.2)
     assert values["time/other"] == pytest.approx(0.0, abs=1e-12)
     assert (values["dropped"], values["weights/seconds"]) == (3, pytest.approx(0.03))
     assert values["reload/max"] == pytest.approx(0.012)
