@@ -1,4 +1,7 @@
-"""Terminal output of a run: a live table on a terminal, plain lines in a file or pipe."""
+"""Terminal output of a run: a live table on a terminal, plain lines in a file or pipe.
+
+Also progress displays with an ETA, and the line that describes a generator's machine.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,15 @@ MAX_TABLE_ROWS = 12
 FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
 REPEAT_SECONDS = 60.0  # plain lines: minimum time between two verdicts of the same kind
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
-PROGRESS_SECONDS = {True: 0.2, False: 10.0}  # between two updates; True = drawn in place
+REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates of a progress; drawn in place or not
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
-PACKAGES = {"package": "peralta_zmq", "python": "Python", "torch": "torch",
-            "transformers": "transformers"}  # fmt: skip
+PACKAGES = {  # key of a generator's info -> name
+    "package": "peralta_zmq",
+    "python": "Python",
+    "torch": "torch",
+    "transformers": "transformers",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +68,7 @@ class Terminal:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print one line, above the table if there is one."""
+        """Print one line; on a terminal it appears above the table."""
         if self._live:
             self._live.console.print(text, markup=False, soft_wrap=True)
             self._live.refresh()
@@ -69,7 +76,7 @@ class Terminal:
             self._print(text)
 
     def progress(self, description: str, total: int) -> Progress:
-        """Return a progress display of an operation, below the table if there is one."""
+        """Return a progress display of an operation; on a terminal it is below the table."""
         in_place = self._live is not None
         return Progress(description, total, show=self._show_progress, in_place=in_place)
 
@@ -122,11 +129,9 @@ class Terminal:
             self._stream.flush()
         except OSError as error:
             logger.warning("no more output on this terminal: %s", error.strerror)
-            null = os.open(
-                os.devnull, os.O_WRONLY
-            )  # otherwise closing would flush the buffer and fail
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+            # Otherwise closing the stream would flush its buffer and fail.
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
 
     def _step_line(self, row: Row) -> str:
         names = [name.replace(" ", "_") for name in COLUMNS]
@@ -161,8 +166,8 @@ class Terminal:
 class Progress:
     """Progress with ETA for operations longer than two seconds. Use with `with`.
 
-    `show` is called with each new text. With `in_place`, each text replaces the previous one, and
-    an empty text removes it.
+    `show` is called with each new text. If `in_place` is True, each text replaces the previous one
+    and an empty text removes it; otherwise each text is a new line.
     """
 
     def __init__(
@@ -181,11 +186,11 @@ class Progress:
         self._is_shown = False
 
     def update(self, done: int) -> None:
-        """Report that `done` of the total are done."""
+        """Report that `done` of `total` items are finished."""
         now = self._clock()
         if now < self._next_update or done >= self._total:
             return
-        self._next_update = now + PROGRESS_SECONDS[self._in_place]
+        self._next_update = now + (REDRAW_SECONDS if self._in_place else LINE_SECONDS)
         self._is_shown = True
         seconds = (now - self._start) / max(1, done) * (self._total - done)
         eta = f", {format_duration(seconds)} left" if done else ""
@@ -225,22 +230,21 @@ def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
             yield item
 
 
-def worker_info_text(name: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
+def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
     """Describe a generator: device, threads, and the versions that differ from the trainer's.
 
     For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
-    `info` comes from another machine: absent fields are left out, and unprintable characters are
-    replaced.
+    `info` comes from another machine: it may lack fields, and each unprintable character becomes ?.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
-    versions = [
-        f"{label} {info[key]} (trainer: {trainer.get(key, 'unknown')})"
-        for key, label in PACKAGES.items()
+    differences = [
+        f"{name} {info[key]} (trainer: {trainer.get(key, 'unknown')})"
+        for key, name in PACKAGES.items()
         if key in info and info[key] != trainer.get(key)
     ]
-    comparison = ", ".join(versions) or "same versions as the trainer"
-    text = f"generator {name}: {device}{threads}; {comparison}"
+    comparison = ", ".join(differences) or "same versions as the trainer"
+    text = f"generator {generator}: {device}{threads}; {comparison}"
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

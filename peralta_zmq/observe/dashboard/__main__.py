@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
             raise ConfigError(f"{folder} is not a run folder; choose one with {METRICS}")
     if options.export:
-        return _export(options.runs, options.export)
+        _export(options.runs, options.export)
+        return 0
     token = read_private_token(options.token_file, option="--token-file")
 
     from peralta_zmq.observe.dashboard.app import Dashboard  # needs the optional packages
@@ -54,13 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _export(folders: Sequence[Path], path: Path) -> int:
+def _export(folders: Sequence[Path], path: Path) -> None:
     try:
-        write_report(folders, path)
+        sys.stdout.write(f"{write_report(folders, path)}\n")
     except OSError as error:
         raise ConfigError(f"--export {path} cannot be written ({error.strerror})") from None
-    sys.stdout.write(f"{path}\n")
-    return 0
 
 
 if __name__ == "__main__":
