@@ -13,7 +13,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
@@ -35,6 +35,7 @@ from peralta_zmq.observe.dashboard.run_files import (
 from peralta_zmq.observe.metrics import Row, finite_mean, nan_to_null, number
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
+    RunState,
     format_duration,
     membership,
     run_state,
@@ -52,7 +53,7 @@ MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one te
 MAX_EVENT_TEXT = 300  # characters
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
 # Events that are listed but not marked in the charts; run_files keeps publish and drop separately.
-UNMARKED = {*EVALUATION_EVENTS, "hello", "last_report", "pool_refilled", "pool_returned"}
+UNMARKED = {*EVALUATION_EVENTS, "worker_info", "last_report", "pool_refilled", "pool_returned"}
 STATUS_TEXTS = {
     "loading": "reading the run's files",
     "empty": "waiting for the first step",
@@ -64,8 +65,6 @@ STATUS_TEXTS = {
     "finished": "finished",
 }
 GENERATOR_METRICS = ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
-NO_STEP = "no step yet"
-
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
@@ -90,7 +89,6 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
         "reset": reset,
         "loading": run.loading,
         "charts": charts_of(run.table, accuracies, after=after) if is_new else [],
-        "num_steps": sent[0],
         "state": state(run, now=now),
     }
 
@@ -122,17 +120,17 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 def state(run: RunFiles, *, now: float) -> Json:
     """Return header, verdict, cards, generators, events and markers."""
-    config, status = run.config(), status_of(run, now=now)
-    events, is_over = _all_events(run), status in ENDED
+    status, rows = status_of(run, now=now), list(run.rows)
+    events = list(merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0)))
+    is_over = status in ENDED
     if status in NOT_RUNNING:  # an evaluation without an end was interrupted
         events = [row for row in events if row.get("event") not in EVALUATION_EVENTS]
-        is_over = is_over or not run.rows
-    current = verdict(list(run.rows), events, now=None if is_over else now)
+        is_over = is_over or not rows
     generators = generators_of(run, status)
     return {
-        "header": _header(run, config, status, now),
-        "verdict": asdict(current),
-        "cards": _cards(run, generators),
+        "header": _header(run, status, now),
+        "verdict": asdict(verdict(rows, events, now=None if is_over else now)),
+        "cards": _cards(run, run_state(rows, events), generators),
         "generators": generators[:MAX_GENERATORS],
         "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
         "markers": _markers(run),
@@ -229,7 +227,8 @@ def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, config: Mapping[str, Any], status: str, now: float) -> Json:
+def _header(run: RunFiles, status: str, now: float) -> Json:
+    config = run.config()
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
     max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
@@ -276,7 +275,7 @@ def _eta(run: RunFiles, steps_left: float) -> str:
     return format_duration(seconds) if math.isfinite(seconds) else ""
 
 
-def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
+def _cards(run: RunFiles, recent: RunState | None, generators: Sequence[Json]) -> list[Json]:
     def newest(key: str, digits: int = 0) -> str:
         return format_number(number(run.last, key), digits)
 
@@ -286,26 +285,23 @@ def _cards(run: RunFiles, generators: Sequence[Json]) -> list[Json]:
     def card(id: str, label: str, value: str, note: str) -> Json:
         return {"id": id, "label": label, "value": value, "note": note}
 
-    recent = run_state(list(run.rows), _all_events(run))
-    waiting = format_number(100 * recent.waiting, 0, "%") if recent else "-"
     states = [generator["state"] for generator in generators]
-    up, seen = str(sum(state != "gone" for state in states)), f"{len(generators)} seen"
-    up, seen = ("-", f"unknown, {seen}") if "unknown" in states else (up, f"of {seen}")
-    rate = f"{derived('tokens_per_s')} generated tokens/s"
-    span = f"of the last {len(recent.rows)} steps" if recent else NO_STEP
-    max_staleness = f"steps, at most {newest('staleness/max')}"
+    up, seen = str(sum(state != "gone" for state in states)), f"of {len(states)} seen"
+    if "unknown" in states:
+        up, seen = "-", f"unknown, {len(states)} seen"
+    rate = span = oldest = "no step yet"
+    if recent:
+        rate = f"{derived('tokens_per_s')} generated tokens/s"
+        span = f"of the last {len(recent.rows)} steps"
+        oldest = f"steps, at most {newest('staleness/max')}"
+    waiting = format_number(100 * recent.waiting if recent else math.nan, 0, "%")
     return [
         card("reward", "Reward", newest("reward", 3), _reward_change(run)),
         card("eval", "Held-out accuracy", *_evaluation(run)),
-        card("rollouts", "Rollouts/s", derived("rollouts_per_s"), rate if run.rows else NO_STEP),
+        card("rollouts", "Rollouts/s", derived("rollouts_per_s"), rate),
         card("wait", "Trainer waits", waiting, span),
         card("queue", "Queue", newest("queue/depth"), "groups waiting"),
-        card(
-            "staleness",
-            "Staleness",
-            newest("staleness/mean", 1),
-            max_staleness if run.rows else NO_STEP,
-        ),
+        card("staleness", "Staleness", newest("staleness/mean", 1), oldest),
         card("dropped", "Dropped", derived("dropped"), "groups in total"),
         card("generators", "Generators up", up, seen),
     ]
@@ -338,16 +334,13 @@ def _event(row: Row) -> Json:
     for key, value in row.items():  # fields of a nested object are listed like top-level fields
         if key not in ("time", "event", "incarnation"):
             fields |= cast("Row", value) if isinstance(value, dict) else {key: value}
-    text = "  ".join(f"{key}={_format_value(value)}" for key, value in fields.items())
+    texts = {key: f"{v:g}" if isinstance(v, float) else str(v) for key, v in fields.items()}
+    text = "  ".join(f"{key}={value[:MAX_EVENT_TEXT]}" for key, value in texts.items())
     return {
         "time": number(row, "time"),
         "event": str(row.get("event", ""))[:MAX_EVENT_TEXT],
         "text": text[:MAX_EVENT_TEXT],
     }
-
-
-def _format_value(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)[:MAX_EVENT_TEXT]
 
 
 def _markers(run: RunFiles) -> list[Json]:
@@ -366,11 +359,6 @@ def _markers(run: RunFiles) -> list[Json]:
         event = _event(row)
         markers.append({"step": step, "event": event["event"], "text": event["text"]})
     return markers
-
-
-def _all_events(run: RunFiles) -> list[Row]:
-    events = merge(run.events, run.frequent_events, key=lambda row: number(row, "time", 0.0))
-    return list(events)
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:
