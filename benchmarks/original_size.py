@@ -35,6 +35,7 @@ from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import check_finite
 from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.version_writer import VersionWriter
 
 NUM_GROUPS = 12
 PARTS = ("generate", "score", "transfer", "train", "publish", "reload")
@@ -120,7 +121,8 @@ def ours_train(shape: dict[str, Any]) -> Seconds:
         store.claim("bench")
         (Path(folder) / "replica").mkdir()
         replica = LocalReplica(Path(folder) / "replica")
-        with closing(WeightPublisher(store, companions={}, keyframe_interval=1000)) as publisher:
+        writer = VersionWriter(store, companions={}, keyframe_interval=1000)
+        with closing(WeightPublisher(writer)) as publisher:
             first, _ = publish(publisher, 0, setting)
             replica.advance(store, first)
             step = seconds(lambda: setting.narrow(NUM_GROUPS))

@@ -20,6 +20,7 @@ from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version_writer import VersionWriter
 
 MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds per round trip
 LEARNING_RATE = 2e-6
@@ -42,7 +43,7 @@ def claims(
         stack.enter_context(closing(server))
         link = Link(server.port, mbit_per_s=MBIT_PER_S, delay=DELAY)
         remote = WeightStore.open(stack.enter_context(closing(link)).address)
-        publisher = WeightPublisher(store, companions={}, keyframe_interval=1000)
+        publisher = WeightPublisher(VersionWriter(store, companions={}, keyframe_interval=1000))
         stack.enter_context(closing(publisher))
         keyframe_size = _publish(publisher, 0, model)
         replicas = [LocalReplica(root / f"remote_{number}") for number in range(repeats)]

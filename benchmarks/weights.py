@@ -27,10 +27,11 @@ from peralta_zmq import atomic_files, models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
-from peralta_zmq.weights.publisher import PublishReport, WeightPublisher
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA, Version
+from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -96,7 +97,8 @@ def _measure_all(
     (root / "copy").mkdir()
     replica = LocalReplica(root / "copy")
     measured: Measured = {}
-    with closing(WeightPublisher(store, companions={}, keyframe_interval=1000)) as publisher:
+    writer = VersionWriter(store, companions={}, keyframe_interval=1000)
+    with closing(WeightPublisher(writer)) as publisher:
         publisher.publish(0, models.weights_of(model))
         keyframe = _version_of(_report(publisher))
         measured["keyframe"] = [keyframe.size]

@@ -26,6 +26,7 @@ from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS
+from peralta_zmq.weights.version_writer import VersionWriter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,7 +140,8 @@ def test_published_weights_precede_the_next_step(tmp_path: Path) -> None:
     store = WeightStore.open(tmp_path / "weights")
     store.claim("run-1")
     weights = {f"w{number}": torch.randn(1 << 22, device="cuda") for number in range(8)}
-    with closing(WeightPublisher(store, companions=COMPANIONS)) as publisher:
+    writer = VersionWriter(store, companions=COMPANIONS)
+    with closing(WeightPublisher(writer)) as publisher:
         for step in range(4):
             expected = {name: each.to("cpu", torch.bfloat16) for name, each in weights.items()}
             publisher.publish(step, weights)

@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import atomic_files
-from peralta_zmq.weights import publisher
-from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
+from peralta_zmq.weights import pruning
+from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensors import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version_writer import PublishReport
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
 
@@ -73,7 +75,7 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
     The published steps are appended to `root/steps`.
     """
     atomic_files._failpoints = atomic_files.parse_failpoints(plan)
-    publisher.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
+    pruning.KEPT_LOADS = 0.0  # a concurrent load must not delay pruning
     store = WeightStore.open(root / "weights")
     store.claim("run-1")
     pruner = Pruner(store, Retention(last=1))

@@ -27,9 +27,11 @@ from peralta_zmq.trainer.ranks import PolicyLearner, lead_ranks
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensors as sets
 from peralta_zmq.weights.http_backend import serve_weights
-from peralta_zmq.weights.publisher import PublishReport, Retention, WeightPublisher
+from peralta_zmq.weights.pruning import Retention
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS, Version
+from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
 
 COMPLETE_SECONDS = 60.0  # timeout for the last version of a complete run
 STOP_SECONDS = 2.0  # timeout for the last version when a stop is requested
@@ -128,16 +130,16 @@ class PolicyPublisher:
         if weights.serve_port:
             folder, host, port = config.weights_folder, config.wire.bind, weights.serve_port
             stack.enter_context(closing(serve_weights(folder, host=host, port=port, token=token)))
-        self._publisher = WeightPublisher(
+        writer = VersionWriter(
             store,
             companions=policy.companions,
             about=self._manifest_fields,
-            dtype=models.DTYPES[weights.dtype],
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
             keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
             on_published=self.announce,
         )
+        self._publisher = WeightPublisher(writer, dtype=models.DTYPES[weights.dtype])
         stack.callback(self._close)
 
     def set_lineage(self, lineage: int) -> None:

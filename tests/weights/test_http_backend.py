@@ -23,6 +23,7 @@ from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import LinkSpeedCheck, WeightSubscriber, link_warning
+from peralta_zmq.weights.version_writer import VersionWriter
 
 TOKEN = "0123456789abcdef"
 
@@ -178,9 +179,10 @@ def test_100m_parameters_follow_over_20_mbit_and_60_ms(
     random = torch.Generator().manual_seed(0)
     weights = {"w": 0.02 * torch.randn(100_000_000, generator=random)}
     visible: dict[str, float] = {}  # seconds, by kind
+    writer = VersionWriter(store, companions=COMPANIONS, keyframe_interval=100)
     with (
         closing(Link(server.port, mbit_per_s=20, delay=0.06)) as link,
-        closing(WeightPublisher(store, companions=COMPANIONS, keyframe_interval=100)) as publisher,
+        closing(WeightPublisher(writer)) as publisher,
         closing(
             WeightSubscriber(
                 WeightStore.open(link.address, token=TOKEN), tmp_path / "copy", poll_seconds=0.2

@@ -19,10 +19,12 @@ from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_a
 from peralta_zmq import models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import publisher as publisher_module
-from peralta_zmq.weights.publisher import Pruner, Retention, WeightPublisher
+from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.version_writer import VersionWriter
 
 Opener = Callable[..., WeightPublisher]
 
@@ -31,8 +33,9 @@ Opener = Callable[..., WeightPublisher]
 def open_publisher(store: WeightStore) -> Iterator[Opener]:
     opened: list[WeightPublisher] = []
 
-    def open_one(**options: Any) -> WeightPublisher:
-        opened.append(WeightPublisher(store, companions=COMPANIONS, **options))
+    def open_one(dtype: torch.dtype = torch.bfloat16, **options: Any) -> WeightPublisher:
+        writer = VersionWriter(store, companions=COMPANIONS, **options)
+        opened.append(WeightPublisher(writer, dtype=dtype))
         return opened[-1]
 
     yield open_one
@@ -218,19 +221,18 @@ def test_close_publishes_the_last_version_without_rate_limit(
 def test_exception_in_the_thread_is_raised_in_the_trainer(open_publisher: Opener) -> None:
     publisher = open_publisher()
     published(publisher, 0)
-    store, publisher._store = publisher._store, None  # type: ignore[assignment]
+    publisher._writer._store = None  # type: ignore[assignment]
     publisher.publish(1, masters(1))
     assert publisher.wait(30)
     with pytest.raises(AttributeError):
         publisher.take_reports()
-    publisher._store = store
 
 
 def test_pruning_spares_slow_readers_and_versions_being_read(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("peralta_zmq.weights.publisher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("peralta_zmq.weights.pruning.time.monotonic", lambda: now[0])
     pruner = Pruner(store, Retention(last=1, seconds=60))
 
     def numbers_after(step: int) -> list[int]:

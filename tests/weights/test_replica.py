@@ -13,7 +13,7 @@ from weight_sets import COMPANIONS, loaded, publish, publish_chain, same, weight
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.publisher import Pruner, Retention
+from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica, export_step, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensors import MappedTensors

@@ -1,0 +1,95 @@
+"""Pruning: the trainer removes old weight versions after it has published a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+from peralta_zmq.atomic_files import failpoint
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.version import Version, folder_name
+
+MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; more are removed however new they are
+KEPT_LOADS = 3.0  # an obsolete version is kept for this many times the duration of the slowest load
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which versions pruning keeps; all others are obsolete."""
+
+    last: int = 3  # the newest versions
+    interval: int | None = None  # also every version whose number is a multiple of this
+    seconds: float = 0.0  # for which a version is kept after it became obsolete
+
+
+KEEP_LAST_THREE = Retention()
+
+
+class Pruner:
+    """Removes obsolete versions after slow readers had time to load them.
+
+    Keeps the versions that `retention` selects, the versions that their deltas need, and versions
+    that are being read.
+    """
+
+    def __init__(self, store: WeightStore, retention: Retention) -> None:
+        self._store, self._retention = store, retention
+        self._parents: dict[int, int | None] = {}  # by version number; None for keyframes
+        self._obsolete_since: dict[int, float] = {}  # monotonic seconds by version number
+        self._reading_since: dict[str, float] = {}  # monotonic seconds by folder name
+        self._slowest_load = 0.0  # seconds
+
+    def prune(self, published: Version) -> None:
+        """Prune after a publication. Ignores OSError, because the next publication prunes again."""
+        self._remember_parent(published)
+        with contextlib.suppress(OSError):
+            for number in self._removable(self._store.numbers(), time.monotonic()):
+                failpoint("prune.remove")
+                self._store.backend.remove(folder_name(number))
+        failpoint("publish.pruned")
+
+    def _removable(self, numbers: list[int], now: float) -> list[int]:
+        """The obsolete versions that no reader can need any more, newest first."""
+        being_read = self._observe_readers(now)
+        needed = self._needed(numbers)
+        obsolete = [number for number in reversed(numbers) if number not in needed]
+        self._obsolete_since = {
+            number: self._obsolete_since.get(number, now) for number in obsolete
+        }
+        keep_seconds = max(self._retention.seconds, KEPT_LOADS * self._slowest_load)
+        return [
+            number
+            for rank, number in enumerate(obsolete)
+            if (now - self._obsolete_since[number] >= keep_seconds or rank >= MAX_OBSOLETE_VERSIONS)
+            and folder_name(number) not in being_read
+        ]
+
+    def _needed(self, numbers: list[int]) -> set[int]:
+        """The versions that the retention selects, and the chains that their deltas need."""
+        interval, needed = self._retention.interval, set[int]()
+        at_interval = [number for number in numbers if interval and number % interval == 0]
+        for selected in [*at_interval, *numbers[-self._retention.last :]]:
+            number: int | None = selected
+            while number is not None and number not in needed:
+                needed.add(number)
+                number = self._parent_of(number)
+        return needed
+
+    def _parent_of(self, number: int) -> int | None:
+        """The number of a delta's parent; None for a keyframe or an unreadable version."""
+        if number not in self._parents and (version := self._store.find(number)):
+            self._remember_parent(version)
+        return self._parents.get(number)
+
+    def _remember_parent(self, version: Version) -> None:
+        self._parents[version.number] = version.parent if version.kind == "delta" else None
+
+    def _observe_readers(self, now: float) -> set[str]:
+        """Names of the folders that are being read; updates the duration of the slowest load."""
+        names = self._store.backend.leases.being_read()
+        for finished in self._reading_since.keys() - names:
+            load_seconds = now - self._reading_since[finished]
+            self._slowest_load = max(self._slowest_load, load_seconds)
+        self._reading_since = {name: self._reading_since.get(name, now) for name in names}
+        return names
