@@ -151,7 +151,7 @@ class Run:
 
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take one optimizer step, and give the engine its weights."""
-        row = self._learner.learn(groups)
+        row = self._learner.learn(groups).metrics
         self._serve()
         return row
 

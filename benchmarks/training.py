@@ -25,9 +25,9 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops
 from peralta_zmq import models
 from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.learner import take_step
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
-from peralta_zmq.learning.optimizer_step import take_step
 from peralta_zmq.learning.packing import Batch, PackedSample, make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
@@ -110,7 +110,7 @@ class Setting:
         )
         take_step(
             self._optimizer, batches,
-            score=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
+            compute_logprobs=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
         )  # fmt: skip
 
     def original(self, num_groups: int, *, at_once: int = NUM_GROUPS) -> None:

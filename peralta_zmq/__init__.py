@@ -23,10 +23,10 @@ Files in the order in which a rollout passes through them, about an hour of read
     trainer/collector.py    admit or drop groups, journal and acknowledge them
     learning/admission.py   decide whether a group is stale, a duplicate, without signal
     trainer/loop.py         collect a batch, learn, publish, record, save
-    learning/learner.py     filter and pack the groups, run the optimizer updates
-    learning/advantages.py  rewards -> advantages
-    learning/packing.py     groups -> packed sequences and micro-batches
-    learning/optimizer_step.py  one update over micro-batches: logprobs, loss, backward
+    learning/learner.py     one step: filter, pack, logprobs, loss, backward, optimizer
+    learning/advantages.py  filters, and advantages from rewards
+    learning/packing.py     groups -> prefix trees and micro-batches
+    models/scoring.py       logprobs of packed tokens: the forward pass
     learning/losses.py      loss functions
 
 The way back of the weights: weights/publisher.py, weights/store.py, weights/subscriber.py and

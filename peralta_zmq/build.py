@@ -33,13 +33,12 @@ from peralta_zmq.environments.dataset import (
 from peralta_zmq.environments.reward_runner import RewardRunner
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.advantages import AdvantageFunction, Filter
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.learning.filters import Filter
-from peralta_zmq.learning.learner import Learner
+from peralta_zmq.learning.learner import Learner, LearnerSettings
 from peralta_zmq.learning.losses import TokenLoss, check_loss_options, with_entropy_bonus
 from peralta_zmq.learning.optimizer import learning_rate
-from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, compute_logprobs
+from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, reference_logprobs
 from peralta_zmq.learning.user_functions import FunctionKind, checked_function
 from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
@@ -66,29 +65,32 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     """
     train = config.train
     trained = ranks.prepare(model)
-    loss, score = make_loss(config), make_scorer(config, trained)
-    reference, teacher = make_reference_models(config, trained, score)
-    return Learner(
-        lora.trained_parameters(trained),
-        score=score,
-        ranks=ranks,
-        share_prompts=score.packs,
-        keep_zero_std=train.keep_zero_std,
-        temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
-        loss=loss,
+    scorer = make_scorer(config, trained)
+    reference, teacher = make_reference_models(config, trained, scorer)
+    settings = LearnerSettings(
+        loss=make_loss(config),
         advantage=make_advantage(config),
         filters=make_filters(config, vocab_size=int(model.config.vocab_size)),
-        reference=reference,
-        teacher=teacher,
-        score_with_entropy=score.with_entropy if config.loss.entropy_coef else None,
-        learning_rate=learning_rate_schedule(config),
         betas=(train.adam_beta1, train.adam_beta2),
         weight_decay=train.weight_decay,
         optim=train.optim,
         max_grad_norm=train.max_grad_norm,
         max_tokens_per_microbatch=train.max_tokens_per_microbatch,
-        num_iterations=train.num_iterations,
         oversize=train.oversize,
+        temperature=temperature_schedule(config) or config.sampling.temperature or 1.0,
+        num_iterations=train.num_iterations,
+        share_prompts=scorer.packs,
+        keep_zero_std=train.keep_zero_std,
+    )
+    return Learner(
+        lora.trained_parameters(trained),
+        settings,
+        learning_rate=learning_rate_schedule(config),
+        compute_logprobs=scorer,
+        compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
+        reference=reference,
+        teacher=teacher,
+        ranks=ranks,
     )
 
 
@@ -111,11 +113,11 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
     """The forward pass of the trainer, which returns logprobs; logs its dtype with the reason."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
-    score = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
+    scorer = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
     logger.info("training dtype=%s (%s)", str(dtype).removeprefix("torch."), reason)
-    if score.padding_reason:
-        logger.warning("%s", score.padding_reason)
-    return score
+    if scorer.padding_reason:
+        logger.warning("%s", scorer.padding_reason)
+    return scorer
 
 
 def learning_rate_schedule(config: Config) -> functools.partial[float]:
@@ -199,7 +201,7 @@ def _bind_section(
 
 
 def make_reference_models(
-    config: Config, model: models.Model, score: Scorer
+    config: Config, model: models.Model, scorer: Scorer
 ) -> tuple[PolicyCopy | None, ReferenceModel | None]:
     """The reference model and the teacher; None for a model that the loss does not use.
 
@@ -212,7 +214,7 @@ def make_reference_models(
     reference = teacher = None
     if "reference" in used:
         reference = PolicyCopy(
-            parameters, score, sync_steps=train.ref_sync_steps, mixup_alpha=train.ref_mixup_alpha
+            parameters, scorer, sync_steps=train.ref_sync_steps, mixup_alpha=train.ref_mixup_alpha
         )
     elif train.ref_sync_steps:
         raise ConfigError(
@@ -220,7 +222,7 @@ def make_reference_models(
             "uses no reference model; remove it or choose loss 'grpo_kl' with loss.beta above 0"
         )
     if "teacher" in used:
-        teacher = _load_teacher(config, model) or PolicyCopy(parameters, score)
+        teacher = _load_teacher(config, model) or PolicyCopy(parameters, scorer)
     elif config.model.teacher:
         raise ConfigError(
             f"model.teacher {config.model.teacher} is set, but loss '{config.loss.name}' uses no "
@@ -257,8 +259,8 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
             "choose a teacher with logits for all tokens"
         )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
-    score = Scorer(teacher.requires_grad_(False), dtype=dtype)
-    return functools.partial(compute_logprobs, score)
+    scorer = Scorer(teacher.requires_grad_(False), dtype=dtype)
+    return functools.partial(reference_logprobs, scorer)
 
 
 # Engine and sampling.

@@ -48,9 +48,9 @@ TABLES: dict[Kind, dict[str, str]] = {
         "token_whitening": "peralta_zmq.learning.advantages:token_whitening",
     },
     "filter": {
-        "gibberish": "peralta_zmq.learning.filters:gibberish",
-        "repetition": "peralta_zmq.learning.filters:repetition",
-        "overlong": "peralta_zmq.learning.filters:overlong",
+        "gibberish": "peralta_zmq.learning.advantages:gibberish",
+        "repetition": "peralta_zmq.learning.advantages:repetition",
+        "overlong": "peralta_zmq.learning.advantages:overlong",
     },
     "reward": {},  # every task defines its own
 }

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +119,28 @@ def siblings(rewards: Sequence[float], **options: Any) -> RolloutGroup:
 
 
 def tiny_learner(model: Any, **options: Any) -> Any:
-    """A learner of `model` with REINFORCE; `options` override its arguments."""
+    """A learner of `model` with REINFORCE; `options` override its settings and arguments."""
     from peralta_zmq.learning.advantages import group_mean
-    from peralta_zmq.learning.learner import Learner
+    from peralta_zmq.learning.learner import Learner, LearnerSettings
     from peralta_zmq.learning.losses import reinforce
     from peralta_zmq.models.scoring import Scorer
 
-    arguments: dict[str, Any] = {
-        "score": Scorer(model),
+    settings: dict[str, Any] = {
         "loss": reinforce,
         "advantage": group_mean,
-        "learning_rate": constant(1e-2),
         "betas": (0.9, 0.95),
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
         "max_tokens_per_microbatch": 1000,
     }
-    return Learner(dict(model.named_parameters()), **{**arguments, **options})
+    arguments: dict[str, Any] = {
+        "learning_rate": constant(1e-2),
+        "compute_logprobs": Scorer(model),
+    }
+    names = {field.name for field in fields(LearnerSettings)}
+    settings |= {name: value for name, value in options.items() if name in names}
+    arguments |= {name: value for name, value in options.items() if name not in names}
+    return Learner(dict(model.named_parameters()), LearnerSettings(**settings), **arguments)
 
 
 def constant(rate: float) -> Callable[[int], float]:

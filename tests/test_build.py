@@ -80,7 +80,7 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
 
 def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
     group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
-    return build.make_learner(config, model).learn([group])
+    return build.make_learner(config, model).learn([group]).metrics
 
 
 def test_unknown_reward_kwargs_are_refused() -> None:

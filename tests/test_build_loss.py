@@ -82,7 +82,7 @@ def test_shipped_loss_trains_with_defaults(name: str) -> None:
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
     learner = build.make_learner(config_of("--loss.name", name, "--train.dtype=float32"), model)
-    row = learner.learn([group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])])
+    row = learner.learn([group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])]).metrics
     assert row["skipped"] == 0 and row["grad_norm"] > 0
     assert not torch.equal(model.lm_head.weight, before)
 
@@ -90,7 +90,7 @@ def test_shipped_loss_trains_with_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", registry.TABLES["advantage"])
 def test_shipped_advantage_trains_with_defaults(name: str) -> None:
     config = config_of("--advantage.name", name, "--train.dtype=float32")
-    row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])])
+    row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])]).metrics
     assert row["grad_norm"] > 0
 
 
@@ -168,7 +168,7 @@ def test_reference_is_the_model_before_training() -> None:
     # k3 is 0 at the start, and no longer after a step
     config = config_of("--loss.name=grpo_kl", "--train.dtype=float32", "--train.learning-rate=0.01")
     learner = build.make_learner(config, tiny_model())
-    rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(2)]
+    rows = [learner.learn([group_of([1, 0, 0, 1])]).metrics for _ in range(2)]
     assert rows[0]["kl"] == 0
     assert rows[1]["kl"] > 1e-6
 
@@ -188,7 +188,7 @@ def test_entropy_bonus_raises_the_entropy() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(12)
     learner = build.make_learner(config, model)
-    rows = [learner.learn([group_of([1, 0, 0, 1])]) for _ in range(4)]
+    rows = [learner.learn([group_of([1, 0, 0, 1])]).metrics for _ in range(4)]
     entropies = [row["entropy"] for row in rows]
     assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
 
@@ -214,7 +214,7 @@ def learned(*arguments: str) -> tuple[dict[str, float], torch.Tensor]:
     model = tiny_model()
     config = config_of("--train.dtype=float32", *arguments)
     group = group_of([1, 0, 0], lengths=[4, 2, 6])
-    return build.make_learner(config, model).learn([group]), model.lm_head.weight
+    return build.make_learner(config, model).learn([group]).metrics, model.lm_head.weight
 
 
 OWN = '{{"mine.loud": {{"enforce": {}, "kwargs": {{"limit": 5}}}}}}'
@@ -313,8 +313,7 @@ def test_failing_user_loss_is_named(name: str, message: str) -> None:
 def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
     config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
     learner = build.make_learner(config, tiny_model())
-    assert learner.learn([group_of([1, 0])])["skipped"] == 1
-    assert learner.skip_reason.startswith(
+    assert learner.learn([group_of([1, 0])]).skip_reason.startswith(
         "the gradient of loss 'steep' is not finite although its val"
     )
 

@@ -75,7 +75,7 @@ def test_teacher_without_folder_is_the_base_model() -> None:
     # adv_tau 0: at the base nothing pulls; away from it the base does
     model, base = embedded(), embedded()
     learner = build.make_learner(config_of(*PULLED), model)
-    assert learner.learn([group()])["grad_norm"] == 0
+    assert learner.learn([group()]).metrics["grad_norm"] == 0
     assert logprob_distance(model, base) == 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -132,7 +132,7 @@ def test_missing_teacher_is_refused() -> None:
 def test_reference_is_updated_every_ref_sync_steps() -> None:
     config = config_of("--loss.name=grpo_kl", "--train.ref-sync-steps=2")
     learner = build.make_learner(config, embedded())
-    kl = [learner.learn([group()])["kl"] for _ in range(4)]
+    kl = [learner.learn([group()]).metrics["kl"] for _ in range(4)]
     assert [value == 0 for value in kl] == [True, False, True, False]
 
 
@@ -145,7 +145,7 @@ def test_kl_term_applies_to_kept_groups_of_equal_rewards() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-        rows[keep] = learner.learn([equal])
+        rows[keep] = learner.learn([equal]).metrics
     left_out, kept = rows.values()
     assert left_out["grad_norm"] == 0
     assert kept["grad_norm"] > 0 and kept["kl"] > 0
@@ -188,5 +188,5 @@ def test_user_loss_gets_models_by_its_option_names(
     assert build.reference_models_used(config_of(own, "--loss.kwargs", '{"teacher_tau": 1}')) == {
         "reference", "teacher",
     }  # fmt: skip
-    learned = build.make_learner(config_of(own), embedded()).learn([group()])
+    learned = build.make_learner(config_of(own), embedded()).learn([group()]).metrics
     assert learned["loss"] == 0  # the reference is the policy itself

@@ -46,7 +46,8 @@ def config_of(tmp_path: Path, about: str) -> Config:
 
 
 def learned(config: Config, *groups: Any) -> dict[str, float]:
-    return build.make_learner(config, tiny_model()).learn(groups or [group_of([1, 0, 0, 0.5])])
+    learner = build.make_learner(config, tiny_model())
+    return learner.learn(groups or [group_of([1, 0, 0, 0.5])]).metrics
 
 
 def test_page_has_the_tested_blocks() -> None:

@@ -15,9 +15,9 @@ from weight_sets import COMPANIONS, reports_of, same
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.learner import StepResult, take_step
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
-from peralta_zmq.learning.optimizer_step import StepResult, take_step
 from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
@@ -108,7 +108,7 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     results = [
         take_step(
             optimizer, make_batches(samples, max_tokens=1000, device=device),
-            score=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
+            compute_logprobs=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
         )
         for _ in range(3)
     ]  # fmt: skip

@@ -379,14 +379,14 @@ def test_steps_without_finite_gradient_end_the_run_with_remedies(continued: Cont
         trainer = continued.open(stack, *steep, "--checkpoint.resume-step=3", max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "cid"), until=6)
-        assert trainer.policy.learner.skip_reason == ""
+        assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
     with ExitStack() as stack:
         assert "another --run.name with a lower train.learning_rate or another [loss]" in message
         others = ("--run.name=other", "--train.learning-rate=0.001", "--loss.name=grpo")
         trainer = continued.open(stack, *others, max_steps=8)
         trainer.recover()
         continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
-        assert trainer.policy.learner.skip_reason == ""
+        assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
 
 
 def test_continued_run_without_room_for_a_checkpoint_is_refused(

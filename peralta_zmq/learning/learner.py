@@ -1,26 +1,33 @@
-"""Training of a policy: fp32 parameters and optimizer; rollout groups in, metrics out.
+"""Training of the policy on groups of rollouts: tokens, logprobs, loss, optimizer step.
 
-`Learner.learn` is one step of training. In order: filter the rollouts, compute advantages and pack,
-split into mini-batches, compute reference logprobs, and take one optimizer step per mini-batch.
+`Learner.learn` takes one step: filter the rollouts and compute advantages (advantages.py), pack
+them into micro-batches (packing.py), compute the logprobs of reference models, and update the
+parameters. `take_step` is one update: for each micro-batch the policy's logprobs
+(models/scoring.py), the loss (losses.py) and the backward pass; then the optimizer step.
+With train.num_iterations above 1, a step has that many updates, each on a share of the groups.
+
+A rollout is a prompt with its completion; a group is all rollouts of one problem; the sender of a
+group is one start of one generator. A rank is one process of a data-parallel trainer. A step is
+skipped, which changes no parameter, if the gradient is not finite.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
-from peralta_zmq.learning.advantages import AdvantageFunction
+from peralta_zmq.learning.advantages import AdvantageFunction, Filter, apply_filters
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.learning.filters import Filter, apply_filters
-from peralta_zmq.learning.losses import TokenLoss
-from peralta_zmq.learning.optimizer_step import Score, ScoreWithEntropy, StepResult, take_step
+from peralta_zmq.learning.losses import TokenLoss, Tokens, call_loss, name_of
 from peralta_zmq.learning.packing import (
     Batch,
     Oversize,
@@ -29,79 +36,95 @@ from peralta_zmq.learning.packing import (
     make_batches,
     pack_groups,
 )
-from peralta_zmq.learning.reference_models import PolicyCopy, ReferenceModel, compute_logprobs
-from peralta_zmq.learning.step_metrics import Mismatch, describe
+from peralta_zmq.learning.reference_models import (
+    ComputeLogprobs,
+    ComputeLogprobsAndEntropy,
+    PolicyCopy,
+    ReferenceModel,
+    reference_logprobs,
+)
+from peralta_zmq.learning.step_metrics import (
+    Mismatch,
+    describe_groups,
+    estimate_entropy,
+    mismatch_metrics,
+    mismatch_summands,
+    pop_mismatch,
+)
 from peralta_zmq.rollout import RolloutGroup
 
-MAX_SKIPPED = 3  # the run ends after this number of consecutive steps without finite gradient
+MAX_SKIPPED = 3  # the run ends after this number of consecutive skipped steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Functions and numbers of the training; the names are those of the [train] section."""
+
+    loss: TokenLoss
+    advantage: AdvantageFunction
+    filters: Sequence[Filter] = ()
+    betas: tuple[float, float]  # of AdamW
+    weight_decay: float
+    optim: adamw.Optim = "adamw"
+    max_grad_norm: float
+    max_tokens_per_microbatch: int
+    oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
+    temperature: Temperature = 1.0  # at which the generators sample
+    num_iterations: int = 1  # updates per step
+    share_prompts: bool = True  # False: the policy cannot compute a shared prefix once
+    keep_zero_std: bool = False  # True: train on groups in which all rewards are equal too
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a step, or of one of its updates."""
+
+    metrics: dict[str, float]
+    skip_reason: str = ""  # empty if the step was not skipped
+    mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
+    advantages: Sequence[Sequence[float]] = ()
+    """Per group and rollout, empty for a group that is not trained on; an update has none."""
 
 
 class Learner:
-    """Trains parameters on rollout groups. `step` counts the steps that `learn` has taken.
+    """Trains parameters on groups of rollouts. `step` counts the steps that `learn` has taken.
 
-    After a step, `skip_reason` is non-empty if it was skipped, `advantages` has the advantages of
-    each group's rollouts (empty without signal), and `mismatch` the logprob mismatch by sender.
-
-    `reference` and `teacher` score the same tokens for losses that use them; `score_with_entropy`
-    replaces `score` for a loss with an entropy bonus. `share_prompts` is False for a policy that
-    cannot compute a shared prefix once. With several `ranks` each makes the same calls with the
-    same groups and computes its share of the micro-batches.
+    `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
+    with an entropy bonus. `reference` and `teacher` compute the logprobs of the same tokens for
+    losses that use them. `learning_rate` is a function of the step, counted from 1. With several
+    `ranks`, each makes the same calls with the same groups and computes its share of the
+    micro-batches.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
+        settings: LearnerSettings,
         *,
-        score: Score,
-        loss: TokenLoss,
-        advantage: AdvantageFunction,
         learning_rate: Callable[[int], float],
-        betas: tuple[float, float],
-        weight_decay: float,
-        optim: adamw.Optim = "adamw",
-        max_grad_norm: float,
-        max_tokens_per_microbatch: int,
-        temperature: Temperature = 1.0,
-        num_iterations: int = 1,
-        oversize: Oversize = "truncate",
-        share_prompts: bool = True,
-        keep_zero_std: bool = False,
+        compute_logprobs: ComputeLogprobs,
+        compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
         reference: PolicyCopy | None = None,
         teacher: ReferenceModel | None = None,
-        score_with_entropy: ScoreWithEntropy | None = None,
-        filters: Sequence[Filter] = (),
         ranks: Ranks = SINGLE,
     ) -> None:
         self.step = 0
-        self.skip_reason = ""
-        self.advantages: Sequence[Sequence[float]] = ()
-        self.mismatch: dict[str, Mismatch] = {}
         self._learning_rate = learning_rate
         self._num_skipped = self._num_skipped_in_a_row = 0
-        self._parameters, self._score = parameters, score
+        self._parameters, self._settings, self._ranks = parameters, settings, ranks
+        self._compute_logprobs, self._compute_with_entropy = compute_logprobs, compute_with_entropy
         self._reference, self._teacher = reference, teacher
-        self._filters, self._num_iterations, self._ranks = filters, num_iterations, ranks
-        self._optim: adamw.Optim = optim
         self._optimizer = adamw.make_optimizer(
-            parameters, betas=betas, weight_decay=weight_decay, optim=optim
+            parameters,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            optim=settings.optim,
         )
-        self._pack = partial(
-            pack_groups, advantage=advantage, max_tokens=max_tokens_per_microbatch,
-            oversize=oversize, share_prompts=share_prompts, keep_zero_std=keep_zero_std,
-        )  # fmt: skip
-        self._make_batches = partial(
-            make_batches, max_tokens=max_tokens_per_microbatch, temperature=temperature,
-            device=next(iter(parameters.values())).device, padded=not share_prompts, ranks=ranks,
-        )  # fmt: skip
-        self._take_step = partial(
-            take_step, self._optimizer, score=score, loss=loss, max_grad_norm=max_grad_norm,
-            score_with_entropy=score_with_entropy, ranks=ranks,
-        )  # fmt: skip
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
-    ) -> dict[str, float]:
-        """Take step `self.step + 1` on these groups and return its metrics.
+    ) -> StepResult:
+        """Take step `self.step + 1` on these groups.
 
         `learning_rate`, if not None, replaces that of the schedule for this step.
         Raises TrainingError if this is the third consecutive step that is skipped.
@@ -110,62 +133,88 @@ class Learner:
         started = time.monotonic()
         rate = self._learning_rate(self.step) if learning_rate is None else learning_rate
         adamw.set_learning_rate(self._optimizer, rate)
-        included, filter_metrics = apply_filters(groups, self._filters)
-        packed = self._pack(groups, included=included)
-        self.advantages = packed.advantages
-        metrics = self._update(packed.samples)
+        settings = self._settings
+        included, filter_metrics = apply_filters(groups, settings.filters)
+        packed = pack_groups(
+            groups,
+            settings.advantage,
+            max_tokens=settings.max_tokens_per_microbatch,
+            oversize=settings.oversize,
+            share_prompts=settings.share_prompts,
+            keep_zero_std=settings.keep_zero_std,
+            included=included,
+        )
+        updates = [
+            take_step(
+                self._optimizer,
+                batches,
+                loss=settings.loss,
+                compute_logprobs=self._compute_logprobs,
+                compute_with_entropy=self._compute_with_entropy,
+                max_grad_norm=settings.max_grad_norm,
+                ranks=self._ranks,
+            )
+            for batches in self._mini_batches(packed.samples)
+        ]
+        skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
+        self._count_skipped(skip_reason)
         if self._reference is not None:
             self._reference.sync(self.step)
-        return {
-            **describe(groups, step=self.step),
+        mismatch = updates[0].mismatch  # later updates start from other weights
+        metrics = {
+            **describe_groups(groups, step=self.step),
             **filter_metrics,
-            **metrics,
+            **_mean_metrics(updates),
             "skipped_steps": self._num_skipped,
             "num_truncated": packed.num_truncated,
             "num_dropped": packed.num_dropped,
             "learning_rate": rate,
             "time/forward_backward": time.monotonic() - started,
+            **mismatch_metrics(mismatch),
         }
+        return StepResult(metrics, skip_reason, mismatch, packed.advantages)
 
-    def _update(self, samples: Sequence[PackedSample]) -> dict[str, float]:
-        """Take one optimizer step per mini-batch; returns the mean of their metrics."""
-        # No more mini-batches than groups. A step without samples still has one, empty mini-batch.
+    def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
+        """Micro-batches of each update, with the logprobs of the models that are not trained.
+
+        A step has no more updates than groups; a step without samples has one, of no micro-batch.
+        """
+        settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1
-        num_updates = min(self._num_iterations, num_groups)
-        mini_batches = [self._mini_batch(samples, index) for index in range(num_updates)]
-        if self._num_iterations > 1:
-            score = partial(compute_logprobs, self._score)
-            mini_batches = [_with_logprobs("prox_logprobs", b, score) for b in mini_batches]
-        results = [self._take_step(batches) for batches in mini_batches]
-        self._count_skipped(results)
-        self.mismatch = results[0].mismatch  # the policy has moved in later mini-batches
-        names = list(dict.fromkeys(name for result in results for name in result.metrics))
-        return {name: fmean(result.metrics.get(name, 0.0) for result in results) for name in names}
+        mini_batches = list[list[Batch]]()
+        for index in range(min(settings.num_iterations, num_groups)):
+            batches = make_batches(
+                [sample for sample in samples if sample.group % settings.num_iterations == index],
+                max_tokens=settings.max_tokens_per_microbatch,
+                temperature=settings.temperature,
+                device=next(iter(self._parameters.values())).device,
+                padded=not settings.share_prompts,
+                ranks=self._ranks,
+            )
+            if self._reference is not None:
+                batches = _with_logprobs("ref_logprobs", batches, self._reference)
+            if self._teacher is not None:
+                batches = _with_logprobs("teacher_logprobs", batches, self._teacher)
+            if settings.num_iterations > 1:
+                policy = partial(reference_logprobs, self._compute_logprobs)
+                batches = _with_logprobs("prox_logprobs", batches, policy)
+            mini_batches.append(batches)
+        return mini_batches
 
-    def _mini_batch(self, samples: Sequence[PackedSample], index: int) -> list[Batch]:
-        """Micro-batches of every num_iterations-th group, with logprobs of reference models."""
-        batches = self._make_batches(
-            [s for s in samples if s.group % self._num_iterations == index]
-        )
-        if self._reference is not None:
-            batches = _with_logprobs("ref_logprobs", batches, self._reference)
-        if self._teacher is not None:
-            batches = _with_logprobs("teacher_logprobs", batches, self._teacher)
-        return batches
-
-    def _count_skipped(self, results: Sequence[StepResult]) -> None:
-        self.skip_reason = next((r.skip_reason for r in results if r.skip_reason), "")
-        self._num_skipped += bool(self.skip_reason)
-        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if self.skip_reason else 0
+    def _count_skipped(self, skip_reason: str) -> None:
+        self._num_skipped += bool(skip_reason)
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skip_reason else 0
         if self._num_skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
-                f"({self.skip_reason}) and changed no weights; the same command would fail here "
+                f"({skip_reason}) and changed no weights; the same command would fail here "
                 "again. Choose another --run.name with a lower train.learning_rate or another "
                 "[loss]; or fix the rewards and resume a checkpoint with --checkpoint.resume-step"
             )
 
-    def state(self) -> dict[str, torch.Tensor]:
+    # Checkpoints
+
+    def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint, full at any number of ranks; only rank 0 has all of them.
 
         Paths: model/NAME, OPTIM/KIND/NAME, reference/NAME (of a reference that is synced),
@@ -174,19 +223,19 @@ class Learner:
         tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
-                tensors[f"{self._optim}/{kind}/{name}"] = self._ranks.gather(tensor)
+                tensors[f"{self._settings.optim}/{kind}/{name}"] = self._ranks.gather(tensor)
         if self._reference is not None:
             for name, tensor in self._reference.state().items():
                 tensors[f"reference/{name}"] = self._ranks.gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full tensor of each parameter, on rank 0."""
         for name, parameter in self._parameters.items():
             yield name, self._ranks.gather(parameter.detach())
 
-    def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue from the `state` of `step`.
 
         Raises ValueError, with nothing changed, for the state of another model or optimizer.
@@ -198,19 +247,18 @@ class Learner:
             if self._reference is not None:
                 for name, tensor in self._reference.state().items():
                     tensor.copy_(self._ranks.shard(tensors[f"reference/{name}"], tensor))
-        optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+        optimizer_state: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
-            if path.startswith(f"{self._optim}/"):
+            if path.startswith(f"{self._settings.optim}/"):
                 _, kind, name = path.split("/", 2)
-                part = self._ranks.shard(tensor, self._parameters[name])
-                optimizer_state.setdefault(name, {})[kind] = part
+                shard = self._ranks.shard(tensor, self._parameters[name])
+                optimizer_state.setdefault(name, {})[kind] = shard
         adamw.set_state(self._optimizer, self._parameters, optimizer_state)
         torch.set_rng_state(tensors["rng/torch"])
-        if "skipped" in tensors:  # older checkpoints have none
-            self._num_skipped, self._num_skipped_in_a_row = tensors["skipped"].tolist()
+        self._num_skipped, self._num_skipped_in_a_row = tensors["skipped"].tolist()
         self.step = step
 
-    def _check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
         if different := names ^ self._parameters.keys():
             owner = "the checkpoint" if min(different) in names else "the model"
@@ -220,10 +268,121 @@ class Learner:
             if shape != parameter.shape:
                 raise ValueError(f"{name} has shape {list(shape)}, not {list(parameter.shape)}")
         optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
-        if other := optims - {self._optim}:
-            raise ValueError(f"its train.optim is {min(other)}, not {self._optim}")
+        if other := optims - {self._settings.optim}:
+            raise ValueError(f"its train.optim is {min(other)}, not {self._settings.optim}")
 
 
-def _with_logprobs(field: str, batches: Sequence[Batch], model: ReferenceModel) -> list[Batch]:
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    loss: TokenLoss,
+    compute_logprobs: ComputeLogprobs,
+    compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
+    max_grad_norm: float,
+    ranks: Ranks = SINGLE,
+) -> StepResult:
+    """Accumulate the gradients of all micro-batches on all ranks, clip them, step the optimizer.
+
+    The loss divides by the totals of all micro-batches, so the split into micro-batches and ranks
+    does not change the gradient. All ranks skip a step whose gradient norm is not finite.
+    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
+    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`. Raises
+    ConfigError when the loss does not return a scalar and a dict of scalars.
+    """
+    step_tokens, step_sequences, num_batches = _totals(batches, ranks)
+    sums: dict[str, float] = {}
+    for batch in batches:
+        row = (batch.token_ids, batch.trees, batch.scored)
+        if compute_with_entropy is None:
+            logprobs, entropy = compute_logprobs(*row, temperature=batch.temperatures), None
+        else:
+            logprobs, entropy = compute_with_entropy(*row, temperature=batch.temperatures)
+        if not batch.mask.any():  # filler of a rank in lockstep: run the backward pass only
+            (logprobs.sum() * 0.0).backward()
+            continue
+        tokens = Tokens(
+            logprobs=logprobs,
+            old_logprobs=batch.old_logprobs,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            sequence=batch.sequence,
+            num_sequences=batch.num_sequences,
+            step_tokens=step_tokens,
+            step_sequences=step_sequences,
+            prox_logprobs=logprobs.detach() if batch.prox_logprobs is None else batch.prox_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
+            entropy=entropy,
+        )
+        value, loss_metrics = call_loss(loss, tokens)
+        value.backward()
+        summands = {
+            "entropy": estimate_entropy(tokens),  # replaced by a loss that computes it
+            **loss_metrics,
+            **mismatch_summands(tokens, batch.senders),
+            "loss": value,
+        }
+        for name, summand in summands.items():
+            sums[name] = sums.get(name, 0.0) + float(summand.detach())
+    metrics = ranks.sum_metrics(sums)
+    mismatch = pop_mismatch(metrics)
+    num_not_finite = metrics.pop("not_finite", 0.0)
+    ratio, square = metrics.pop("ratio", 0.0), metrics.pop("ratio_square", 0.0)
+    grad_norm = _clip_and_step(optimizer, max_grad_norm, ranks) if num_batches else 0.0
+    loss_value = metrics.pop("loss", 0.0)
+    skip_reason = ""
+    if not math.isfinite(grad_norm):
+        skip_reason = _skip_reason(loss, loss_value, num_not_finite)
+    return StepResult(
+        {
+            "loss": loss_value,
+            "grad_norm": grad_norm,
+            "mismatch_kl": metrics.pop("mismatch_kl", 0.0),
+            "ess": ratio**2 / (step_tokens * square) if square else 1.0,
+            "skipped": float(bool(skip_reason)),
+            **metrics,
+        },
+        skip_reason,
+        {} if skip_reason else mismatch,
+    )
+
+
+def _totals(batches: Sequence[Batch], ranks: Ranks) -> tuple[float, float, int]:
+    """Unmasked tokens and rollouts that have one, each at least 1, and batches, on all ranks."""
+    tokens = sum(float(batch.mask.sum()) for batch in batches)
+    rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
+    totals = torch.tensor([tokens, rollouts, len(batches)], dtype=torch.float64)
+    ranks.all_reduce(totals)
+    return max(1.0, float(totals[0])), max(1.0, float(totals[1])), int(totals[2])
+
+
+def _clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:
+    """Clip the summed gradients, step if their norm is finite, and return the norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ranks.sum_gradients(parameters)
+    grad_norm = float(ranks.full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)))
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float) -> str:
+    if num_not_finite:
+        return f"{num_not_finite:.0f} logprobs of the policy are not finite"
+    if not math.isfinite(value):
+        return f"the loss is {value} although every logprob of the policy is finite"
+    return f"the gradient of loss '{name_of(loss)}' is not finite although its value is {value:.6g}"
+
+
+def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:
+    """Mean of each metric over the updates of a step; 0 counts for an update without it."""
+    names = dict.fromkeys(name for update in updates for name in update.metrics)
+    return {name: fmean(update.metrics.get(name, 0.0) for update in updates) for name in names}
+
+
+def _with_logprobs(name: str, batches: Sequence[Batch], model: ReferenceModel) -> list[Batch]:
+    """Set the field `name` of each batch to the model's logprobs of its tokens."""
     logprobs = zip(batches, model(batches), strict=True)
-    return [replace(batch, **{field: values}) for batch, values in logprobs]
+    return [replace(batch, **{name: values}) for batch, values in logprobs]

@@ -8,18 +8,23 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from peralta_zmq.learning.optimizer_step import Score
 from peralta_zmq.learning.packing import Batch
 
+# ComputeLogprobs(token_ids [M], trees, scored [N], temperature=...) is a model's forward pass: it
+# returns the logprobs [N] of the tokens at the indices `scored` of a packed row, at a temperature
+# that is a number or a tensor [N]. The other one also returns the entropies [N], in nats, of the
+# distributions that the tokens were drawn from. models/scoring.py has both, as methods of Scorer.
+ComputeLogprobs: TypeAlias = Callable[..., Tensor]
+ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 # Computes the logprobs [N] of the generated tokens of each batch.
 ReferenceModel: TypeAlias = Callable[[Sequence[Batch]], list[Tensor]]
 
 
 @torch.no_grad()
-def compute_logprobs(score: Score, batches: Sequence[Batch]) -> list[Tensor]:
+def reference_logprobs(compute_logprobs: ComputeLogprobs, batches: Sequence[Batch]) -> list[Tensor]:
     """Logprobs [N] of the generated tokens of each batch, without gradient."""
     return [
-        score(batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures)
+        compute_logprobs(batch.token_ids, batch.trees, batch.scored, temperature=batch.temperatures)
         for batch in batches
     ]
 
@@ -36,12 +41,12 @@ class PolicyCopy:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        score: Score,
+        compute_logprobs: ComputeLogprobs,
         *,
         sync_steps: int | None = None,
         mixup_alpha: float = 1.0,
     ) -> None:
-        self._parameters, self._score = parameters, score
+        self._parameters, self._compute_logprobs = parameters, compute_logprobs
         self._sync_steps, self._mixup_alpha = sync_steps, mixup_alpha
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -49,7 +54,7 @@ class PolicyCopy:
         """Logprobs [N] of each batch; afterwards the policy has its weights back, bit for bit."""
         self._swap()
         try:
-            return compute_logprobs(self._score, batches)
+            return reference_logprobs(self._compute_logprobs, batches)
         finally:
             self._swap()
 

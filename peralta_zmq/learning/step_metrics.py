@@ -10,15 +10,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+import torch
+from torch import Tensor
+
 from peralta_zmq.learning.admission import staleness
+from peralta_zmq.learning.losses import (
+    STRICT_LOG_RATIO,
+    Tokens,
+    k3,
+    ratio_of,
+    sequence_sum,
+    token_mean,
+)
 from peralta_zmq.rollout import RolloutGroup
 
 WINDOW = 4  # the mean covers the last steps that had groups of the sender
 MIN_STEPS = 2  # steps before a sender can be flagged
+SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
 MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
 
-def describe(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
+def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
     """Metrics of all groups admitted to a step, with or without signal.
 
     `reward_std` is the mean of the standard deviations within groups.
@@ -113,6 +125,48 @@ class MismatchStatistics:
         }
         self.flagged |= new
         return list(new)
+
+
+@torch.no_grad()
+def mismatch_summands(tokens: Tokens, senders: Sequence[str]) -> dict[str, Tensor]:
+    """Summands, over micro-batches, of mismatch_kl and ess, and of the Mismatch of each sender.
+
+    ess, the effective sample size, is sum(ratio)^2 / (tokens * sum(ratio^2)). `senders` has one
+    entry per rollout.
+    """
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    ratio, kl = ratio_of(log_ratio, limit=STRICT_LOG_RATIO), k3(log_ratio)
+    sums = {
+        "mismatch_kl": token_mean(tokens, kl),
+        "ratio": (tokens.mask * ratio).sum(),
+        "ratio_square": (tokens.mask * ratio.square()).sum(),
+        "not_finite": (~tokens.logprobs.isfinite()).sum(),
+    }
+    for prefix, values in ((SENDER_KL, kl), (SENDER_TOKENS, torch.ones_like(kl))):
+        for sender, value in zip(senders, sequence_sum(tokens, values).cpu(), strict=False):
+            sums[prefix + sender] = sums.get(prefix + sender, 0.0) + value
+    return sums
+
+
+@torch.no_grad()
+def estimate_entropy(tokens: Tokens) -> Tensor:
+    """Summand of the policy's mean entropy per token, in nats, estimated as mean(-r pi).
+
+    Unbiased when sampling truncates nothing (no top-k, top-p or min-p).
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs, limit=STRICT_LOG_RATIO)
+    return token_mean(tokens, -ratio * tokens.logprobs)
+
+
+def pop_mismatch(sums: dict[str, float]) -> dict[str, Mismatch]:
+    """Remove the sums of each sender; senders without unmasked tokens have no entry."""
+    mismatch: dict[str, Mismatch] = {}
+    for name in [name for name in sums if name.startswith(SENDER_TOKENS)]:
+        sender = name.removeprefix(SENDER_TOKENS)
+        kl, num_tokens = sums.pop(SENDER_KL + sender), sums.pop(name)
+        if num_tokens:
+            mismatch[sender] = Mismatch(kl, num_tokens)
+    return mismatch
 
 
 def mismatch_metrics(step: Mapping[str, Mismatch]) -> dict[str, float]:

@@ -18,7 +18,8 @@ from peralta_zmq.environments.curriculum import MAX_POSITIONS, DifficultyPools
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
-from peralta_zmq.learning.step_metrics import by_environment, mismatch_metrics
+from peralta_zmq.learning.learner import StepResult
+from peralta_zmq.learning.step_metrics import by_environment
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
@@ -148,18 +149,18 @@ class Trainer:
             return
         collected, journal_seconds = time.monotonic(), self.collector.journal_seconds
         failpoint("trainer.collected")
-        metrics = self.learn(groups)
+        result = self.learn(groups)
         failpoint("trainer.stepped")
         self.mismatch.flag(step=self.step)
         publish_seconds = self.publish()
-        metrics |= {
+        timings = {
             "queue/depth": depth,
             "time/wait_for_batch": collected - started - journal_seconds,
             "time/journal": self.collector.journal_seconds,
             "time/publish": publish_seconds,
-            **self.publishing.metrics(),
         }
-        self.record(groups, metrics, step_time=time.monotonic() - started)
+        result.metrics.update(timings | self.publishing.metrics())
+        self.record(groups, result, step_time=time.monotonic() - started)
         failpoint("trainer.recorded")
         if self.step % self.session.config.eval.interval == 0:
             self.evaluations.request(self.step)
@@ -168,22 +169,22 @@ class Trainer:
 
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
-    ) -> dict[str, float]:
-        """Take the next optimizer step on a batch; returns its metrics.
+    ) -> StepResult:
+        """Take the next optimizer step on a batch.
 
         On return the groups of the batch are on disk. `learning_rate`, if not None, replaces that
         of the schedule.
         """
-        learner, run_log = self.policy.learner, self.session.run_log
-        metrics = self.policy.learner.learn(groups, learning_rate=learning_rate)
+        run_log = self.session.run_log
+        result = self.policy.learner.learn(groups, learning_rate=learning_rate)
         failpoint("trainer.learned")
         self.collector.commit()  # before the step is announced or published
-        if reason := learner.skip_reason:
-            run_log.event("skip", step=learner.step, reason=reason)
-            run_log.note(f"step {learner.step} skipped: {reason}")
+        if reason := result.skip_reason:
+            run_log.event("skip", step=self.step, reason=reason)
+            run_log.note(f"step {self.step} skipped: {reason}")
         self.checkpoints.update_progress()
-        self.mismatch.update(learner.mismatch)
-        return metrics | mismatch_metrics(learner.mismatch)
+        self.mismatch.update(result.mismatch)
+        return result
 
     def publish(self) -> float:
         """Publish the newest step in the background; returns the seconds that the copy took."""
@@ -192,25 +193,24 @@ class Trainer:
         return self.publishing.publish(self.step, keyframe=keyframe)
 
     def record(
-        self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, step_time: float
+        self, groups: Sequence[RolloutGroup], result: StepResult, *, step_time: float
     ) -> None:
         """Write the newest step to the run log, unless an earlier session has written it."""
         by_task = by_environment(groups) if len(self.session.config.environments) > 1 else {}
         row = {
-            **metrics,
+            **result.metrics,
             **by_task,
             **self.collector.metrics(),
             "generators": len(self.generators.live()),
-            **self.generators.metrics(metrics),
+            **self.generators.metrics(result.metrics),
             "step_time": step_time,
         }
-        advantages = self.policy.learner.advantages
-        self.recorder.record(self.step, groups, row, advantages=advantages)
+        self.recorder.record(self.step, groups, row, advantages=result.advantages)
 
     def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
         """Take a step of an earlier session again, on its groups from the journal."""
-        metrics = self.learn(groups, learning_rate=learning_rate)
-        self.record(groups, metrics, step_time=0.0)
+        result = self.learn(groups, learning_rate=learning_rate)
+        self.record(groups, result, step_time=0.0)
 
     def finish(self) -> None:
         """Save; then close a complete run with its evaluation, or report how to resume it."""

@@ -19,8 +19,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, PeraltaError, TrainingError
 from peralta_zmq.learning import distributed
 from peralta_zmq.learning.distributed import SINGLE, Command, DistributedRanks, Ranks
-from peralta_zmq.learning.learner import Learner
-from peralta_zmq.learning.step_metrics import Mismatch
+from peralta_zmq.learning.learner import Learner, StepResult
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import RolloutGroup
 
@@ -113,30 +112,15 @@ class LeadingLearner:
         """As `Learner.step`."""
         return self._learner.step
 
-    @property
-    def skip_reason(self) -> str:
-        """As `Learner.skip_reason`."""
-        return self._learner.skip_reason
-
-    @property
-    def advantages(self) -> Sequence[Sequence[float]]:
-        """As `Learner.advantages`."""
-        return self._learner.advantages
-
-    @property
-    def mismatch(self) -> Mapping[str, Mismatch]:
-        """As `Learner.mismatch`."""
-        return self._learner.mismatch
-
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
-    ) -> dict[str, float]:
+    ) -> StepResult:
         """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
         frames = [wire.encode_group(group) for group in groups]
         self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
-        metrics = self._learner.learn(groups, learning_rate=learning_rate)
+        result = self._learner.learn(groups, learning_rate=learning_rate)
         self._gather()
-        return metrics
+        return result
 
     def state(self) -> dict[str, torch.Tensor]:
         """`Learner.state`: whole tensors, which any number of ranks can restore."""

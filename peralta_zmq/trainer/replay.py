@@ -114,7 +114,7 @@ def replay(
                         "steps before it (--to) or after a later checkpoint (--from)"
                     )
                 break
-            metrics = learner.learn(groups, learning_rate=rates.get(step))
+            metrics = learner.learn(groups, learning_rate=rates.get(step)).metrics
             progress.hide()
             if first is None or step >= first:
                 yield step, metrics, fingerprint(lora.published_weights(model))

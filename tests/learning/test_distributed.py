@@ -19,8 +19,8 @@ from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
+from peralta_zmq.learning.learner import take_step
 from peralta_zmq.learning.losses import grpo, importance, reinforce
-from peralta_zmq.learning.optimizer_step import take_step
 from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 
@@ -66,7 +66,12 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
             batches = make_batches(samples, max_tokens=max_tokens, ranks=ranks)
             optimizer = GradientRecorder(model.parameters(), lr=1.0)
             result = take_step(
-                optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, ranks=ranks
+                optimizer,
+                batches,
+                compute_logprobs=score,
+                loss=loss,
+                max_grad_norm=math.inf,
+                ranks=ranks,
             )
             gradient = torch.cat(
                 [ranks.full_tensor(each).flatten() for each in optimizer.gradients]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sample_data import group_of, rollout_with
 
-from peralta_zmq.learning.filters import Filter, apply_filters, gibberish, overlong, repetition
+from peralta_zmq.learning.advantages import Filter, apply_filters, gibberish, overlong, repetition
 from peralta_zmq.rollout import Rollout
 
 

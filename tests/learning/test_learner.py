@@ -12,7 +12,7 @@ from sample_data import group_of, siblings, tiny_learner, tiny_model
 
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
-from peralta_zmq.learning.reference_models import PolicyCopy, compute_logprobs
+from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
@@ -40,13 +40,14 @@ def test_learn_increments_step() -> None:
 def test_learn_raises_probability_of_better_rollouts() -> None:
     model = tiny_model()
     learner = tiny_learner(model, weight_decay=0.0)
-    losses = [learner.learn(groups_of(1))["loss"] for _ in range(5)]
+    losses = [learner.learn(groups_of(1)).metrics["loss"] for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
 
 
 def test_metrics_report_learning_rate_of_the_step() -> None:
     learner = tiny_learner(tiny_model(), learning_rate=lambda step: step / 1000)
-    assert [learner.learn(groups_of(1))["learning_rate"] for _ in range(2)] == [0.001, 0.002]
+    rows = [learner.learn(groups_of(1)).metrics for _ in range(2)]
+    assert [row["learning_rate"] for row in rows] == [0.001, 0.002]
 
 
 def test_learning_rate_zero_changes_nothing() -> None:
@@ -59,19 +60,9 @@ def test_learning_rate_zero_changes_nothing() -> None:
 def test_step_without_signal_changes_no_weights() -> None:
     model = tiny_model()
     before, learner = weights(model), tiny_learner(model)
-    row = learner.learn([group_of([1, 1])])
+    row = learner.learn([group_of([1, 1])]).metrics
     assert identical(weights(model), before)
     assert (learner.step, row["reward"], row["frac_reward_zero_std"]) == (1, 1, 1)
-
-
-def test_learner_skips_step_without_finite_gradient() -> None:
-    model = tiny_model()
-    before = weights(model)
-    row = tiny_learner(model, loss=lambda tokens: (tokens.logprobs.sum() * math.nan, {})).learn(
-        groups_of(1)
-    )
-    assert identical(weights(model), before)
-    assert row["skipped"] == 1
 
 
 def nan_loss(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -83,9 +74,10 @@ def test_third_skipped_step_in_a_row_raises() -> None:
     model = tiny_model()
     before, learner = weights(model), tiny_learner(model, loss=nan_loss)
     for step in (1, 2):
-        assert learner.learn(groups_of(step))["skipped"] == 1
-        assert (
-            learner.skip_reason == "the loss is nan although every logprob of the policy is finite"
+        result = learner.learn(groups_of(step))
+        assert result.metrics["skipped"] == 1
+        assert result.skip_reason == (
+            "the loss is nan although every logprob of the policy is finite"
         )
     with pytest.raises(TrainingError, match=r"^steps 1 to 3 had no finite gradient \(the loss is"):
         learner.learn(groups_of(3))
@@ -97,8 +89,7 @@ def test_good_step_resets_the_skip_count() -> None:
     learner = tiny_learner(tiny_model(), loss=lambda tokens: next(turns)(tokens))
     problems = []
     for step in range(6):
-        learner.learn(groups_of(step))
-        problems.append(bool(learner.skip_reason))
+        problems.append(bool(learner.learn(groups_of(step)).skip_reason))
     assert problems == [True, True, False] * 2
 
 
@@ -184,7 +175,7 @@ def test_reference_models_score_the_same_tokens() -> None:
     (tokens,) = tokens_of_step(
         functools.partial(tiny_learner, policy),
         reference=PolicyCopy(parameters, Scorer(policy)),
-        teacher=functools.partial(compute_logprobs, Scorer(other)),
+        teacher=functools.partial(reference_logprobs, Scorer(other)),
     )
     for model, given in ((tiny_model(), tokens.ref_logprobs), (other, tokens.teacher_logprobs)):
         (own,) = tokens_of_step(functools.partial(tiny_learner, model))
@@ -210,13 +201,13 @@ def test_policy_copy_restores_policy_weights_after_scoring() -> None:
         without_reference.learn(groups_of(step))
     assert identical(weights(model), weights(plain))
     assert not identical(weights(model), base)
-    kl = [learner.learn(groups_of(4))["kl"] for _ in range(2)]
+    kl = [learner.learn(groups_of(4)).metrics["kl"] for _ in range(2)]
     assert 0 < kl[0] != kl[1]
 
 
 def test_policy_copy_syncs_every_sync_steps() -> None:
     learner = learner_with_reference(tiny_model(), sync_steps=2)
-    kl = [learner.learn(groups_of(1))["kl"] for _ in range(5)]
+    kl = [learner.learn(groups_of(1)).metrics["kl"] for _ in range(5)]
     assert [each == 0 for each in kl] == [True, False, True, False, True]
 
 
@@ -239,12 +230,12 @@ def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | No
     state = learner.state()
     assert any(path.startswith("reference/") for path in state) == (sync_steps is not None)
     save(tmp_path, Checkpoint(3, state, {}), run_id="run-1", keep_last=1)
-    expected = [learner.learn(groups_of(step))["kl"] for step in range(3, 6)]
+    expected = [learner.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)]
     saved = restore(tmp_path, run_id="run-1")
     assert saved is not None
     other = learner_with_reference(tiny_model(), sync_steps=sync_steps)
     other.restore(saved.step, saved.tensors)
-    assert [other.learn(groups_of(step))["kl"] for step in range(3, 6)] == expected
+    assert [other.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)] == expected
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -254,14 +245,14 @@ def test_restored_learner_repeats_steps_bit_for_bit(tmp_path: Path, steps: int) 
     for step in range(steps):
         learner.learn(groups_of(step))
     save(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1", keep_last=1)
-    expected = [learner.learn(groups_of(step))["loss"] for step in range(10, 13)]
+    expected = [learner.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)]
 
     saved = restore(tmp_path, run_id="run-1")
     assert saved is not None
     other_model = tiny_model(seed=2)
     other = tiny_learner(other_model)
     other.restore(saved.step, saved.tensors)
-    assert [other.learn(groups_of(step))["loss"] for step in range(10, 13)] == expected
+    assert [other.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)] == expected
     assert identical(weights(other_model), weights(model))
     assert other.step == learner.step
 

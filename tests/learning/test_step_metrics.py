@@ -12,7 +12,7 @@ from peralta_zmq.learning.step_metrics import (
     Mismatch,
     MismatchStatistics,
     by_environment,
-    describe,
+    describe_groups,
     mismatch_metrics,
 )
 
@@ -20,7 +20,7 @@ GROUPS = [
     group_of([1, 0, 0, 1], lengths=[4, 4, 4, 8], policy_step=6),
     group_of([1, 1, 1, 1], lengths=[2, 2, 2, 6], policy_step=4),
 ]
-ROW = describe(GROUPS, step=8)
+ROW = describe_groups(GROUPS, step=8)
 
 
 def test_reward_is_the_mean_of_all_rollouts() -> None:
@@ -53,13 +53,13 @@ def test_clipped_ratio_is_the_share_of_finish_reason_length() -> None:
         rollout_with(0.0, finish_reason="length"),
     )
     group = replace(GROUPS[0], rollouts=rollouts)
-    assert describe([group], step=8)["completions/clipped_ratio"] == 0.25
+    assert describe_groups([group], step=8)["completions/clipped_ratio"] == 0.25
 
 
 def test_reward_parts_have_separate_means() -> None:
     rollouts = (rollout_with(1.5, rewards={"right": 1.0, "short": 0.5}),
                 rollout_with(0.0, rewards={"right": 0.0, "short": 0.0}))  # fmt: skip
-    row = describe([replace(GROUPS[0], rollouts=rollouts)], step=8)
+    row = describe_groups([replace(GROUPS[0], rollouts=rollouts)], step=8)
     assert (row["rewards/right/mean"], row["rewards/short/mean"]) == (0.5, 0.25)
 
 
@@ -72,18 +72,18 @@ def test_environments_have_separate_mean_rewards() -> None:
 
 def test_generators_are_counted_with_their_newest_weights() -> None:
     groups = [*GROUPS, replace(GROUPS[0], generator_id="bob", policy_step=7)]
-    row = describe(groups, step=8)
+    row = describe_groups(groups, step=8)
     assert (row["gen/ann/groups"], row["gen/ann/step"]) == (2, 6)
     assert (row["gen/bob/groups"], row["gen/bob/step"]) == (1, 7)
 
 
 def test_step_without_signal_reports_its_reward() -> None:
-    row = describe([group_of([0.5, 0.5])], step=1)
+    row = describe_groups([group_of([0.5, 0.5])], step=1)
     assert (row["reward"], row["frac_reward_zero_std"]) == (0.5, 1)
 
 
 def test_metrics_do_not_depend_on_group_order() -> None:
-    assert describe(GROUPS[::-1], step=8) == pytest.approx(ROW)
+    assert describe_groups(GROUPS[::-1], step=8) == pytest.approx(ROW)
 
 
 # Logprob mismatch

@@ -279,13 +279,13 @@ def test_lora_checkpoint_resumes_bit_for_bit(tmp_path: Path, dropout: str) -> No
     learner.learn(some_groups(1))
     saved = checkpoint.Checkpoint(1, learner.state(), {})
     checkpoint.save(tmp_path, saved, run_id="run", keep_last=1)
-    expected = [learner.learn(some_groups(step))["loss"] for step in (2, 3)]
+    expected = [learner.learn(some_groups(step)).metrics["loss"] for step in (2, 3)]
     torch.manual_seed(5)  # a new process has another state
     other = build.make_learner(config, again := build.load_policy(config, models.EMBEDDED))
     restored = checkpoint.restore(tmp_path, run_id="run")
     assert restored is not None
     other.restore(restored.step, restored.tensors)
-    assert [other.learn(some_groups(step))["loss"] for step in (2, 3)] == expected
+    assert [other.learn(some_groups(step)).metrics["loss"] for step in (2, 3)] == expected
     ours, theirs = (lora.published_weights(each) for each in (model, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -52,9 +52,9 @@ def train(ranks: Ranks, *settings: str) -> tuple[dict[str, torch.Tensor], list[A
     learner = build.make_learner(config, build.load_policy(config, models.EMBEDDED), ranks)
     rows = list[Any]()
     for step in range(STEPS):
-        metrics = learner.learn(GROUPS[3 * step : 3 * step + 3])
-        mismatch = {name: (each.kl, each.num_tokens) for name, each in learner.mismatch.items()}
-        rows.append((metrics, mismatch))
+        result = learner.learn(GROUPS[3 * step : 3 * step + 3])
+        mismatch = {name: (each.kl, each.num_tokens) for name, each in result.mismatch.items()}
+        rows.append((result.metrics, mismatch))
     return learner.state(), rows
 
 

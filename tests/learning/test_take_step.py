@@ -15,8 +15,8 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import group_mean
+from peralta_zmq.learning.learner import StepResult, take_step
 from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
-from peralta_zmq.learning.optimizer_step import StepResult, take_step
 from peralta_zmq.learning.packing import (
     Batch,
     PackedGroups,
@@ -73,9 +73,9 @@ def gradient(
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of a step, flat, and the step's metrics."""
     optimizer = GradientRecorder(model.parameters(), lr=1.0)
-    score = options.pop("score", None) or Scorer(model)
+    options = {"compute_logprobs": Scorer(model), **options}
     result = take_step(
-        optimizer, batches, score=score, loss=loss, max_grad_norm=math.inf, **options
+        optimizer, batches, loss=loss, max_grad_norm=math.inf, **options
     )  # fmt: skip
     return torch.cat([each.flatten() for each in optimizer.gradients]), result.metrics
 
@@ -124,7 +124,7 @@ def test_packed_and_padded_gradients_are_equal(model: Any, loss: TokenLoss) -> N
     scorer.padding_reason = "padded rows: forced by the test"
     alone = packed_groups(share_prompts=False).samples
     padded = make_batches(alone, max_tokens=1000, padded=True)
-    padded_gradient, metrics = gradient(model, padded, loss, score=scorer)
+    padded_gradient, metrics = gradient(model, padded, loss, compute_logprobs=scorer)
     assert close(padded_gradient, packed, 1e-6)
     assert metrics == pytest.approx(expected, rel=1e-6)
 
@@ -167,7 +167,7 @@ def step_by_hand(
     parameter: torch.nn.Parameter, batches: list[Batch], *, factor: float = 1.0, **options: Any
 ) -> StepResult:
     chosen: dict[str, Any] = {
-        "score": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,
+        "compute_logprobs": lambda ids, trees, scored, temperature: parameter.expand(1) * factor,
         "loss": reinforce,
         "max_grad_norm": 10.0,
     }
@@ -265,7 +265,7 @@ def test_tokens_are_scored_at_batch_temperatures() -> None:
         return parameter.expand(1)
 
     for each in (0.7, torch.tensor([0.5])):
-        step_by_hand(parameter, [replace(batch, temperatures=each)], score=score)
+        step_by_hand(parameter, [replace(batch, temperatures=each)], compute_logprobs=score)
         assert seen[-1] is each
 
 
