@@ -104,8 +104,16 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
             (),
             "env.address '127.0.0.1:1' is not of the form http://HOST:PORT",
         ),
-        ('[[env]]\nname="a/b"', (), "env.name 'a/b' is not a plain name"),
-        ("", ("--curriculum.hash-keys=prompt,colour"), "hash_keys has 'colour'; choose from task"),
+        (
+            '[[env]]\nname="a/b"',
+            (),
+            "env.0.name = 'a/b' is wrong: should be a plain name; use letters",
+        ),
+        (
+            "",
+            ("--curriculum.hash-keys=prompt,colour"),
+            "hash_keys.1 = 'colour' is wrong: should be 'task'",
+        ),
         (
             "[curriculum]\neasy_threshold = 0.2\nhard_threshold = 0.5",
             (),
@@ -115,7 +123,7 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
         (
             "",
             ("--curriculum.oversampling-factor=0.5"),
-            "oversampling_factor 0.5 would give the trainer fewer",
+            "oversampling_factor = '0.5' is wrong: should be greater",
         ),
         ("", ("--eval.num-examples=0"), "eval.num_examples 0 measures nothing"),
         ("", ("--train.token-batch-size=0"), "train.token_batch_size"),

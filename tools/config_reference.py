@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from peralta_zmq.config.schema import sections
+from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import Section, default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
 
@@ -35,7 +35,7 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 def config_text() -> str:
     """The whole page."""
     parts = [OPENING]
-    for name, section in sections().items():
+    for name, section in section_models().items():
         parts.append(_section(f"[{name}]", section))
     parts.append(_section("[[env]] and [[eval.env]]", EnvSection, note=" In files only."))
     return "\n".join(parts)

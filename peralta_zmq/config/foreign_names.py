@@ -1,17 +1,17 @@
-"""Errors for unknown settings, with a hint: the nearest name, or our name for a foreign one.
+"""Error messages for unknown settings, with the setting that the user probably meant.
 
-A foreign name is the name of a setting in another training program; foreign_names.toml lists these.
+A foreign name is the name that another training program (TRL, prime-rl, ...) uses for a setting;
+foreign_names.toml lists the foreign names of each setting of this program. A setting is written
+`section.leaf`, such as `train.learning_rate`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias, cast
-
-from peralta_zmq.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,60 +31,19 @@ FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
 RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 
 
-def refuse_unknown_settings(settings: Mapping[str, object], known: Known) -> None:
-    """Raise ConfigError for the first unknown section or setting."""
-    for section, content in settings.items():
-        if section == "env" and isinstance(content, (list, tuple)):
-            continue  # [[env]] is a setting of ours; only [env] is a foreign name, for [task]
-        if section not in known:
-            raise ConfigError(_unknown_section(section, content, known))
-        if isinstance(content, Mapping):
-            _refuse_unknown_leaves(section, cast("Mapping[str, object]", content), known)
-        elif not hasattr(
-            content, "model_fields_set"
-        ):  # a Section object, passed by Python code, has it
-            raise ConfigError(
-                f"'{section}' is a section, not a setting ({section} = {shorten(content)}); "
-                f"its settings: {', '.join(known[section])}"
-            )
+def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
+    """Return the error message for a setting that does not exist."""
+    hint = right_name(section, leaf, known)
+    return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
 
 
-def refuse_unknown_rows(
-    settings: Mapping[str, object], known: Known, *, leaves: Sequence[str]
-) -> None:
-    """Raise ConfigError for the first setting in [[env]] or [[eval.env]] not in `leaves`."""
-    evaluation = settings.get("eval")
-    tables = {"env": settings.get("env")}
-    if isinstance(evaluation, Mapping):
-        tables["eval.env"] = cast("Mapping[str, object]", evaluation).get("env")
-    for option, rows in tables.items():
-        for row in cast("list[object]", rows) if isinstance(rows, list) else []:
-            for leaf in cast("Mapping[str, object]", row) if isinstance(row, Mapping) else ():
-                if leaf not in leaves:
-                    matches = get_close_matches(leaf, leaves, n=1)
-                    hint = f"did you mean {matches[0]}?" if matches else right_name("", leaf, known)
-                    raise ConfigError(f"unknown setting {leaf} in [[{option}]]; {hint}")
-
-
-def _refuse_unknown_leaves(section: str, content: Mapping[str, object], known: Known) -> None:
-    for leaf, value in content.items():
-        if leaf not in known[section]:
-            hint = right_name(section, leaf, known)
-            raise ConfigError(f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}")
-        if isinstance(value, bool) and known[section][leaf] is not bool:
-            raise ConfigError(  # pydantic would read true as the number 1
-                f"{section}.{leaf} = {shorten(value)} is not a number or text; "
-                "set a value, or leave it out for the default"
-            )
-
-
-def _unknown_section(section: str, content: object, known: Known) -> str:
+def unknown_section(section: str, content: object, known: Known) -> str:
+    """Return the error message for a section, or a setting without section, that does not exist."""
     if not isinstance(content, Mapping):
         hint = right_name("", section, known)
         return f"unknown setting {section} = {shorten(content)}; {hint}"
     for leaf, value in cast("Mapping[str, object]", content).items():
-        hint = right_name(section, leaf, known)
-        return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
+        return unknown_setting(section, leaf, value, known)
     return f"unknown section [{section}]; the sections are {', '.join(known)}"
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
-from peralta_zmq.config.sections import PLAIN_NAME, Section, Text
+from peralta_zmq.config.sections import PlainName, Section, Text
 from peralta_zmq.errors import ConfigError
 
 PLAIN_FOLDER = re.compile(
@@ -26,7 +24,7 @@ HOME_FOLDER = "~/peralta_zmq"
 class Host(Section):
     """One machine and its workers."""
 
-    name: Text
+    name: PlainName
     """name in logs; its workers are NAME-trainer and NAME-0, NAME-1 ..."""
     ssh: Text | None = None
     """arguments for ssh, e.g. -p 2222 me@box; None = this machine, without ssh"""
@@ -66,20 +64,6 @@ class Host(Section):
         """Folder to which the project is copied; None = the workers run in this checkout."""
         return self.dir or (HOME_FOLDER if self.ssh else None)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, settings: object) -> object:
-        if isinstance(settings, Mapping):
-            table = cast("Mapping[str, object]", settings)
-            for leaf in table:
-                if leaf not in cls.model_fields:
-                    matches = get_close_matches(leaf, cls.model_fields, n=1)
-                    choices = f"a host has {', '.join(cls.model_fields)}"
-                    hint = f"did you mean {matches[0]}?" if matches else choices
-                    name = table.get("name", "without a name")
-                    raise ConfigError(f"host {name}: unknown setting {leaf}; {hint}")
-        return settings
-
 
 class Hosts(Section):
     """All machines of a run."""
@@ -115,13 +99,11 @@ def load_hosts(path: Path) -> Hosts:
         check_files(words)
         return cli(Hosts, args=words)
     except (ConfigError, ConfigFileError, OSError, UnicodeDecodeError) as error:
-        text = " ".join(reason_of(error, "configs/hosts.example.toml").split())
+        text = " ".join(reason_of(error, "bin/lan", Hosts).split())
         raise ConfigError(f"{path}: {text}") from None
 
 
 def _check_host(host: Host) -> None:
-    if not PLAIN_NAME.fullmatch(host.name):
-        raise ConfigError(f"host {host.name!r} is not a plain name; use letters, digits, . _ and -")
     folder = host.dir or HOME_FOLDER
     if not PLAIN_FOLDER.fullmatch(folder) or ".." in folder.split("/"):
         raise ConfigError(
@@ -156,16 +138,6 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
                 "list it once, with count = for its generators, or give each a dir of its own"
             )
         seen[location] = host.name
-    for name, owners in _owners(hosts).items():
-        if len(owners) > 1:
-            raise ConfigError(
-                f"hosts {' and '.join(owners)} would both have a worker {name}; rename one"
-            )
-
-
-def _owners(hosts: tuple[Host, ...]) -> dict[str, list[str]]:
-    names = [(worker, host.name) for host in hosts for worker in host.workers]
-    return {worker: [host for name, host in names if name == worker] for worker, _ in names}
 
 
 def _check_roles(hosts: tuple[Host, ...]) -> None:

@@ -13,14 +13,12 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_config import (  # pyright: ignore[reportMissingTypeStubs]
-    ConfigFileError,
-    cli,
-)
+from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
+from pydantic_core import ErrorDetails
 
-from peralta_zmq.config.foreign_names import shorten
-from peralta_zmq.config.schema import Config, known_fields, sections
-from peralta_zmq.config.sections import default_text, row_model_of
+from peralta_zmq.config.foreign_names import shorten, unknown_section, unknown_setting
+from peralta_zmq.config.schema import Config, known_fields, section_models
+from peralta_zmq.config.sections import Section, default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError
 
@@ -70,14 +68,18 @@ def check_files(words: Sequence[str]) -> None:
             raise ConfigError(f"config file {name} does not exist; {_nearest_file(path)}")
 
 
-def reason_of(error: Exception, program: str) -> str:
-    """Explain an error of the command line or of a config file, with the remedy."""
+def reason_of(error: Exception, program: str, root: type[Section] = Config) -> str:
+    """Explain an error of the command line or of a file, with the remedy.
+
+    `root` is the model of the file: `Config`, or the one of a hosts file.
+    """
     if isinstance(error.__cause__, ValidationError):
-        return "; ".join(
-            f"{'.'.join(map(str, detail['loc']))} = {shorten(detail['input'])} is wrong: "
-            f"{detail['msg'].removeprefix('Input ')}"
-            for detail in error.__cause__.errors(include_url=False)
-        )
+        problems = error.__cause__.errors(include_url=False)
+        for problem in problems:
+            # [env] is unknown as well: only [[env]] exists, and [env] is a foreign name of [task].
+            if problem["type"] == "extra_forbidden" or problem["loc"] == ("env",):
+                return _explain_unknown(root, problem["loc"], problem["input"])
+        return "; ".join(map(_explain_wrong_value, problems))
     if isinstance(error, ConfigFileError):
         return f"{error}; {program} --help lists all settings"
     if isinstance(error, OSError):
@@ -87,6 +89,38 @@ def reason_of(error: Exception, program: str) -> str:
     return str(error)
 
 
+def _explain_unknown(root: type[Section], path: Sequence[str | int], value: object) -> str:
+    """Explain an unknown setting; `path` has its section or table, row numbers, and its name."""
+    *tables, leaf = (key for key in path if isinstance(key, str))
+    if root is Config and not tables:
+        return unknown_section(leaf, value, known_fields())
+    if root is Config and len(path) == 2:
+        return unknown_setting(tables[0], leaf, value, known_fields())
+    model = root
+    for table in tables:
+        model = _model_of(model.model_fields.get(table)) or model
+    matches = get_close_matches(leaf, model.model_fields, n=1)
+    table = f"[{'.'.join(tables)}]" if len(path) == len(tables) + 1 else f"[[{'.'.join(tables)}]]"
+    hint = f"did you mean {matches[0]}?" if matches else f"it has {', '.join(model.model_fields)}"
+    return f"unknown setting {leaf} in {table}; {hint}"
+
+
+def _model_of(field: FieldInfo | None) -> type[Section] | None:
+    """The model of a table, of the rows of an array, or of the values of a dictionary."""
+    annotation = field.annotation if field else None
+    kinds = (annotation, *get_args(annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def _explain_wrong_value(problem: ErrorDetails) -> str:
+    name, value = ".".join(map(str, problem["loc"])), shorten(problem["input"])
+    if name in section_models():
+        leaves = ", ".join(known_fields()[name])
+        return f"'{name}' is a section, not a setting ({name} = {value}); its settings: {leaves}"
+    message = problem["msg"].removeprefix("Input ").removeprefix("String ")
+    return f"{name} = {value} is wrong: {message}"
+
+
 def help_text(program: str) -> str:
     """Return the text of --help: usage, sections and settings, as wide as the terminal.
 
@@ -94,7 +128,7 @@ def help_text(program: str) -> str:
     """
     width = max(80, shutil.get_terminal_size().columns)
     parts = [USAGE.format(program=program)]
-    for name, section in sections().items():
+    for name, section in section_models().items():
         lines = [f"[{name}] {section.__doc__}"]
         for leaf, field in section.model_fields.items():
             if not row_model_of(field):
@@ -144,8 +178,7 @@ def _check_missing_values(words: Sequence[str]) -> None:
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")
         kind = known.get(section, {}).get(leaf)
-        may_stand_alone = (
-            kind in (None, bool) or section == "filter"
-        )  # without a value, --filter.NAME only counts
+        # Without a value, --filter.NAME adds a filter with its defaults.
+        may_stand_alone = kind in (None, bool) or section == "filter"
         if flag.startswith("--") and not may_stand_alone and following.startswith("--"):
             raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")

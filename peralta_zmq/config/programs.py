@@ -43,13 +43,10 @@ def verifier() -> int:
 def lan() -> int:
     """peralta-lan: a run on this machine (local), or on the machines of a hosts file."""
     program = program_name("lan")
-    if sys.argv[1:2] in (["up"], ["sync"]) and not CHECKOUT_BIN.exists():
-        return run_plain_program(_refuse_without_checkout, program)
     if sys.argv[1:2] and sys.argv[1] in LAN_COMMANDS:
         return run_plain_program("peralta_zmq.operate.lan:main", program)
-    if sys.argv[1:2] == ["local"]:
-        return run_program("peralta_zmq.operate.local:main", program, commands=["local"])
-    return run_program("", program, commands=["local", *LAN_COMMANDS])  # help, or an error
+    commands = ["local", *LAN_COMMANDS]  # all of them, for the help and for an unknown command
+    return run_program("peralta_zmq.operate.local:main", program, commands=commands)
 
 
 def replay() -> int:
@@ -130,13 +127,6 @@ def _resolved(main: Callable[..., int | None] | str) -> Callable[..., int | None
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _refuse_without_checkout(arguments: Sequence[str]) -> int:
-    raise ConfigError(
-        f"{arguments[0]} copies a checkout of the project to the hosts, and this is an installed "
-        "package; clone the project and run bin/lan there"
-    )
 
 
 def _die_on_interrupt() -> None:

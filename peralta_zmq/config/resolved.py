@@ -22,8 +22,10 @@ RESOLVED = "config.toml"
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
 
 # Settings without influence on the training result; a resumed run may change them.
-FREE_SECTIONS = {"checkpoint", "dashboard", "eval", "generator", "log", "security", "verifier",
-                 "weights", "wire"}  # fmt: skip
+FREE_SECTIONS = {
+    *("checkpoint", "dashboard", "eval", "generator", "log"),
+    *("security", "verifier", "weights", "wire"),
+}
 FREE_SETTINGS = {
     "curriculum.easy_fraction",
     "curriculum.hard_fraction",

@@ -1,80 +1,55 @@
-"""`Config`: all settings of a run, and the checks of settings that depend on each other."""
+"""`Config`: all settings of a run, and the checks of settings that depend on each other.
+
+Bounds of a single setting are in its section (`sections`, `training_sections`). The checks here
+raise ConfigError for the first contradiction between several settings.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from peralta_zmq.atomic_files import MAX_NAME, is_loopback
-from peralta_zmq.config.foreign_names import refuse_unknown_rows, refuse_unknown_settings
-from peralta_zmq.config.sections import (
-    PLAIN_NAME,
-    TRACKERS,
-    CheckpointSection,
-    DashboardSection,
-    EngineSection,
-    GeneratorSection,
-    LogSection,
-    ModelSection,
-    RunSection,
-    Section,
-    SecuritySection,
-    VerifierSection,
-    WeightsSection,
-    WireSection,
-)
-from peralta_zmq.config.training_sections import (
-    AdvantageSection,
-    CurriculumSection,
-    DataSection,
-    EnvSection,
-    EvalSection,
-    FilterSection,
-    LoraSection,
-    LossSection,
-    SamplingSection,
-    TaskSection,
-    TrainSection,
-)
+from peralta_zmq.atomic_files import is_loopback
+from peralta_zmq.config import sections
+from peralta_zmq.config import training_sections as training
+from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError
 
 # bfloat16 has a relative resolution of 1/256. With a larger beta, the optimizer state changes by
 # less than 1 % per step, which is mostly rounded away.
 MAX_BETA_BF16 = 0.99
-HASH_KEYS = ("task", "prompt", "answer", "id")
 
 
 class Config(Section):
     """All settings of a run; the same file configures the trainer and every generator."""
 
-    run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
-    task: TaskSection = TaskSection()
-    data: DataSection = DataSection()
-    env: tuple[EnvSection, ...] = ()
-    curriculum: CurriculumSection = CurriculumSection()
-    sampling: SamplingSection = SamplingSection()
-    engine: EngineSection = EngineSection()
-    generator: GeneratorSection = GeneratorSection()
-    train: TrainSection = TrainSection()
-    lora: LoraSection = LoraSection()
-    loss: LossSection = LossSection()
-    advantage: AdvantageSection = AdvantageSection()
-    filter: FilterSection = FilterSection()
-    eval: EvalSection = EvalSection()
-    verifier: VerifierSection = VerifierSection()
-    wire: WireSection = WireSection()
-    weights: WeightsSection = WeightsSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    security: SecuritySection = SecuritySection()
-    log: LogSection = LogSection()
-    dashboard: DashboardSection = DashboardSection()
+    run: sections.RunSection = sections.RunSection()
+    model: sections.ModelSection = sections.ModelSection()
+    task: training.TaskSection = training.TaskSection()
+    data: training.DataSection = training.DataSection()
+    env: tuple[training.EnvSection, ...] = ()
+    curriculum: training.CurriculumSection = training.CurriculumSection()
+    sampling: training.SamplingSection = training.SamplingSection()
+    engine: sections.EngineSection = sections.EngineSection()
+    generator: sections.GeneratorSection = sections.GeneratorSection()
+    train: training.TrainSection = training.TrainSection()
+    lora: training.LoraSection = training.LoraSection()
+    loss: training.LossSection = training.LossSection()
+    advantage: training.AdvantageSection = training.AdvantageSection()
+    filter: training.FilterSection = training.FilterSection()
+    eval: training.EvalSection = training.EvalSection()
+    verifier: sections.VerifierSection = sections.VerifierSection()
+    wire: sections.WireSection = sections.WireSection()
+    weights: sections.WeightsSection = sections.WeightsSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    security: sections.SecuritySection = sections.SecuritySection()
+    log: sections.LogSection = sections.LogSection()
+    dashboard: sections.DashboardSection = sections.DashboardSection()
 
     @property
     def run_folder(self) -> Path:
@@ -97,12 +72,13 @@ class Config(Section):
         return Path(self.security.keys).expanduser() if self.security.keys else None
 
     @property
-    def environments(self) -> tuple[EnvSection, ...]:
+    def environments(self) -> tuple[training.EnvSection, ...]:
         """Training environments: [[env]], or the single one of [task] and [data]."""
-        return self.env or (EnvSection(task=self.task.name, **self.data.model_dump()),)
+        single = training.EnvSection(task=self.task.name, **self.data.model_dump())
+        return self.env or (single,)
 
     @property
-    def eval_environments(self) -> tuple[EnvSection, ...]:
+    def eval_environments(self) -> tuple[training.EnvSection, ...]:
         """Environments of the evaluation."""
         return self.eval.env or self.environments
 
@@ -116,24 +92,20 @@ class Config(Section):
         """Number of groups per optimizer step."""
         return self.train.batch_size // self.sampling.num_generations
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_names(cls, settings: object) -> object:
-        if isinstance(settings, Mapping):
-            settings = cast("Mapping[str, object]", settings)
-            known = known_fields()
-            refuse_unknown_rows(settings, known, leaves=list(EnvSection.model_fields))
-            refuse_unknown_settings(settings, known)
-        return cast(object, settings)
-
     @model_validator(mode="after")
-    def _check_together(self) -> Config:
-        _check_config(self)
+    def _check_contradictions(self) -> Config:
+        _check_batch(self)
+        _check_temperature(self.sampling)
+        _check_reference(self)
+        _check_ranges(self)
+        _check_security(self)
+        _check_environments(self)
+        _check_curriculum(self)
         return self
 
 
-def sections() -> dict[str, type[Section]]:
-    """Return the model of each section by name."""
+def section_models() -> dict[str, type[Section]]:
+    """Return the model of each section by name; without `env`, which is an array of tables."""
     kinds = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: kind
@@ -146,20 +118,8 @@ def known_fields() -> dict[str, dict[str, object]]:
     """Return the type of each setting by section and leaf name."""
     return {
         name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
-        for name, section in sections().items()
+        for name, section in section_models().items()
     }
-
-
-def _check_config(config: Config) -> None:
-    """Raise ConfigError for the first contradiction between settings."""
-    _check_names(config)
-    _check_batch(config)
-    _check_temperature(config.sampling)
-    _check_reference(config)
-    _check_ranges(config)
-    _check_security(config)
-    _check_environments(config)
-    _check_curriculum(config.curriculum, num_environments=len(config.environments))
 
 
 def host_and_port(address: str, *, option: str) -> tuple[str, int]:
@@ -174,25 +134,6 @@ def host_and_port(address: str, *, option: str) -> tuple[str, int]:
     return host, port
 
 
-def _check_names(config: Config) -> None:
-    for tracker in config.run.report_to:
-        if tracker not in TRACKERS:
-            raise ConfigError(
-                f"run.report_to has {tracker!r}; choose from {', '.join(TRACKERS)}, or leave it out"
-            )
-    names = {"run.name": config.run.name, "generator.name": config.generator.name}
-    for key, name in names.items():
-        if name is not None:
-            _check_plain_name(key, name)
-            if len(name) > MAX_NAME:
-                raise ConfigError(f"{key} has {len(name)} letters; use at most {MAX_NAME}")
-
-
-def _check_plain_name(key: str, name: str) -> None:
-    if not PLAIN_NAME.fullmatch(name):
-        raise ConfigError(f"{key} {name!r} is not a plain name; use letters, digits, . _ and -")
-
-
 def _check_batch(config: Config) -> None:
     batch_size, num_generations = config.train.batch_size, config.sampling.num_generations
     if batch_size % num_generations:
@@ -203,7 +144,7 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_temperature(sampling: SamplingSection) -> None:
+def _check_temperature(sampling: training.SamplingSection) -> None:
     kind = sampling.temp_scheduler
     if kind is not None and sampling.temperature is not None:
         raise ConfigError(
@@ -271,7 +212,8 @@ def _check_security(config: Config) -> None:
 
 
 def _check_environments(config: Config) -> None:
-    if config.env and (config.task.name, config.data) != (TaskSection().name, DataSection()):
+    has_task = config.task.name != training.TaskSection().name
+    if config.env and (has_task or config.data != training.DataSection()):
         raise ConfigError(
             "[[env]] and the settings of [task] or [data] exclude each other; "
             "move them into an [[env]]"
@@ -280,7 +222,7 @@ def _check_environments(config: Config) -> None:
     _check_environment_rows("eval.env", config.eval.env)
 
 
-def _check_environment_rows(option: str, environments: Sequence[EnvSection]) -> None:
+def _check_environment_rows(option: str, environments: Sequence[training.EnvSection]) -> None:
     for label, count in Counter(env.label for env in environments).items():
         if count > 1:
             raise ConfigError(
@@ -288,35 +230,23 @@ def _check_environment_rows(option: str, environments: Sequence[EnvSection]) -> 
                 "give each of them its own name"
             )
     for env in environments:
-        if env.name is not None:
-            _check_plain_name(f"{option}.name", env.name)
         if env.address is not None:
             host_and_port(env.address, option=f"{option}.address")
 
 
-def _check_curriculum(curriculum: CurriculumSection, *, num_environments: int) -> None:
+def _check_curriculum(config: Config) -> None:
+    curriculum = config.curriculum
     if curriculum.env_ratios is not None:
-        _check_ratios(curriculum.env_ratios, num_environments)
-    unknown = [key for key in curriculum.hash_keys if key not in HASH_KEYS]
-    if unknown or not curriculum.hash_keys:
-        raise ConfigError(
-            f"curriculum.hash_keys has {unknown[0] if unknown else 'no key'!r}; "
-            f"choose from {', '.join(HASH_KEYS)}"
-        )
+        _check_ratios(curriculum.env_ratios, num_environments=len(config.environments))
     easy, hard = curriculum.easy_threshold, curriculum.hard_threshold
     if easy is not None and hard is not None and hard >= easy:
         raise ConfigError(
             f"curriculum.hard_threshold {hard} is not below curriculum.easy_threshold {easy}; "
             "only problems between the two are sampled"
         )
-    if curriculum.oversampling_factor < 1:
-        raise ConfigError(
-            f"curriculum.oversampling_factor {curriculum.oversampling_factor} would give the "
-            "trainer fewer groups than a step needs; use 1 or more"
-        )
 
 
-def _check_ratios(ratios: Sequence[float], num_environments: int) -> None:
+def _check_ratios(ratios: Sequence[float], *, num_environments: int) -> None:
     listed = ", ".join(f"{ratio:g}" for ratio in ratios)
     if len(ratios) != num_environments:
         raise ConfigError(

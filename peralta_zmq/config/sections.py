@@ -7,10 +7,10 @@ these. A setting that TRL also has uses the name in TRL. Settings of the trainin
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -18,12 +18,14 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
+from pydantic_core import PydanticCustomError
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-TRACKERS = ("tensorboard", "trackio", "wandb")
+from peralta_zmq.atomic_files import MAX_NAME, PLAIN_NAME
 
 
 def _split_commas(value: object) -> object:
@@ -33,16 +35,26 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if value.strip() else []
 
 
+def _check_plain_name(name: str) -> str:
+    """Require a name that is also a file name on every system."""
+    if not PLAIN_NAME.fullmatch(name):
+        message = "should be a plain name; use letters, digits, . _ and -"
+        raise PydanticCustomError("plain_name", message)
+    return name
+
+
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
+PlainName: TypeAlias = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_check_plain_name)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-Port: TypeAlias = Annotated[
-    int, Field(ge=1, le=65532)
-]  # at most 65535 - 3: wire.port also uses the next three
-Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
-Numbers: TypeAlias = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
+# At most 65535 - 3, because wire.port also uses the next three ports.
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
+CommaSeparated = BeforeValidator(_split_commas)
+Names: TypeAlias = Annotated[tuple[Text, ...], CommaSeparated]
+Numbers: TypeAlias = Annotated[tuple[float, ...], CommaSeparated]
+Tracker: TypeAlias = Literal["tensorboard", "trackio", "wandb"]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -52,6 +64,16 @@ class Section(BaseConfig):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """Reject true and false for a number, which pydantic would read as 1 and 0."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and annotation is not bool:
+            message = "should be a number or text; set a value, or leave it out for the default"
+            raise PydanticCustomError("bool_as_number", message)
+        return value
 
 
 def row_model_of(field: FieldInfo) -> type[Section] | None:
@@ -73,7 +95,7 @@ def default_text(field: FieldInfo) -> str:
 class RunSection(Section):
     """Name, folder and seed of the run."""
 
-    name: Text = "demo"
+    name: PlainName = "demo"
     """name of the run and of its folder"""
     dir: Text = "runs"
     """parent folder of all run folders"""
@@ -81,7 +103,7 @@ class RunSection(Section):
     """seed of all random number generators of the run"""
     num_local_generators: PositiveInt = 2
     """generators that `bin/lan local` starts on this machine, in addition to the trainer"""
-    report_to: Names = ()
+    report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
     """trackers that receive the metrics as well: tensorboard, trackio, wandb"""
 
 
@@ -112,7 +134,7 @@ class EngineSection(Section):
 class GeneratorSection(Section):
     """Identity of one generator; differs between generators."""
 
-    name: Text | None = None
+    name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
     """share of the problems that this generator samples, from 0 to count - 1"""

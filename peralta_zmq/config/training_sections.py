@@ -11,11 +11,13 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from peralta_zmq.config.sections import (
+    CommaSeparated,
     Decay,
     Fraction,
     FractionOrZero,
     Names,
     Numbers,
+    PlainName,
     Probability,
     Section,
     Table,
@@ -23,6 +25,9 @@ from peralta_zmq.config.sections import (
 )
 
 AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
+HashKeys: TypeAlias = Annotated[
+    tuple[Literal["task", "prompt", "answer", "id"], ...], Field(min_length=1), CommaSeparated
+]
 
 
 class TaskSection(Section):
@@ -56,7 +61,7 @@ class DataSection(Section):
 class EnvSection(DataSection):
     """One of several environments; a single one is described by [task] and [data]."""
 
-    name: Text | None = None
+    name: PlainName | None = None
     """name in metrics and at the verifier; None = name of the task"""
     task: Text = "calculator"
     """a shipped task, or the import path of a custom module"""
@@ -79,7 +84,7 @@ class CurriculumSection(Section):
 
     env_ratios: Numbers | None = None
     """weight of each [[env]] in the sampling, in their order; None = number of problems"""
-    hash_keys: Names = ("task", "prompt")
+    hash_keys: HashKeys = ("task", "prompt")
     """fields that identify a problem: task, prompt, answer, id (assigned by the task)"""
     easy_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at least this (easy pool); None = off"""
@@ -91,7 +96,7 @@ class CurriculumSection(Section):
     """fraction of the hard pool that is sampled again when a run is resumed"""
     online_difficulty_filtering: bool = False
     """drop groups whose mean reward is exactly 0 or 1, and wait for other groups"""
-    oversampling_factor: PositiveFloat = 1.0
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """groups in flight as a multiple of the groups per step, at least 1; raise it to filter"""
 
 
@@ -256,40 +261,34 @@ class LoraSection(Section):
     all-linear = all of them except the head"""
 
 
-class GibberishFilter(Section):
-    """A rare token that was sampled with a very low probability."""
+class FilterOptions(Section):
+    """Options of every filter."""
 
     enforce: bool = False
     """remove detected rollouts from the loss; false = only count them"""
+
+
+class GibberishFilter(FilterOptions):
+    """A rare token that was sampled with a very low probability."""
+
     token_id_threshold: PositiveInt = 100_000
     """tokens with larger ids are rare"""
     logprob_offset: NonNegativeFloat = 2.0
     """a logprob is very low if it is this far below that of a uniform distribution"""
 
 
-class RepetitionFilter(Section):
+class RepetitionFilter(FilterOptions):
     """Many consecutive tokens with a probability near 1."""
 
-    enforce: bool = False
-    """remove detected rollouts from the loss; false = only count them"""
     window: PositiveInt = 3000
     """number of tokens, or half of sampling.max_completion_length if that is less"""
     prob_threshold: Probability = 0.99
     """a token sampled with a higher probability counts"""
 
 
-class OverlongFilter(Section):
-    """Completion truncated at the maximum length."""
-
-    enforce: bool = False
-    """remove detected rollouts from the loss; false = only count them"""
-
-
-class CustomFilter(Section):
+class CustomFilter(FilterOptions):
     """A filter function of the user."""
 
-    enforce: bool = False
-    """remove detected rollouts from the loss; false = only count them"""
     kwargs: Table = Field(default={})
     """keyword arguments of the filter"""
 
@@ -303,7 +302,7 @@ class FilterSection(Section):
     repetition: RepetitionFilter | None = None
     """many consecutive tokens with a probability near 1; a table of enforce (false = only count),
     window (3000), prob_threshold (0.99)"""
-    overlong: OverlongFilter | None = None
+    overlong: FilterOptions | None = None
     """completion truncated at the maximum length; a table of enforce (false = only count)"""
     custom: dict[str, CustomFilter] = Field(default={})
     """custom filters: a table of enforce and kwargs for each import path"""

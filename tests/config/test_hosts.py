@@ -72,9 +72,9 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
      "hosts mac and pc are the same folder of the same machine; list it once, with count = for "
      "its generators, or give each a dir of its own"),
     (f'{TRAINER}[[host]]\nname = "a"\ncount = 1\n[[host]]\nname = "a b"\ndir = "x"\n',
-     "host 'a b' is not a plain name; use letters, digits, . _ and -"),
+     "host.2.name = 'a b' is wrong: should be a plain name; use letters, digits, . _ and -"),
     (f'{TRAINER}[[host]]\nname = "pc"\nrolle = "x"\n',
-     "host pc: unknown setting rolle; did you mean role?"),
+     "unknown setting rolle in [[host]]; did you mean role?"),
     (f'{TRAINER}[[host]]\nname = "pc"\ncount = 0\n',
      "host pc: count = 0 runs nothing there; leave the host out"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "me@pc -v"\n',

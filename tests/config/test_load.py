@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from peralta_zmq.config import Config
-from peralta_zmq.config.schema import sections
+from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import ConfigError
 
@@ -33,7 +33,7 @@ def test_load_accepts_scientific_notation() -> None:
 def test_load_accepts_each_default_on_the_command_line() -> None:
     arguments = [
         f"--{name}.{leaf.replace('_', '-')}={default_text(field)}"
-        for name, section in sections().items()
+        for name, section in section_models().items()
         for leaf, field in section.model_fields.items()
         if not row_model_of(field)
     ]

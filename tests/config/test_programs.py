@@ -12,7 +12,7 @@ import pytest
 from config_files import REPO
 
 from peralta_zmq.config import Config, programs, run_plain_program, run_program
-from peralta_zmq.config.schema import sections
+from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import WireError
 
@@ -127,7 +127,7 @@ except SystemExit as error:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stderr == "0 []\n"
     words = " ".join(result.stdout.split())
-    for section, model in sections().items():
+    for section, model in section_models().items():
         for leaf, field in model.model_fields.items():
             if row_model_of(field):
                 continue

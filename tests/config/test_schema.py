@@ -26,7 +26,7 @@ def test_wrong_choice_lists_the_choices() -> None:
 
 def test_true_is_refused_as_a_number(tmp_path: Path) -> None:
     message = toml_refusal(tmp_path, "[train]\nmax_steps = true")
-    assert message.startswith("train.max_steps = True is not a number or text; ")
+    assert message.startswith("train.max_steps = True is wrong: should be a number or text; ")
 
 
 def test_number_is_refused_as_text(tmp_path: Path) -> None:
@@ -127,7 +127,8 @@ def test_run_name_that_is_no_file_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize("key", ["run.name", "generator.name"])
 def test_name_longer_than_128_letters_is_refused(key: str) -> None:
     load(f"--{key}", "x" * 128)
-    assert refusal(f"--{key}", "x" * 129) == f"{key} has 129 letters; use at most 128"
+    expected = "is wrong: should have at most 128 characters"
+    assert refusal(f"--{key}", "x" * 129) == f"{key} = '{'x' * 55} ... {expected}"
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "*", "::", "10.0.0.7", "eth0", "trainer.local"])

@@ -120,7 +120,7 @@ def test_report_to_is_a_list_of_known_trackers() -> None:
     with pytest.raises(ConfigError) as caught:
         parsed("--run.report-to", "tb")
     assert str(caught.value) == (
-        "run.report_to has 'tb'; choose from tensorboard, trackio, wandb, or leave it out"
+        "run.report_to.0 = 'tb' is wrong: should be 'tensorboard', 'trackio' or 'wandb'"
     )
 
 
