@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from peralta_zmq.config import Config, run_program
+from peralta_zmq.config import Config
+from peralta_zmq.config.programs import run_program
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
 from peralta_zmq.operate.local import run_local

@@ -12,8 +12,7 @@ Nothing here imports torch: `--help` and configuration errors take less than hal
 """
 
 from peralta_zmq.config.load import files_given, load_config
-from peralta_zmq.config.programs import run_plain_program, run_program
-from peralta_zmq.config.resolved import RESOLVED, earlier_config, toml_text, write_resolved
+from peralta_zmq.config.resolved import RESOLVED, earlier_config, write_resolved
 from peralta_zmq.config.schema import Config
 
 __all__ = [
@@ -22,8 +21,5 @@ __all__ = [
     "earlier_config",
     "files_given",
     "load_config",
-    "run_plain_program",
-    "run_program",
-    "toml_text",
     "write_resolved",
 ]

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from peralta_zmq.config import Config, toml_text
+from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.operate.doctor.machine_checks import OLDEST_PYTHON
 from peralta_zmq.operate.ssh import (
     LONG_SECONDS,

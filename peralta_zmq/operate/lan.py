@@ -1,11 +1,14 @@
-"""`bin/lan`: one run on several machines, started over ssh; it continues without this process.
+"""`bin/lan`: start and control one run on the machines (hosts) of a hosts file, over ssh.
 
-up       probe every host, copy, install, send settings, check, start; then show the logs
+A worker is the trainer or one generator. Each worker has a supervisor on its host, which restarts
+it after a crash (operate/supervisor.py); the run continues when bin/lan ends. Commands:
+
+up       probe every host, copy the code, install, send settings, check, start; then show the logs
 sync     only probe, copy and install
-status   state of every worker
-logs, restart, stop, enable, disable   [NAME ...]: a host, or one worker
+status   print the state of every worker
+logs, restart, stop, enable, disable   for the workers of a host, or for one worker, by name
 down     stop all workers
-local    a run on this machine (operate/local.py)
+local    a run on this machine only, without hosts file (operate/local.py)
 """
 
 from __future__ import annotations
@@ -21,22 +24,14 @@ from typing import TYPE_CHECKING
 from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import host_setup, lan_monitor
-from peralta_zmq.operate.ssh import (
-    LONG_SECONDS,
-    BackgroundCommand,
-    Command,
-    failure,
-    on_host,
-    run,
-    ssh_problem,
-)
+from peralta_zmq.operate import host_setup, lan_monitor, ssh
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
     from peralta_zmq.config.hosts import Host, Hosts
 
 PROGRAM = "bin/lan"
+STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
 DOCTOR_READY = "answering the doctors"  # printed by the trainer's doctor
 LOOPBACK = ("127.0.0.1", "localhost")  # tests use 127.0.0.2 as the address of another machine
@@ -48,12 +43,17 @@ def main(arguments: Sequence[str]) -> int:
 
     options, settings = _parser().parse_known_args(arguments)
     command: str = options.command
-    if settings and command not in ("up", "sync"):
+    if settings and command not in STARTING:
         raise ConfigError(f"{command} takes no {settings[0]}; settings are for bin/lan up")
+    if command in STARTING and not (host_setup.REPO / "bin").exists():
+        raise ConfigError(
+            f"{command} copies a checkout of the project to the hosts, and this is an installed "
+            "package; clone the project and run bin/lan there"
+        )
     path = options.hosts or (HOSTS_FILE if HOSTS_FILE.exists() else EXAMPLE)
     hosts = load_hosts(path)
     hosts_option = f"--hosts {path}"
-    if command in ("up", "sync"):
+    if command in STARTING:
         config = load_config(f"{PROGRAM} up", ["@", hosts.config, *settings])
         check_addresses(hosts, config)
         fleet = Fleet(hosts, config, hosts_option, options.partial, options.dry_run)
@@ -136,10 +136,12 @@ class Fleet:
         if self.dry_run:
             return run_doctors([trainer]) and run_doctors(others)
         step = host_setup.doctor(trainer, self.config)
-        with BackgroundCommand(step, DOCTOR_READY) as doctor:
+        with ssh.BackgroundCommand(step, DOCTOR_READY) as doctor:
             passed = not doctor.is_ready or run_doctors(others)
             result = doctor.end()
-        self._report(trainer, "doctor", ssh_problem(trainer, result) or step.find_problem(result))
+        self._report(
+            trainer, "doctor", ssh.ssh_problem(trainer, result) or step.find_problem(result)
+        )
         if doctor.is_ready or self.failed:
             return passed and self._can_continue()
         return run_doctors(others)  # a trainer that runs already answers them itself
@@ -155,7 +157,7 @@ class Fleet:
         )
         return False
 
-    def _supervisor_steps(self, command: str) -> Callable[[Host], list[Command]]:
+    def _supervisor_steps(self, command: str) -> Callable[[Host], list[ssh.Command]]:
         return lambda host: host_setup.supervisor_steps(
             host, command, host_setup.jobs_of(host, self.hosts, self.config)
         )
@@ -163,7 +165,7 @@ class Fleet:
     def _phase(
         self,
         title: str,
-        steps_of: Callable[[Host], list[Command]],
+        steps_of: Callable[[Host], list[ssh.Command]],
         hosts: Sequence[Host] | None = None,
     ) -> bool:
         """Run one phase; True if the next one may follow."""
@@ -171,7 +173,7 @@ class Fleet:
         return self._can_continue()
 
     def _run_steps(
-        self, title: str, steps_of: Callable[[Host], list[Command]], hosts: Sequence[Host]
+        self, title: str, steps_of: Callable[[Host], list[ssh.Command]], hosts: Sequence[Host]
     ) -> None:
         """Run or print the steps of all hosts that have not failed, in parallel."""
         active = [host for host in hosts if host.name not in self.failed]
@@ -209,12 +211,12 @@ class Fleet:
         return False
 
 
-def _first_problem(entry: tuple[Host, list[Command]]) -> str | None:
+def _first_problem(entry: tuple[Host, list[ssh.Command]]) -> str | None:
     """Run the steps of a host until one fails; its problem."""
     host, steps = entry
     for step in steps:
-        result = run(step)
-        if problem := ssh_problem(host, result) or step.find_problem(result):
+        result = ssh.run(step)
+        if problem := ssh.ssh_problem(host, result) or step.find_problem(result):
             return problem
     return None
 
@@ -226,9 +228,9 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
     def send(entry: tuple[Host, list[str]]) -> str | None:
         host, names = entry
         script = host_setup.supervisor_script(host, verb, *names)
-        result = run(on_host(host, script, seconds=LONG_SECONDS))
+        result = ssh.run(ssh.on_host(host, script, seconds=ssh.LONG_SECONDS))
         sys.stdout.write(result.out)
-        return ssh_problem(host, result) or failure(result)
+        return ssh.ssh_problem(host, result) or ssh.failure(result)
 
     with ThreadPoolExecutor(max_workers=len(selected)) as pool:
         problems = list(pool.map(send, selected))
@@ -269,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in LAN_COMMANDS:
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
-        if name in ("up", "sync"):
+        if name in STARTING:
             command.add_argument("--dry-run", action="store_true", help="print every command")
             command.add_argument(
                 "--partial", action="store_true", help="continue without generator hosts that fail"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from config_files import REPO
 
-from peralta_zmq.config import Config, programs, run_plain_program, run_program
+from peralta_zmq.config import Config
+from peralta_zmq.config.programs import run_plain_program, run_program
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.errors import WireError
@@ -99,16 +100,6 @@ def test_help_lists_commands(
         exit_code(monkeypatch, "local", "--help")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
-
-
-def test_lan_up_without_checkout_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(programs, "CHECKOUT_BIN", tmp_path / "bin")
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/peralta-lan", "up"])
-    assert programs.lan() == 2
-    expected = "peralta-lan: error: up copies a checkout of the project to the hosts, and this is "
-    assert capsys.readouterr().err.startswith(expected)
 
 
 @pytest.mark.parametrize("name", ["trainer", "generator"])

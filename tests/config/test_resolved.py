@@ -10,7 +10,8 @@ from config_files import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peralta_zmq.config import Config, earlier_config, toml_text, write_resolved
+from peralta_zmq.config import Config, earlier_config, write_resolved
+from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError
 

@@ -108,6 +108,13 @@ def test_weights_password_is_sent_if_this_machine_has_it(tmp_path: Path) -> None
     assert "--weights.token-file .lan/weights-token" in host_setup.doctor(PC, served).shown
 
 
+def test_up_without_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without a hosts file, nothing starts if the check is missing
+    monkeypatch.setattr(host_setup, "REPO", tmp_path)
+    with pytest.raises(ConfigError, match="up copies a checkout of the project to the hosts, and"):
+        lan.main(["up"])
+
+
 # Files that a copy keeps.
 
 

@@ -1,4 +1,8 @@
-"""Result of a check, and the report that runs checks and prints their results."""
+"""Result of one check of bin/doctor, and the report that runs checks and prints their results.
+
+A check is a function that returns a `Check`: whether it passed, what it found (detail), and what
+the user should do (remedy).
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,20 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import ParamSpec
 
 from peralta_zmq.errors import PeraltaError, described
 
 CRASHED = "this is a bug of bin/doctor, or of the code that it called; the other checks still ran"
-MOUNT_SECONDS = 120.0  # time limit of a check of a mounted folder
+MOUNT_SECONDS = 120.0  # time limit of a check of a folder that may be on a dead mount
 HANGS = "a mount hangs: is the NAS on? Unmount it (umount -l) and mount it again"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of a check. If it is ok, a remedy is only advice."""
+    """Result of a check. The remedy of a check that passed is only advice."""
 
     ok: bool
     detail: str
@@ -30,13 +35,13 @@ P = ParamSpec("P")
 
 
 class Report:
-    """Runs checks and prints each result at once."""
+    """Runs checks, prints each result at once, and counts the failures."""
 
     def __init__(self) -> None:
         self.checks: dict[str, Check] = {}  # by name
 
     def add(self, name: str, check: Check) -> bool:
-        """Print a result; True if it is ok."""
+        """Print a result; returns True if the check passed."""
         self.checks[name] = check
         level = "FAIL" if not check.ok else "note" if check.remedy else "ok"
         remedy = f". {check.remedy[0].upper()}{check.remedy[1:]}" if check.remedy else ""
@@ -47,18 +52,20 @@ class Report:
     def run(
         self, name: str, check: Callable[P, Check | None], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Run a check and print its result; True if it is ok or does not apply (None)."""
-        result = run_check(lambda: check(*args, **kwargs))
+        """Run a check and print its result; returns True if it passed or does not apply (None)."""
+        result = run_check(partial(check, *args, **kwargs))
         return result is None or self.add(name, result)
 
     def run_on_mount(
         self, name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Run a check in a thread that is abandoned if it hangs, as on a dead mount."""
+        """Like `run`, for a check that may hang: fails it after MOUNT_SECONDS.
+
+        The check runs in a thread, because a system call on a dead mount cannot be interrupted.
+        """
         results: SimpleQueue[Check | None] = SimpleQueue()
-        threading.Thread(
-            target=lambda: results.put(run_check(lambda: check(*args, **kwargs))), daemon=True
-        ).start()
+        call = partial(check, *args, **kwargs)
+        threading.Thread(target=lambda: results.put(run_check(call)), daemon=True).start()
         try:
             result = results.get(timeout=MOUNT_SECONDS)
         except Empty:
@@ -78,7 +85,7 @@ class Report:
 
 
 def run_check(check: Callable[[], Check | None]) -> Check | None:
-    """The result of a check; an exception is a failed check."""
+    """Return the result of a check; an exception that it raises is a failed check."""
     try:
         return check()
     except PeraltaError as error:
@@ -88,6 +95,6 @@ def run_check(check: Callable[[], Check | None]) -> Check | None:
 
 
 def failed_check(error: PeraltaError, remedy: str = "see docs/troubleshooting.md") -> Check:
-    """The failed check for an error, whose remedy is the text after the first semicolon."""
+    """Return the failed check for an error; its remedy is the message after the semicolon."""
     detail, _, own_remedy = str(error).partition("; ")
     return Check(False, detail, own_remedy or remedy)

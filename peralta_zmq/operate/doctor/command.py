@@ -1,4 +1,8 @@
-"""The command line of bin/doctor, and `bin/doctor keygen`."""
+"""Command line of bin/doctor: the checks of a machine, and `bin/doctor keygen`.
+
+`keygen` makes the CURVE key pairs with which ZeroMQ encrypts and authenticates the connections
+between the generators and the trainer.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,7 @@ Checks this machine with the settings of a run; exit code 1 if a check fails.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`bin/doctor ARGUMENTS`; the exit code. Raises ConfigError for wrong options."""
-    from peralta_zmq.operate.doctor import role_checks
-
+    """Run `bin/doctor ARGUMENTS`; returns the exit code. Raises ConfigError for keygen."""
     if arguments[:1] == ["keygen"]:
         keygen(load_config(f"{PROGRAM} keygen", arguments[1:]))
         return 0
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         report.add("config", failed_check(error, "see bin/doctor --help"))
         return report.close(as_json=options.json)
+    from peralta_zmq.operate.doctor import role_checks  # imports numpy, too slow for --help
+
     role = options.role or role_checks.default_role(config)
     report.add("config", Check(True, f"run {config.run.name}, checked as its {role}"))
     with ExitStack() as stack:
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The doctor's options, and the remaining arguments for the config."""
+    """Return the options of bin/doctor itself, and the other arguments, which are settings."""
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(USAGE)
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
@@ -66,23 +70,25 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _serve(seconds: float) -> None:
-    """Wait, or until standard input ends if it is a pipe, while other doctors are answered."""
+    """Wait while a thread answers the doctors of other machines.
+
+    Ends early when standard input is a pipe and its writer closes it, as bin/lan does.
+    """
     sys.stdout.write(f"answering the doctors of generators for {seconds:g} s\n")
     sys.stdout.flush()
     deadline = time.monotonic() + seconds
-    descriptor = sys.stdin.fileno()
-    mode = os.fstat(descriptor).st_mode
-    pipes = [descriptor] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    pipes = [sys.stdin.fileno()] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
     while (remaining := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select(pipes, [], [], remaining)
-        if ready and not os.read(descriptor, 4096):
+        if ready and not os.read(ready[0], 4096):
             return
 
 
 def keygen(config: Config) -> None:
-    """Make the missing keys of the trainer and of one generator; print which files to copy.
+    """Make the missing keys of the trainer and of `generator.name`; print which files to copy.
 
-    Raises ConfigError, or WireError for a key file.
+    Raises ConfigError for the settings, WireError for a key file that cannot be used.
     """
     from peralta_zmq.wire import auth
 
@@ -95,10 +101,11 @@ def keygen(config: Config) -> None:
         is_new = auth.make_keys(folder, owner)
         sys.stdout.write(f"{owner}: {'made' if is_new else 'kept'} in {folder}\n")
     if name is None:
-        sys.stdout.write("for a generator: the same with --generator.name NAME\n")
+        sys.stdout.write("for the key of a generator, add --generator.name NAME\n")
         return
     sys.stdout.write(
-        f"copy {auth.TRAINER}{auth.PUBLIC} and {name}{auth.SECRET} to {folder} on its machine "
-        f"(chmod 600 {name}{auth.SECRET}), start it there with --generator.name {name},\n"
-        f"and leave {name}{auth.PUBLIC} and {auth.TRAINER}{auth.SECRET} here, with the trainer\n"
+        f"copy {auth.TRAINER}{auth.PUBLIC} and {name}{auth.SECRET} to {folder} on the generator's "
+        f"machine (chmod 600 {name}{auth.SECRET}), start the generator with --generator.name "
+        f"{name},\nand leave {name}{auth.PUBLIC} and {auth.TRAINER}{auth.SECRET} on this machine, "
+        "with the trainer\n"
     )

@@ -1,6 +1,6 @@
-"""Checks of this machine: versions, device, sleep, and the local network permission of macOS.
+"""Checks of this machine: versions, device, model, reward, sleep, and macOS's network permission.
 
-The functions take the values of the system as arguments, so that tests can pass others.
+Most functions take the state of the system as arguments, so that tests can pass another one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import TypeAlias
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from peralta_zmq.config import Config
 from peralta_zmq.operate.doctor.checks import Check
@@ -22,7 +27,6 @@ PACKAGE = "peralta_zmq"
 OLDEST_PYTHON = (3, 10)
 # The first version that leaks interned strings and the first fixed one (cpython issue 113993).
 LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
-REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)(?:\[\w+\])?[^;]*?>=([\d.]+)[^;]*(;.*)?")
 SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
 LOCAL_NETWORK = (
     "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
@@ -59,31 +63,29 @@ def check_versions(
     if python[:2] < OLDEST_PYTHON:
         detail = f"Python {shown_python} is too old"
         return Check(False, detail, "use Python 3.10 or newer")
-    matches = [
-        match for text in requirements if (match := REQUIREMENT.match(text)) and not match[3]
-    ]
-    if not matches:
+    # Libraries with a marker belong to an extra, or to another version of Python.
+    required = [library for library in map(Requirement, requirements) if not library.marker]
+    if not required:
         detail = f"{PACKAGE} is not installed in {sys.executable}"
         return Check(False, detail, "run make setup, then use .venv/bin/python")
-    versions = {match[1]: version_of(match[1]) for match in matches}
     wrong = [
-        f"{name} {versions[name] or 'is missing'} (needs {minimum})"
-        for name, minimum in (match.group(1, 2) for match in matches)
-        if _numbers(versions[name] or "") < _numbers(minimum)
+        f"{library.name} {version_of(library.name) or 'is missing'} (needs {library.specifier})"
+        for library in required
+        if not _is_satisfied(library, version_of(library.name))
     ]
     if wrong:
-        return Check(
-            False, ", ".join(wrong), "run make setup, or pip install --editable . in this Python"
-        )
-    libraries = ", ".join(f"{name} {versions.get(name) or version_of(name)}" for name in SHOWN)
+        remedy = "run make setup, or pip install --editable . in this Python"
+        return Check(False, ", ".join(wrong), remedy)
+    libraries = ", ".join(f"{name} {version_of(name)}" for name in SHOWN)
     if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
         detail = f"Python {shown_python} never frees names that it has read, {libraries}"
         return Check(True, detail, "use Python 3.12.6 or newer, or 3.11, for a trainer")
     return Check(True, f"Python {shown_python}, {libraries}")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _is_satisfied(library: Requirement, version: str | None) -> bool:
+    # A Jetson has pre-releases of torch (2.6.0a0+nv25.01), which count as the release.
+    return version is not None and Version(version).base_version in library.specifier
 
 
 def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
@@ -99,6 +101,38 @@ def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
         detail = f"{detail}; nvidia-smi is installed, but torch finds no GPU"
         return Check(True, detail, "install a CUDA build of torch; for a Jetson see README")
     return Check(True, detail)
+
+
+def check_model(config: Config) -> Check:
+    """Check that the trainer's model loads without a network. Raises ConfigError."""
+    from peralta_zmq import models
+
+    started, folder = time.monotonic(), models.model_folder(config.model.name)
+    tokenizer = models.load_tokenizer(folder)
+    model = models.load_model(
+        folder, device=models.choose_device(config.model.device), dtype=models.DTYPES["float32"]
+    )
+    size = f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokenizer)} tokens"
+    seconds = time.monotonic() - started
+    return Check(True, f"{config.model.name}: {size}, loaded offline in {seconds:.1f} s")
+
+
+def check_reward(config: Config) -> Check:
+    """Open every environment and score one correct answer. Raises ConfigError or TaskError."""
+    from peralta_zmq.build import open_environments
+
+    details: list[str] = []
+    with closing(open_environments(config, "train")) as environments:
+        for name, size in environments.sizes.items():
+            problem = next(each for each in environments.problems if each.task == name)
+            environments.reward(problem, problem.answer)  # starts the reward processes
+            started = time.monotonic()
+            reward = environments.reward(problem, problem.answer)
+            seconds = time.monotonic() - started
+            total = sum(reward.values()) if isinstance(reward, dict) else reward
+            example = f"the answer {problem.answer[:20]!r} earns {total:g}"
+            details.append(f"{name}: {size} problems, {example} in {1e3 * seconds:.1f} ms")
+    return Check(True, "; ".join(details))
 
 
 def check_sleep(system: str, run_command: RunCommand, on_battery: bool) -> Check:

@@ -115,16 +115,11 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A reply to a probe, with the times of request and reply in unix seconds of our clock."""
+    """A reply to a probe, the time at which the probe was sent, and the round-trip time."""
 
     reply: wire.ProbeReply
-    sent: float
-    received: float
-
-    @property
-    def seconds(self) -> float:
-        """The round-trip time."""
-        return self.received - self.sent
+    sent: float  # unix seconds by the clock of this machine
+    seconds: float
 
 
 def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
@@ -141,7 +136,7 @@ def send_probes(client: wire.ProbeClient) -> ProbeResult:
     for _ in range(NUM_PROBES):
         sent = time.time()
         reply, seconds = client.request("info", timeout=PROBE_SECONDS)
-        results.append(ProbeResult(reply, sent, sent + seconds))
+        results.append(ProbeResult(reply, sent, seconds))
     return min(results, key=lambda result: result.seconds)
 
 
@@ -165,8 +160,8 @@ def check_throughput(client: wire.ProbeClient) -> Check:
 
 def check_clock(result: ProbeResult) -> Check:
     """Compare the two clocks, which only logs, events and certificates depend on."""
-    ahead = (result.sent + result.received) / 2 - result.reply.time
     uncertainty = result.seconds / 2
+    ahead = result.sent + uncertainty - result.reply.time  # the reply is made in the middle
     side = "ahead of" if ahead > 0 else "behind"
     detail = f"{abs(ahead):.3f} s {side} the trainer's (within {uncertainty:.3f} s)"
     remedy = "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"

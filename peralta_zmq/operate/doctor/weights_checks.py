@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from peralta_zmq import atomic_files
+from peralta_zmq.config import Config
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate.doctor.checks import Check
 
 if TYPE_CHECKING:
@@ -200,15 +202,23 @@ def check_speed(
     return Check(True, f"{speed / 1e6:.0f} MB/s, reading {num_bytes / 1e6:.1f} MB {source}{load}")
 
 
-def model_bytes_of(folder: Path, *, dtype: str) -> int:
-    """Bytes of a published model: the numbers in the safetensors files of a folder, in `dtype`."""
+def model_bytes_of(config: Config) -> int | None:
+    """Bytes of a published model, from the headers of its safetensors files.
+
+    None if the model is not on this machine.
+    """
+    from peralta_zmq import models
+
     num_numbers = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        num_numbers += sum(math.prod(tensor["shape"]) for tensor in header.values())
-    return num_numbers * {"float32": 4}.get(dtype, 2)
+    try:
+        for path in models.model_folder(config.model.name).glob("*.safetensors"):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header.pop("__metadata__", None)
+            num_numbers += sum(math.prod(tensor["shape"]) for tensor in header.values())
+    except (ConfigError, OSError, ValueError):
+        return None
+    return num_numbers * (4 if config.weights.dtype == "float32" else 2)
 
 
 def nearest_folder(folder: Path) -> Path:

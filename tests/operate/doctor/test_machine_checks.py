@@ -52,8 +52,8 @@ def test_versions_of_this_python_pass() -> None:
     ("check", "detail", "remedy"),
     [
         (versions((3, 9, 19)), "Python 3.9.19 is too old", "use Python 3.10 or newer"),
-        (versions(torch="2.5.1"), "torch 2.5.1 (needs 2.6)", "run make setup"),
-        (versions(msgpack=None), "msgpack is missing (needs 1.1)", "run make setup"),
+        (versions(torch="2.5.1"), "torch 2.5.1 (needs >=2.6)", "run make setup"),
+        (versions(msgpack=None), "msgpack is missing (needs >=1.1)", "run make setup"),
         (machine_checks.check_versions((3, 12), []), "peralta_zmq is not installed", "run make"),
     ],
 )  # fmt: skip
@@ -62,8 +62,9 @@ def test_wrong_versions_fail(check: Check, detail: str, remedy: str) -> None:
     assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
 
 
-def test_minor_version_10_is_newer_than_6() -> None:
-    assert versions(torch="2.10.0").ok
+@pytest.mark.parametrize("torch", ["2.10.0", "2.6.0a0+ecf3bae40a.nv25.01"])
+def test_newer_minor_version_and_jetson_build_pass(torch: str) -> None:
+    assert versions(torch=torch).ok
 
 
 def test_device_check_reports_dtype_and_reason() -> None:

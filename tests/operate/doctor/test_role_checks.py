@@ -12,7 +12,7 @@ import pytest
 from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.operate import doctor
-from peralta_zmq.operate.doctor import role_checks
+from peralta_zmq.operate.doctor import machine_checks, role_checks
 from peralta_zmq.operate.doctor.checks import Report
 from tools.link_proxy import free_ports
 
@@ -142,15 +142,15 @@ def test_keygen_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_missing_model_names_the_download_command() -> None:
     with pytest.raises(ConfigError, match="fetch it once with: hf download no/such-model"):
-        role_checks.check_model(load_config("doctor", ["--model.name", "no/such-model"]))
+        machine_checks.check_model(load_config("doctor", ["--model.name", "no/such-model"]))
 
 
 def test_missing_reward_is_refused() -> None:
     config = load_config("doctor", ["--task.reward", "no_such_module:f"])
     with pytest.raises(ConfigError, match="no_such_module"):
-        role_checks.check_reward(config)
+        machine_checks.check_reward(config)
 
 
 def test_missing_data_is_refused() -> None:
     with pytest.raises((ConfigError, TaskError), match="nowhere"):
-        role_checks.check_reward(load_config("doctor", ["--data.train", "nowhere.csv"]))
+        machine_checks.check_reward(load_config("doctor", ["--data.train", "nowhere.csv"]))

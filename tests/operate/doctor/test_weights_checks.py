@@ -14,7 +14,7 @@ import pytest
 from weight_sets import weights_at
 
 from peralta_zmq.config import load_config
-from peralta_zmq.operate.doctor import role_checks, weights_checks
+from peralta_zmq.operate.doctor import weights_checks
 from peralta_zmq.weights.backends import LocalBackend, ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
@@ -201,12 +201,13 @@ def test_weights_behind_a_url(tmp_path: Path) -> None:
 def test_model_bytes_are_read_from_its_files() -> None:
     from peralta_zmq import models
 
-    size = role_checks.model_bytes_of(load_config("doctor", ["--weights.dtype", "float32"]))
+    def model_bytes(*settings: str) -> int | None:
+        return weights_checks.model_bytes_of(load_config("doctor", settings))
+
     model = models.load_model(
         models.EMBEDDED, device=models.choose_device("cpu"), dtype=models.DTYPES["float32"]
     )
-    assert size == 4 * sum(tensor.numel() for tensor in models.weights_of(model).values())
-    assert size and role_checks.model_bytes_of(load_config("doctor", [])) == size // 2
-    assert (
-        role_checks.model_bytes_of(load_config("doctor", ["--model.name", "no/such-model"])) is None
-    )
+    size = 4 * sum(tensor.numel() for tensor in models.weights_of(model).values())
+    assert model_bytes("--weights.dtype", "float32") == size
+    assert model_bytes() == size // 2
+    assert model_bytes("--model.name", "no/such-model") is None
