@@ -21,6 +21,7 @@ Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.j
 WINDOW = 20  # newest rows that count
 MIN_ROWS = 3  # minimum number of rows for means of waiting times and rewards
 STALL_SECONDS, STALL_STEPS = 30.0, 10.0  # limit without a step: the longer of the two
+REPORTED = "tokens_per_s"  # metric in every report of a generator
 SESSION_STARTS, SESSION_ENDS = ("start", "resume"), ("stop", "complete")  # events
 EVALUATION_EVENTS = ("evaluate", "evaluated")  # begin and end of a held-out evaluation
 
@@ -53,25 +54,33 @@ class Session:
     up: Mapping[str, float]  # generators that joined and did not leave -> unix seconds
     left: Mapping[str, float]  # generators that left -> unix seconds
 
+    def missing_generators(self, now: float) -> str:
+        """Return why no generator is up; empty if one is up, or if it is too early to say."""
+        if self.up:
+            return ""
+        if self.left:
+            return f"{', '.join(sorted(self.left))} left"
+        seconds = now - self.active_since
+        reason = f"no generator has joined in {format_duration(seconds)}"
+        return reason if seconds > STALL_SECONDS else ""
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The recent rows of a run that has taken a step, with its generators and session."""
+    """The recent rows of a run, with its generators and session."""
 
-    rows: Rows  # at least one
+    rows: Rows  # none before the first step
     events: Rows
     session: Session
     generators: Sequence[GeneratorStats]  # generators in the newest row, sorted by name
     gone: Sequence[str]  # generators that stopped reporting or left during the recent rows
     idle_seconds: float  # since the newest step; NaN if no step is expected
 
-    def total(self, key: str) -> float:
-        """Sum over the rows; a row without the key counts 0."""
-        return sum(number(row, key, 0.0) for row in self.rows)
-
     def share(self, key: str) -> float:
-        """Share of all step time that the activity `key` (seconds) took."""
-        return self.total(key) / max(1e-9, self.total("step_time"))
+        """Share of all step time that the activity `key` (seconds) took; NaN without rows."""
+        seconds = sum(number(row, key, 0.0) for row in self.rows)
+        total = sum(number(row, "step_time", 0.0) for row in self.rows)
+        return seconds / total if total else math.nan
 
     def growth(self, key: str) -> float:
         """Increase of a cumulative count; 0 if a restart of the trainer reset the count."""
@@ -79,7 +88,7 @@ class RunState:
 
     @property
     def step_seconds(self) -> float:
-        """Median duration of a step."""
+        """Median duration of a step; needs at least one row."""
         return median(number(row, "step_time", 0.0) for row in self.rows)
 
     @property
@@ -94,39 +103,22 @@ class RunState:
         return sum(count for row in counts for count in row if math.isfinite(count))
 
 
-def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState | None:
-    """Return the state of a run; None before the first step.
+def run_state(rows: Rows, events: Rows, *, now: float | None = None) -> RunState:
+    """Return the state of a run.
 
     Pass `now` (unix seconds) if the trainer should be running; without it, `idle_seconds` is NaN.
     """
-    recent = _recent(rows, events)
+    session, recent = _newest_session(events), _recent(rows, events)
     if not recent:
-        return None
-    session = session_of(events)
+        return RunState(recent, events, session, generators=(), gone=(), idle_seconds=math.nan)
     gone = [] if session.is_over else _gone(recent, events)
     idle_seconds = math.nan
     if now is not None and not session.is_over and not session.is_evaluating:
         times = [number(recent[-1], "time"), session.active_since]
         idle_seconds = now - max((time for time in times if math.isfinite(time)), default=now)
-    generators = [_stats(recent, name) for name in sorted(_reporting(recent[-1]) - set(gone))]
+    names = generator_numbers(recent[-1], REPORTED).keys() - set(gone)
+    generators = [_stats(recent, name) for name in sorted(names)]
     return RunState(recent, events, session, generators, gone, idle_seconds)
-
-
-def session_of(events: Rows) -> Session:
-    """Return the newest session that the events describe."""
-    starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
-    start = number(events[starts[-1]], "time") if starts else math.nan
-    session = events[starts[-1] :] if starts else events
-    evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
-    up, left = membership(session)
-    return Session(
-        start=start,
-        active_since=number(evaluations[-1], "time") if evaluations else start,
-        is_evaluating=bool(evaluations) and evaluations[-1].get("event") == EVALUATION_EVENTS[0],
-        is_over=any(event.get("event") in SESSION_ENDS for event in session),
-        up=up,
-        left=left,
-    )
 
 
 def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
@@ -179,6 +171,22 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def _newest_session(events: Rows) -> Session:
+    starts = [index for index, event in enumerate(events) if event.get("event") in SESSION_STARTS]
+    start = number(events[starts[-1]], "time") if starts else math.nan
+    session = events[starts[-1] :] if starts else events
+    evaluations = [event for event in session if event.get("event") in EVALUATION_EVENTS]
+    up, left = membership(session)
+    return Session(
+        start=start,
+        active_since=number(evaluations[-1], "time") if evaluations else start,
+        is_evaluating=bool(evaluations) and evaluations[-1].get("event") == EVALUATION_EVENTS[0],
+        is_over=any(event.get("event") in SESSION_ENDS for event in session),
+        up=up,
+        left=left,
+    )
+
+
 def _recent(rows: Rows, events: Rows) -> Rows:
     """Return the newest WINDOW rows, without replayed steps.
 
@@ -194,11 +202,6 @@ def _recent(rows: Rows, events: Rows) -> Rows:
 
 def _without_replayed(rows: Rows) -> Rows:
     return [row for row in rows if number(row, "step_time", 0.0) > 0.0]
-
-
-def _reporting(row: Mapping[str, object]) -> set[str]:
-    """Return the names of the generators that report in this row."""
-    return set(generator_numbers(row, "tokens_per_s"))
 
 
 def _stats(rows: Rows, name: str) -> GeneratorStats:
@@ -221,6 +224,7 @@ def _stats(rows: Rows, name: str) -> GeneratorStats:
 def _gone(rows: Rows, events: Rows) -> list[str]:
     """Return generators that stopped reporting and are not up, or left since the first row."""
     up, left = membership(events)
-    silent = {name for row in rows for name in _reporting(row)} - _reporting(rows[-1])
+    reported = [generator_numbers(row, REPORTED).keys() for row in rows]
+    silent = set[str]().union(*reported) - reported[-1]
     since = number(rows[0], "time")
     return sorted(silent - up.keys() | {name for name, time in left.items() if time >= since})

@@ -22,15 +22,12 @@ from typing import Literal, TypeAlias
 from peralta_zmq.observe.metrics import number
 from peralta_zmq.observe.run_state import (
     MIN_ROWS,
-    STALL_SECONDS,
     WINDOW,
     GeneratorStats,
     Rows,
     RunState,
-    Session,
     format_duration,
     run_state,
-    session_of,
     stall_limit,
 )
 
@@ -71,19 +68,19 @@ def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdi
     run that takes no more steps is then reported as stalled.
     """
     state = run_state(rows, events, now=now)
-    if state is None:
-        return _before_first_step(events, now)
+    if not state.rows:
+        return _before_first_step(state, now)
     findings = list(chain.from_iterable(find(state) for find in FINDINGS))
     return next((finding for finding in findings if finding.level == "bad"), findings[0])
 
 
-def _before_first_step(events: Rows, now: float | None) -> Verdict:
-    session = session_of(events)
+def _before_first_step(state: RunState, now: float | None) -> Verdict:
+    session = state.session
     if now is None or session.is_over:
         return Verdict("waiting for the first step", "", "ok")
     if session.is_evaluating:
         return Verdict("evaluating the untrained model before the first step", "", "ok")
-    if reason := _no_generator(session, now):
+    if reason := session.missing_generators(now):
         return Verdict(f"no step yet: {reason}", START_GENERATOR, "bad")
     if not session.up:
         return Verdict("waiting for the first generator", START_GENERATOR, "ok")
@@ -97,22 +94,11 @@ def _before_first_step(events: Rows, now: float | None) -> Verdict:
     return Verdict(f"waiting for the first step; {names} joined", "", "ok")
 
 
-def _no_generator(session: Session, now: float) -> str:
-    """Return why no generator is up; empty if one is up, or if it is too early to say."""
-    if session.up:
-        return ""
-    if session.left:
-        return f"{', '.join(sorted(session.left))} left"
-    seconds = now - session.active_since
-    reason = f"no generator has joined in {format_duration(seconds)}"
-    return reason if seconds > STALL_SECONDS else ""
-
-
 def _stalled(state: RunState) -> Iterator[Verdict]:
     session, seconds = state.session, state.idle_seconds
     has_no_step = session.start > number(state.rows[-1], "time") and not math.isnan(seconds)
     # Without a step in this session, `seconds` counts from `active_since`.
-    if has_no_step and (reason := _no_generator(session, session.active_since + seconds)):
+    if has_no_step and (reason := session.missing_generators(session.active_since + seconds)):
         yield Verdict(f"no step since the resume: {reason}", START_GENERATOR, "bad")
     if seconds > stall_limit(state.step_seconds):
         sentence = f"no step for {format_duration(seconds)}"

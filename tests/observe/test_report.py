@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import append
+from synthetic_runs import append
 
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, Row
 from peralta_zmq.observe.report import closing_text, write_reward_plot, write_summary

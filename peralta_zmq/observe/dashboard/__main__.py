@@ -41,7 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
             raise ConfigError(f"{folder} is not a run folder; choose one with {METRICS}")
     if options.export:
-        _export(options.runs, options.export)
+        try:
+            sys.stdout.write(f"{write_report(options.runs, options.export)}\n")
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror})"
+            raise ConfigError(f"--export {options.export} {reason}") from None
         return 0
     token = read_private_token(options.token_file, option="--token-file")
 
@@ -53,13 +57,6 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         dashboard.run()
     return 0
-
-
-def _export(folders: Sequence[Path], path: Path) -> None:
-    try:
-        sys.stdout.write(f"{write_report(folders, path)}\n")
-    except OSError as error:
-        raise ConfigError(f"--export {path} cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

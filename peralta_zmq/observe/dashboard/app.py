@@ -260,16 +260,14 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
     last = min(port + NUM_PORTS - 1, LAST_PORT)
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    dualstack = is_ipv6 and socket.has_dualstack_ipv6()
     for candidate in range(port, last + 1) if port else [0]:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, candidate))
-            listener.listen(64)
-            return listener
+            address = (host, candidate)
+            return socket.create_server(address, family=family, dualstack_ipv6=dualstack)
         except (OSError, UnicodeError) as error:
-            listener.close()
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise ConfigError(
                     f"dashboard.host {host}, port {candidate} cannot be used ({error}); "

@@ -8,7 +8,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,12 @@ REFRESH_SECONDS = 0.8  # after which refresh() leaves the remaining data for the
 
 
 def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
-    """The runs in `folders`, named by as many trailing path components as make names unique."""
-    paths = [folder.resolve().parts for folder in folders]
-    names = [path[-1] for path in paths]
-    for size in range(2, max(map(len, paths), default=0) + 1):
-        if len(set(names)) == len(set(paths)):
-            break
-        names = ["/".join(path[-size:]) for path in paths]
+    """Return the runs in `folders`, named by folder, or by path where folders have equal names."""
+    paths = [folder.resolve() for folder in folders]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(set(paths)):
+        common = os.path.commonpath(paths)
+        names = [str(path.relative_to(common)) for path in paths]
     return [RunFiles(*run, live=live) for run in zip(folders, names, strict=True)]
 
 
@@ -54,7 +54,6 @@ class RunFiles:
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
         self.folder, self.live = folder, live
         self.name = name or folder.resolve().name
-        self._parsed: dict[str, tuple[int, dict[str, Any]]] = {}  # name -> mtime, content
         self._num_resets = 0
         self._reset()
 
@@ -115,23 +114,12 @@ class RunFiles:
                 break
 
     def config(self) -> Mapping[str, Any]:
-        """Settings of the run by section; empty if they cannot be read."""
-        return self._parse(CONFIG, tomllib.loads)
+        """Return the settings of the run by section; empty if they cannot be read."""
+        return _read_small_file(self.folder / CONFIG)
 
     def summary(self) -> Mapping[str, Any]:
-        """Summary of a completed run; empty if the run is not complete."""
-        return self._parse(SUMMARY, json.loads)
-
-    def _parse(self, name: str, parse: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
-        """Return the content of a small file, parsed again only if the file has changed."""
-        path = self.folder / name
-        try:
-            changed = path.stat().st_mtime_ns
-            if self._parsed.get(name, (0, {}))[0] != changed:
-                self._parsed[name] = (changed, parse(path.read_text("utf-8")))
-        except (OSError, ValueError):
-            return {}
-        return self._parsed[name][1]
+        """Return the summary of a completed run; empty if the run is not complete."""
+        return _read_small_file(self.folder / SUMMARY)
 
     def _add_metrics(self, rows: list[Row]) -> None:
         self.table.extend(rows)
@@ -139,6 +127,21 @@ class RunFiles:
             while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
                 self.rows.pop()  # undone by a roll-back
             self.rows.append(row)
+
+
+def _read_small_file(path: Path) -> Mapping[str, Any]:
+    """Return the content of a TOML or JSON file; empty if it cannot be read."""
+    try:
+        return _parse(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError):
+        return {}
+
+
+@lru_cache
+def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
+    """Parse a file; a changed file has another `mtime_ns`, so that it is parsed again."""
+    text = path.read_text("utf-8")
+    return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
 
 
 def status_of(run: RunFiles, *, now: float) -> str:

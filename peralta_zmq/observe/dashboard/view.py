@@ -36,11 +36,11 @@ from peralta_zmq.observe.metrics import Row, finite_mean, nan_to_null, number
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
     RunState,
+    Session,
     format_duration,
     membership,
     run_state,
     seconds_left,
-    session_of,
 )
 from peralta_zmq.observe.verdict import verdict
 
@@ -126,11 +126,11 @@ def state(run: RunFiles, *, now: float) -> Json:
     if status in NOT_RUNNING:  # an evaluation without an end was interrupted
         events = [row for row in events if row.get("event") not in EVALUATION_EVENTS]
         is_over = is_over or not rows
-    generators = generators_of(run, status)
+    recent, generators = run_state(rows, events), generators_of(run, status)
     return {
-        "header": _header(run, status, now),
+        "header": _header(run, status, recent.session, now),
         "verdict": asdict(verdict(rows, events, now=None if is_over else now)),
-        "cards": _cards(run, run_state(rows, events), generators),
+        "cards": _cards(run, recent, generators),
         "generators": generators[:MAX_GENERATORS],
         "events": [_event(row) for row in list(run.events)[: -MAX_EVENTS - 1 : -1]],
         "markers": _markers(run),
@@ -227,7 +227,7 @@ def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, status: str, now: float) -> Json:
+def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
     config = run.config()
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
@@ -243,7 +243,7 @@ def _header(run: RunFiles, status: str, now: float) -> Json:
         "step": format_number(step, 0),
         "max_steps": format_number(max_steps, 0),
         "share": step / max_steps if max_steps > 0 else None,
-        "eta": _eta(run, max_steps - step) if status == "training" else "",
+        "eta": _eta(run, session, max_steps - step) if status == "training" else "",
         "age": now - run.newest_time,
     }
 
@@ -264,18 +264,17 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
     }.get(status, "")
 
 
-def _eta(run: RunFiles, steps_left: float) -> str:
-    """Return the estimated time left; empty before the first step of the newest session.
+def _eta(run: RunFiles, session: Session, steps_left: float) -> str:
+    """Return the estimated time left; empty before the first step of the session.
 
     Rows of earlier sessions are ignored, so that a pause does not count.
     """
-    start = session_of(list(run.events)).start
-    rows = [row for row in run.rows if not number(row, "time") < start]
+    rows = [row for row in run.rows if not number(row, "time") < session.start]
     seconds = seconds_left(rows, steps_left)
     return format_duration(seconds) if math.isfinite(seconds) else ""
 
 
-def _cards(run: RunFiles, recent: RunState | None, generators: Sequence[Json]) -> list[Json]:
+def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[Json]:
     def newest(key: str, digits: int = 0) -> str:
         return format_number(number(run.last, key), digits)
 
@@ -290,11 +289,11 @@ def _cards(run: RunFiles, recent: RunState | None, generators: Sequence[Json]) -
     if "unknown" in states:
         up, seen = "-", f"unknown, {len(states)} seen"
     rate = span = oldest = "no step yet"
-    if recent:
+    if recent.rows:
         rate = f"{derived('tokens_per_s')} generated tokens/s"
         span = f"of the last {len(recent.rows)} steps"
         oldest = f"steps, at most {newest('staleness/max')}"
-    waiting = format_number(100 * recent.waiting if recent else math.nan, 0, "%")
+    waiting = format_number(100 * recent.waiting, 0, "%")
     return [
         card("reward", "Reward", newest("reward", 3), _reward_change(run)),
         card("eval", "Held-out accuracy", *_evaluation(run)),
@@ -363,10 +362,8 @@ def _markers(run: RunFiles) -> list[Json]:
 
 def _parse_cursor(cursor: str) -> tuple[str, int, int]:
     """Split a cursor into generation, steps and evaluations; an invalid one means the start."""
-    generation, *counts = cursor.rsplit(":", 2)
-    if len(counts) == 2 and all(text.isdecimal() and len(text) < 12 for text in counts):
-        return generation, int(counts[0]), int(counts[1])
-    return "", 0, 0
+    match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
+    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def _truncate(text: str) -> str:

@@ -92,7 +92,6 @@ def test_open_runs_makes_equal_names_unique(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b")]
     assert [run.name for run in open_runs(folders)] == ["a/demo", "b/demo"]
     deeper = make_run(tmp_path / "c" / "a" / "demo", num_steps=1)
-    assert [run.name for run in open_runs([folders[0], deeper])] == [
-        f"{tmp_path.name}/a/demo", "c/a/demo"]  # fmt: skip
+    assert [run.name for run in open_runs([folders[0], deeper])] == ["a/demo", "c/a/demo"]
     assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
     assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]
