@@ -1,11 +1,11 @@
-"""Error classes, named after the boundary that failed.
+"""Error classes, named after what failed.
 
 PeraltaError
  +-- ConfigError      a setting, a file that it names, or a combination of settings
  +-- WireError        an address, a port, or an invalid message
  +-- StoreError       the weights folder, or a version in it
  |    +-- GoneError   the weights folder is missing; it may not be mounted
- |    +-- ChainError  a delta whose keyframe or earlier delta cannot be read
+ |    +-- ChainError  a weight delta that needs a version which cannot be read
  +-- JournalError     the journal or a checkpoint
  +-- TaskError        a data file, a row, an answer, a reward function
  |    +-- RewardError a reward function that fails on a completion
@@ -39,11 +39,14 @@ class StoreError(PeraltaError):
 
 
 class GoneError(StoreError):
-    """This run's weights folder is missing; it may come back."""
+    """The weights folder of this run is missing, for example because a NAS is not mounted."""
 
 
 class ChainError(StoreError):
-    """A version between a delta and its keyframe is missing or damaged; a new keyframe helps."""
+    """A weight version is a delta, and a version that it builds on is missing or damaged.
+
+    Publishing a keyframe, which is a whole version, ends the chain of deltas and the error.
+    """
 
 
 class JournalError(PeraltaError):
@@ -67,15 +70,15 @@ class EngineError(PeraltaError):
 
 
 class TrainingError(PeraltaError):
-    """Several steps in a row had no finite gradient; the weights are unchanged since."""
+    """Several optimizer steps in a row were skipped because the gradient was not finite."""
 
 
 class RankError(PeraltaError):
-    """A rank of a distributed trainer cannot be reached, or has exited."""
+    """A rank, one process of a distributed trainer, cannot be reached or has exited."""
 
 
 def described(error: BaseException) -> str:
-    """An exception on one line, with the file and line that raised it."""
+    """Type, message, file and line of an exception, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"

@@ -1,8 +1,12 @@
-"""Plug-in registry: protocols, names and options of tasks, engines, losses, advantages, filters.
+"""Plug-ins: their protocols, the table of short names, import by name, checks of options.
 
-A name without a dot is a key of TABLES. A dotted name is a user's plug-in: a module for a task
-(`my_lab.sudoku`), an attribute of a module for all other kinds (`my_lab.losses.mine` or
+A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
+advantage, filter or reward function. A setting names it in one of two ways: a name without a dot
+is looked up in TABLES; a dotted name is imported, for plug-ins of a user's own: a module for a
+task (`my_lab.sudoku`), an attribute of a module for every other kind (`my_lab.losses.mine` or
 `my_lab.losses:mine`). A plug-in is imported only when a run uses it.
+
+To add a plug-in to this package, write it and add its line to TABLES.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
-# Import paths of the shipped plug-ins.
+# Kind -> short name -> import path of each plug-in in this package.
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
         "calculator": "peralta_zmq.environments.calculator",
@@ -52,9 +56,10 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {},  # every task defines its own
+    "reward": {},  # a task has its own reward function; only a user's own function replaces it
 }
-NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}  # without the options
+# Positional arguments of each kind of function; all further parameters are its options.
+NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
     "task": ("problems", "reward"),
     "engine": ("open", "open_live"),
@@ -68,18 +73,21 @@ class Task(Protocol):
     """A module with problems and a reward function."""
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
-        """The problems of split 'train' or 'eval'; `options` are the settings in [data]."""
+        """The problems of split 'train' or 'eval'; `options` are the settings of [data].
+
+        The order need not depend on `seed`: the curriculum shuffles the problems.
+        """
         ...
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion; a dict holds named parts, which are summed."""
+        """The reward of a completion; a dict holds named terms, which are summed."""
         ...
 
 
 class Engine(Protocol):
-    """Samples completions with the weights of optimizer step `step`."""
+    """Samples completions with the weights of one optimizer step at a time."""
 
-    step: int
+    step: int  # number of optimizer steps after which the current weights were published
 
     def generate(
         self,
@@ -87,26 +95,29 @@ class Engine(Protocol):
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """One completion per request, in any order; `index` is the index of its request.
+        """Yield one completion per request, in the order in which they finish.
 
-        The engine takes the next request when a slot is free; None means that no request is ready
-        yet. It calls `between_steps` whenever newer weights may be applied. It samples with
-        `sampling.at(step)`, where `step` is the step of the weights in use.
+        The field `index` of a completion is that of its request. The engine takes a request from
+        the iterator when a slot is free; the value None means that no request is ready yet, and
+        the engine continues with those in flight. Between two decode steps, the engine calls
+        `between_steps`, which may call `apply` or `cancel`. The sampling parameters of each token
+        are `sampling.at(self.step)`.
         """
         ...
 
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
-        """Replace the weights in place by a newer version.
+        """Replace the weights in place by those of optimizer step `step`.
 
-        Called between two decode steps, also with completions in flight. `weights` has all tensors
-        of the version by name; they are finite and valid during the call only. `folder` has the
-        version's files; None if it exists in memory only. Raises ValueError, with nothing changed,
-        if the tensors do not fit the model.
+        Called between two decode steps, also with completions in flight: their next tokens are
+        sampled with the new weights. `weights` has all tensors by name; all values are finite, and
+        the tensors are valid during the call only. `folder` has the files of the weight version;
+        None if the version exists in memory only. Raises ValueError, with nothing changed, if the
+        tensors do not fit the model.
         """
         ...
 
     def cancel(self) -> None:
-        """Abort the requests in flight; `generate` ends."""
+        """End `generate` without completions for the requests in flight."""
         ...
 
 
@@ -123,33 +134,40 @@ class EngineFactory(Protocol):
         slots: int = ...,
         max_model_len: int = ...,
     ) -> Engine:
-        """An engine for the weight version in `folder`, which `from_pretrained` can load."""
+        """An engine with the weights of optimizer step `step`.
+
+        `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them;
+        `device` and `dtype` are torch's.
+        """
         ...
 
     def open_live(
         self, model: Any, tokenizer: Any, *, slots: int = ..., max_model_len: int = ...
     ) -> Engine:
-        """An engine that shares the weights of `model`, to evaluate it during training.
+        """An engine that samples with the weights of a torch model without copying them.
 
-        The trainer changes the weights between two calls of `generate`.
+        The trainer evaluates its model with such an engine; optimizer steps change the weights
+        between two calls of `generate`.
         """
         ...
 
 
 class Loss(Protocol):
-    """A function of `learning.losses.Tokens` that returns a scalar tensor and named metrics.
+    """A function of `learning.losses.Tokens` that returns a scalar tensor and metrics by name.
 
-    It divides both by the totals of the whole step, because the trainer sums them over
-    micro-batches.
+    `tokens` are those of one micro-batch. The trainer sums losses and metrics over all
+    micro-batches of a step, so the function divides both by `tokens.step_tokens` or
+    `tokens.step_sequences`, the totals of the whole step.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
 
 
 class Advantage(Protocol):
-    """One advantage per rollout of a group, from all rewards and numbers of generated tokens.
+    """A function that returns one advantage per rollout of a group.
 
-    With its option `group_adv_norm` set to false, it gets all rollouts of a step at once.
+    `rewards` and `lengths` (generated tokens) have one entry per rollout. A function with the
+    option `group_adv_norm` set to False gets all rollouts of the step in one call instead.
     """
 
     def __call__(
@@ -158,7 +176,7 @@ class Advantage(Protocol):
 
 
 class Filter(Protocol):
-    """Returns True for a rollout to exclude from training."""
+    """A function that returns True for a rollout that should not be trained on."""
 
     def __call__(self, rollout: Rollout, **options: Any) -> bool: ...
 
@@ -173,13 +191,15 @@ def resolve(kind: Literal["engine"], name: str) -> EngineFactory: ...
 @overload
 def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
-    """The plug-in with a short or dotted name.
+    """Import and return the plug-in with a short or dotted name.
 
-    Raises ConfigError if the name is unknown, cannot be imported, or does not fit the protocol.
+    Raises ConfigError if the name is unknown or cannot be imported, or if the plug-in lacks a
+    function of its protocol.
     """
     target = TABLES[kind].get(name) or _import_path(kind, name)
     if kind == "task" and ":" not in target:
-        target += ":"  # a module; only with a colon resolve_name reports an import error inside it
+        # A module. Without the colon, pkgutil.resolve_name would hide an ImportError inside it.
+        target += ":"
     try:
         plugin: Any = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
@@ -199,7 +219,7 @@ def resolve(kind: Kind, name: str) -> Any:
 
 
 def is_shipped(kind: Kind, name: str) -> bool:
-    """Whether the name is a key of TABLES."""
+    """True if the plug-in belongs to this package, False for one of the user's own."""
     return name in TABLES[kind]
 
 
@@ -230,10 +250,11 @@ def bind_options(
     settings: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The keyword options of a function, checked against its signature.
+    """The options to call a function with, checked against its signature.
 
-    `settings` are the non-default options in the config section of the kind, `kwargs` the options
-    of a user's function. Raises ConfigError for an option that the function does not have.
+    `settings` are the options of the section [loss] or [advantage] that are set, `kwargs` the
+    setting `kwargs` there, which is for functions of the user's own. Raises ConfigError for an
+    option that the function does not have.
     """
     for option in settings:
         if not _accepts(kind, name, option):

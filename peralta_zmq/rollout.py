@@ -1,6 +1,9 @@
 """Data types that all packages share: problems, completions, rollouts and groups of rollouts.
 
-Index t of every per-token array belongs to token t.
+A generator samples several completions for one problem and scores them; each completion with its
+prompt and reward is a rollout, and all rollouts of one problem are a group. A policy step is the
+number of optimizer steps that the sampling weights had been trained for. Index t of every array
+with the shape [T] belongs to token t.
 """
 
 from __future__ import annotations
@@ -32,18 +35,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with a checkable answer; `answer` never reaches the model."""
+    """One question with a checkable answer; `answer` is only for the reward function."""
 
     id: str
     task: str
     messages: tuple[Message, ...]
     answer: str
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
-    sample_index: int = -1  # position in the sampling order; -1 = not sampled
+    sample_index: int = -1  # position in the run's shuffled order of problems; -1 = not set
 
     @property
     def question(self) -> str:
-        """The last message, or the token ids, as text for a person."""
+        """The last message, or the token ids if there is none, as text for a person."""
         if self.messages:
             return self.messages[-1].content
         return " ".join(map(str, self.input_token_ids))
@@ -67,7 +70,7 @@ class TemperatureSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. An engine samples each token with `at(step of its weights)`."""
+    """Sampling parameters; with a schedule, the temperature depends on the step of the weights."""
 
     temperature: float = 1.0  # 0 = greedy
     schedule: TemperatureSchedule | None = None  # replaces `temperature` if given
@@ -89,9 +92,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one completion; the requests of a group are equal except for `index`."""
+    """A request for one completion of a prompt."""
 
-    index: int  # returned with the completion; completions arrive in any order
+    index: int  # copied to the completion, because an engine returns completions in any order
     prompt_ids: Int32Array  # [P]
     max_completion_length: int | None = None  # tokens; None = as in Sampling
 
@@ -140,21 +143,24 @@ class RolloutGroup:
     run_id: str
     generator_id: str
     incarnation: bytes  # 8 random bytes, new with each start of the generator
-    sequence: int  # counts up from 0 within an incarnation
+    sequence: int  # number of the message, from 0 up within an incarnation
     problem_id: str
     task: str
     policy_step: int  # of the oldest weights used in the group
     weights_id: str  # of these weights: first 16 hexadecimal digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    min_sequence: int = 0  # the generator sends no group below this sequence any more
-    sample_index: int = -1  # position in the sampling order; -1 = unknown
+    min_sequence: int = 0  # all messages with a lower sequence were acknowledged or given up
+    sample_index: int = -1  # position in the run's shuffled order of problems; -1 = unknown
     evaluation_step: int = -1  # step that the group evaluates; -1 = the group is for training
-    summary: InitVar[tuple[tuple[float, ...], int] | None] = None  # the two fields below, if known
+    summary: InitVar[tuple[tuple[float, ...], int] | None] = None  # (rewards, newest_step)
     rewards: tuple[float, ...] = field(init=False, repr=False)  # one for each rollout
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
-        """Derive rewards and newest_step, so that readers of these need not touch the rollouts."""
+        """Set `rewards` and `newest_step` from the summary, or from the rollouts if it is None.
+
+        With the summary, `rollouts` is not read, so that it may decode its items on first access.
+        """
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
             rewards = tuple(rollout.reward for rollout in self.rollouts)
@@ -164,17 +170,17 @@ class RolloutGroup:
 
     @property
     def sender(self) -> str:
-        """The incarnation of the generator; `sequence` counts within it."""
+        """Generator and incarnation in one string; `sequence` is unique for each sender."""
         return sender_of(self.generator_id, self.incarnation)
 
     @property
     def mean_reward(self) -> float:
-        """Mean over the rollouts; exact for rewards of 0 and 1."""
+        """Mean reward of the rollouts; exactly 0 or 1 if all rewards are."""
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal: then every advantage would be zero."""
+        """False if all rewards are equal, which makes all advantages zero."""
         return len(set(self.rewards)) > 1
 
 
@@ -202,7 +208,7 @@ class PrefixTree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion for a held-out problem with its reward."""
+    """A completion for a held-out problem with its reward, as shown in the run's summary."""
 
     problem: str
     answer: str
@@ -215,7 +221,7 @@ def sender_of(generator_id: str, incarnation: bytes) -> str:
 
 
 def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:
-    """Join prompt and completion to one rollout; the reward is the sum of its named terms."""
+    """Join prompt and completion to one rollout; a dict of named reward terms is summed."""
     terms = reward if isinstance(reward, dict) else {}
     rewards = {name: float(value) for name, value in terms.items()}  # a task may return bools
     num_prompt = len(completion.prompt_ids)
