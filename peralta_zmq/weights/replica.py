@@ -7,7 +7,9 @@ manifest of the version, as `replica.json`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +26,7 @@ from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"
+logger = logging.getLogger(__name__)
 
 
 class LocalReplica:
@@ -128,6 +131,23 @@ class LocalReplica:
             raise ValueError("the weights are of another model than the manifest names")
         if link.field("result") not in (None, sets.set_digest(checksums, specs)):
             raise ValueError("the weights do not have the digest in the manifest")
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Generator[Path, None, None]:
+    """`folder`, locked during the block, or a temporary folder if it cannot be locked."""
+    with ExitStack() as resources:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = resources.enter_context((folder / "lock").open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            temporary = tempfile.TemporaryDirectory(prefix="peralta-", ignore_cleanup_errors=True)
+            logger.info(
+                "copying to %s: cannot lock %s (%s)", temporary.name, folder, error.strerror
+            )
+            folder = Path(resources.enter_context(temporary))
+        yield folder
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:

@@ -19,10 +19,11 @@ from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.http_backend import serve_weights
+from peralta_zmq.weights.loader import LinkSpeedCheck, link_warning
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import LinkSpeedCheck, WeightSubscriber, link_warning
+from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version_writer import VersionWriter
 
 TOKEN = "0123456789abcdef"
