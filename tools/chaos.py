@@ -22,7 +22,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
 from peralta_zmq.operate.local import run_local
 from peralta_zmq.operate.process_group import ProcessGroup
-from tools.promise_checker import Check, check, own_ends
+from tools.promise_checker import Check, check, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, History, read_history
 
 SEED = "PERALTA_CHAOS_SEED"  # environment variable: repeats the same kills
@@ -50,7 +50,7 @@ class ChaosMonkey:
         self._kills: list[Kill] = []
 
     def on_tick(self, group: ProcessGroup) -> None:
-        """Kill the next worker once its step is reached; wait if it does not run just now."""
+        """Kill the next worker when its step is reached; wait while the worker is not running."""
         if not self._planned:
             return
         kill_at, worker = self._planned[0]
@@ -63,16 +63,21 @@ class ChaosMonkey:
     def report(self) -> int:
         """Print the kills and the checks; 1 if a check fails, else 0."""
         history = read_history(self._folder)
-        checks = [self._check_kills(), *check(history), own_ends(history), _check_reward(history)]
+        checks = [
+            self._check_kills(),
+            *check(history),
+            unexpected_ends(history),
+            _check_reward(history),
+        ]
         lines = ["", "killed         at step   back"]
         for kill in self._kills:
             seconds = seconds_until_back(kill, history.rows, history.events)
             back = "not before the end" if seconds is None else f"after {seconds:.1f} s"
             lines.append(f"{kill.worker:<14} {kill.step:>7}   {back}")
-        lines += ["", *(each.line for each in checks)]
+        lines += ["", *(result.line for result in checks)]
         lines.append(f"repeat the same kills: make run-chaos SEED={self._seed}")
         sys.stdout.write("\n".join(lines) + "\n")
-        return int(any(each.broken for each in checks))
+        return int(any(result.broken for result in checks))
 
     def _check_kills(self) -> Check:
         count = len(self._kills)

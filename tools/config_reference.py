@@ -1,6 +1,6 @@
-"""docs/config.md from the models: every section and setting, its default, what it may be.
+"""Write docs/config.md, a table of all settings, from the schema of the settings: `make docs`.
 
-`make docs` writes it; a test compares it with what the models say. Knows fields and Markdown.
+Each section of the settings is a pydantic model. A test compares the page with the schema.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "config.md"
 OPENING = """\
 # Settings
 
-Every setting of a run; this page is made from the program (`make docs`). One TOML file serves the
-trainer and every generator: `bin/trainer @ configs/lan.toml`. On the command line a setting is
-`--section.name VALUE` with hyphens for underscores, and stands above the files:
-`bin/trainer @ configs/lan.toml --train.learning-rate 1e-5`. A flag such as `eval.eval_base_model`
-is switched off by `--no-eval.eval-base-model`. `None` on the command line takes a setting away.
+All settings of a run, written by `make docs` from the program. The trainer and all generators read
+the same TOML file: `bin/trainer @ configs/lan.toml`. On the command line, a setting is
+`--section.name VALUE` with hyphens instead of underscores; it overrides the file:
+`bin/trainer @ configs/lan.toml --train.learning-rate 1e-5`. `--no-eval.eval-base-model` sets
+`eval.eval_base_model`, which is true or false, to false. The value `None` unsets a setting.
 """
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text",
          tuple: "list", dict: "table"}  # fmt: skip
@@ -33,7 +33,7 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def config_text() -> str:
-    """The whole page."""
+    """The page in Markdown."""
     parts = [OPENING]
     for name, section in section_models().items():
         parts.append(_section(f"[{name}]", section))
@@ -42,7 +42,7 @@ def config_text() -> str:
 
 
 def main() -> None:
-    """Write the page, or the file that is named."""
+    """Write the page to docs/config.md, or to the file that the first argument names."""
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCUMENT
     file.write_text(config_text(), "utf-8")
 
@@ -58,20 +58,20 @@ def _section(title: str, section: type[Section], *, note: str = "") -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a setting may be: 'whole number, at least 1', 'a, b or c', 'text or None'."""
+    """Type and limits of a setting: 'whole number, at least 1', '`a` or `b`', 'text or None'."""
     words = list(dict.fromkeys(_words(field.annotation, field.metadata)))
     optional = "None" in words
-    said = ", ".join(each for each in words if each != "None")
-    return f"{said} or None" if optional else said
+    text = ", ".join(word for word in words if word != "None")
+    return f"{text} or None" if optional else text
 
 
 def _words(annotation: Any, metadata: list[Any]) -> Iterator[str]:
     origin = get_origin(annotation)
     if origin is Literal:
-        yield " or ".join(f"`{each}`" for each in get_args(annotation))
+        yield " or ".join(f"`{value}`" for value in get_args(annotation))
     elif origin in (Union, types.UnionType):
-        for each in get_args(annotation):
-            yield from _words(each, metadata)
+        for member in get_args(annotation):
+            yield from _words(member, metadata)
     elif hasattr(annotation, "__metadata__"):  # Annotated
         yield from _words(get_args(annotation)[0], [*annotation.__metadata__, *metadata])
     elif annotation is type(None):
@@ -82,10 +82,10 @@ def _words(annotation: Any, metadata: list[Any]) -> Iterator[str]:
 
 
 def _bounds(metadata: list[Any]) -> Iterator[str]:
-    for each in metadata:
-        for inner in [each, *cast("list[Any]", getattr(each, "metadata", None) or [])]:
+    for constraint in metadata:  # a pydantic Field holds its constraints in a list of its own
+        for part in [constraint, *cast("list[Any]", getattr(constraint, "metadata", None) or [])]:
             for name, words in BOUNDS.items():
-                if (bound := getattr(inner, name, None)) is not None:
+                if (bound := getattr(part, name, None)) is not None:
                     yield f"{words} {bound:g}"
 
 

@@ -90,8 +90,8 @@ class LinkProxy:
 
     @contextlib.contextmanager
     def _registered(self, *sockets: socket.socket) -> Generator[None, None, None]:
-        for each in sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
+        for connection in sockets:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
         with self._lock:
             self._connections.update(sockets)
         try:

@@ -86,9 +86,8 @@ def _power(numbers: random.Random) -> Row:
     return Row(f"What is {base} to the power of {exponent}?", str(base**exponent))
 
 
-SETS: dict[
-    str, tuple[Callable[[random.Random], Row], int, int]
-] = {  # function, train rows, eval rows
+# Task -> (function that makes a random row, number of train rows, number of eval rows).
+SETS: dict[str, tuple[Callable[[random.Random], Row], int, int]] = {
     "countdown": (countdown, 1000, 100),
     "reverse_text": (reverse_text, 1000, 100),
     "math_answers": (math_answers, 500, 100),

@@ -1,7 +1,8 @@
 """Check the six promises of docs/reliability.md against the history of a run.
 
 `python -m tools.promise_checker RUN_FOLDER [GENERATOR_LOG ...]` prints one line per promise; the
-exit code is 1 if one is broken.
+exit code is 1 if one is broken. The fate of a group is what the trainer's journal records about
+it: trained, no_signal (in a batch, but with equal rewards), or the reason why it was dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from peralta_zmq.observe.metrics import Row, number
 from tools.run_history import History, Key, Record, read_history
 
-IN_STEPS = ("trained", "no_signal")
+IN_STEPS = ("trained", "no_signal")  # fates of groups in the batch of an optimizer step
 RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
 MAX_SHOWN = 5  # violations in one line
 
@@ -42,7 +43,7 @@ class Check:
 def check(history: History) -> list[Check]:
     """Check all promises, in order."""
     return [
-        torn_loads(history),
+        unpublished_loads(history),
         trained_twice(history),
         lost_groups(history),
         too_old(history),
@@ -51,12 +52,12 @@ def check(history: History) -> list[Check]:
     ]
 
 
-def torn_loads(history: History) -> Check:
+def unpublished_loads(history: History) -> Check:
     """P1: only published versions were loaded, only loaded ones were sampled from, none refused."""
     published = {
         (int(number(row, "number")), row.get("weights_id")) for row in _named(history, "publish")
     }
-    numbers = {each for each, _ in published}
+    numbers = {version for version, _ in published}
     loads = history.logs.loads
     resumed = {int(number(row, "step")) for row in _named(history, "resume")}
     hashes: dict[int, set[str]] = {}
@@ -72,14 +73,14 @@ def torn_loads(history: History) -> Check:
     ]
     served = sorted(set(history.logs.made_with.values()) - {load.weights_id for load in loads})
     broken += [f"weights_id={weights_id} was served and never loaded" for weights_id in served]
-    broken += [f"{each} refused" for each in history.logs.refused]
+    broken += [f"{version} refused" for version in history.logs.refused]
     text = f"torn {len(broken)}: {len(loads)} loads of {len(hashes)} versions compared"
     return Check("P1", text, tuple(broken))
 
 
 def trained_twice(history: History) -> Check:
     """P2: no group is in the journal twice, no sequence number was used twice."""
-    times = Counter(each.key for each in history.journal)
+    times = Counter(record.key for record in history.journal)
     broken = [
         f"{_shown(key)} is {count} times in the journal"
         for key, count in times.items()
@@ -97,8 +98,8 @@ def lost_groups(history: History) -> Check:
     last_alive = _last_alive(history, fates)
     broken = [f"{_shown(key)} was given up by its sender" for key in sorted(logs.lost - set(fates))]
     broken += [
-        f"{_shown(each.key)} is {each.fate} at step {each.step} without a cause"
-        for each in without_cause(history)
+        f"{_shown(record.key)} is {record.fate} at step {record.step} without a cause"
+        for record in without_cause(history)
     ]
     broken += [
         f"{_shown(key)} of step {step} has no fate"
@@ -114,18 +115,19 @@ def lost_groups(history: History) -> Check:
 def too_old(history: History) -> Check:
     """P4: no trained group exceeds the staleness limit, and ages agree with the senders' logs."""
     made = history.logs.made
-    in_steps = [each for each in history.journal if each.fate in IN_STEPS]
+    in_steps = [record for record in history.journal if record.fate in IN_STEPS]
     broken = [
-        f"{_shown(each.key)} is {each.age} steps old at step {each.step}"
-        for each in in_steps
-        if not 0 <= each.age <= history.max_off_policy_steps
+        f"{_shown(record.key)} is {record.age} steps old at step {record.step}"
+        for record in in_steps
+        if not 0 <= record.age <= history.max_off_policy_steps
     ]
     broken += [
-        f"{_shown(each.key)} is of step {each.policy_step}, and of step {made[each.key]} in the log"
-        for each in in_steps
-        if made.get(each.key, each.policy_step) != each.policy_step
+        f"{_shown(record.key)} is of step {record.policy_step}, "
+        f"and of step {made[record.key]} in the log"
+        for record in in_steps
+        if made.get(record.key, record.policy_step) != record.policy_step
     ]
-    oldest = max((each.age for each in in_steps), default=0)
+    oldest = max((record.age for record in in_steps), default=0)
     text = f"staleness at most {oldest} steps, {history.max_off_policy_steps} allowed"
     return Check("P4", text, tuple(broken))
 
@@ -184,8 +186,8 @@ def accounts(history: History) -> Check:
     return Check("P6", text, tuple(broken))
 
 
-def own_ends(history: History) -> Check:
-    """Not a promise: programs restarted without a kill of the test have crashed."""
+def unexpected_ends(history: History) -> Check:
+    """No promise: a program that was restarted, but not killed by the test, has crashed."""
     restarts = list(_named(history, "restart"))
     broken = [f"{row.get('worker')} ({row.get('reason')})"
               for row in restarts if not row.get("killed")]  # fmt: skip
@@ -204,28 +206,29 @@ def _last_reports(history: History) -> dict[str, int]:
 def fates_of(history: History) -> dict[Key, str]:
     """Fate of every group recorded in an optimizer step that was taken."""
     last = _last_step(history)
-    return {each.key: each.fate for each in history.journal if each.step <= last}
+    return {record.key: record.fate for record in history.journal if record.step <= last}
 
 
 def without_cause(history: History) -> Iterator[Record]:
     """Records whose fate is impossible for their group."""
     logs, flagged = history.logs, _flagged(history)
     undone, resumed_at = _undone_weights(history)
-    for each in history.journal:
-        if each.key not in logs.made:
-            continue  # see `accounts`
-        age = each.step - 1 - logs.made[each.key]
-        evaluates, is_undone = each.key in logs.evaluating, logs.made_with[each.key] in undone
+    for record in history.journal:
+        if record.key not in logs.made:
+            continue  # `accounts` reports it
+        age = record.step - 1 - logs.made[record.key]
+        evaluates = record.key in logs.evaluating
+        is_undone = logs.made_with[record.key] in undone
         causes = {
             "stale": age > history.max_off_policy_steps,
-            "abandoned": is_undone or resumed_at < logs.newest.get(each.key, -1) >= each.step,
+            "abandoned": is_undone or resumed_at < logs.newest.get(record.key, -1) >= record.step,
             "filtered": history.filters,
             "evaluated": evaluates,
-            "mismatched": flagged.get(each.key[0], each.step) < each.step,
-            "invalid": False,  # our generators never make one
+            "mismatched": flagged.get(record.key[0], record.step) < record.step,
+            "invalid": False,  # a generator of this program never sends an invalid group
         }
-        if not causes.get(each.fate, not (evaluates or is_undone)):
-            yield each
+        if not causes.get(record.fate, not (evaluates or is_undone)):
+            yield record
 
 
 def _undone_weights(history: History) -> tuple[set[str], float]:
@@ -294,8 +297,8 @@ def main(arguments: Sequence[str]) -> int:
     """Check the run in the first argument with the generators' logs in the others."""
     folder, *logs = map(Path, arguments)
     checks = check(read_history(folder, logs))
-    sys.stdout.write("".join(f"{each.line}\n" for each in checks))
-    return int(any(each.broken for each in checks))
+    sys.stdout.write("".join(f"{result.line}\n" for result in checks))
+    return int(any(result.broken for result in checks))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from peralta_zmq.observe.report import SUMMARY
 RECORDING_OPTIONS = ("--log.level", "debug", "--checkpoint.keep-journal")
 MAX_VOCAB_SIZE = 1 << 31  # token ids are not checked
 HEADER = struct.Struct("<IIB")  # bytes, crc32 of kind and content, kind
-GROUP, DROPPED = 1, 2  # kinds of records
+GROUP, DROPPED = 1, 2  # kinds of records, as in peralta_zmq/trainer/journal.py
 STARTED = re.compile(r" generator=\S+ threads=\d+ version=\d+$")
 MADE = re.compile(
     r"made group=(\S+)/(\d+) step=(\d+) weights_id=(\w+)(?: newest=(\d+))?"
@@ -32,7 +32,7 @@ LOADED = re.compile(r"loaded version=(\d+) step=(\d+) weights_id=(\w+)")
 REFUSED = re.compile(r"refused (version=\d+)|unread (version=\d+).*does not verify")
 COMPLETE = "run complete"
 
-Key: TypeAlias = tuple[str, int]  # sender NAME/BOOT, sequence
+Key: TypeAlias = tuple[str, int]  # sender (generator NAME/INCARNATION), sequence of the group
 
 
 class Record(NamedTuple):
@@ -63,9 +63,7 @@ class Logs:
 
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # policy step
     made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # weights_id
-    newest: dict[Key, int] = field(
-        default_factory=dict[Key, int]
-    )  # policy step of the newest tokens
+    newest: dict[Key, int] = field(default_factory=dict[Key, int])  # newest policy step in a group
     evaluating: set[Key] = field(default_factory=set[Key])  # made for an evaluation
     made_twice: list[Key] = field(default_factory=list[Key])
     lost: set[Key] = field(default_factory=set[Key])  # abandoned by the sender
@@ -85,7 +83,7 @@ class History:
     summary: Row
     journal: Sequence[Record]
     logs: Logs
-    filters: bool = False  # groups without difficulty are dropped
+    filters: bool = False  # curriculum.online_difficulty_filtering
     rolled_back: frozenset[Key] = frozenset()  # recorded in steps that a roll-back has undone
 
 
@@ -111,8 +109,8 @@ def read_history(
         filters=config.curriculum.online_difficulty_filtering,
         rolled_back=frozenset(
             record.key
-            for aside in folder.glob("rolled_back_to_*/journal")
-            for record in read_journal(aside)
+            for journal in folder.glob("rolled_back_to_*/journal")
+            for record in read_journal(journal)
         ),
     )
 

@@ -24,7 +24,7 @@ from peralta_zmq.operate.local import event_recorder, local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import auth
 from tools.link_proxy import LinkProxy, free_ports
-from tools.promise_checker import check, own_ends
+from tools.promise_checker import check, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, read_history
 from tools.soak_report import check_kills, figures_of, section, write_section
 
@@ -67,10 +67,15 @@ class FaultInjector:
         self._next_fault = time.monotonic() + PAUSE[1]
         self._trainer_started = time.monotonic()
         self._active: list[tuple[float, str, Undo]] = []  # end time, kind, how to end it
-        self._weights_of_faults = {
-            self._kill_generator: 50, self._kill_trainer: 25, self._freeze: 8, self._cut: 8,
-            self._reset: 6, self._hide_weights: 4, self._stop_generator: 4,
-        }  # fmt: skip
+        self._fault_frequencies = {  # relative
+            self._kill_generator: 50,
+            self._kill_trainer: 25,
+            self._freeze: 8,
+            self._cut: 8,
+            self._reset: 6,
+            self._hide_weights: 4,
+            self._stop_generator: 4,
+        }
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +94,7 @@ class FaultInjector:
         self._active = [fault for fault in self._active if fault not in ended]
         if now >= self._next_fault and not self.is_over:
             self._next_fault = now + self._rng.uniform(*PAUSE)
-            faults = self._weights_of_faults
+            faults = self._fault_frequencies
             (inject,) = self._rng.choices(list(faults), list(faults.values()))
             inject(group)
 
@@ -97,8 +102,8 @@ class FaultInjector:
         group[self._rng.choice(GENERATORS)].kill()
 
     def _kill_trainer(self, group: ProcessGroup) -> None:
-        is_young = time.monotonic() - self._trainer_started < MIN_TRAINER_SECONDS
-        if is_young or not group["trainer"].kill():
+        has_just_started = time.monotonic() - self._trainer_started < MIN_TRAINER_SECONDS
+        if has_just_started or not group["trainer"].kill():
             self._kill_generator(group)
         else:
             self.on_trainer_start()
@@ -166,12 +171,12 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
                 return code
     history = read_history(folder, max_steps=target)
     figures = figures_of(history)
-    checks = [*check(history), own_ends(history), check_kills(figures, minutes=minutes)]
+    checks = [*check(history), unexpected_ends(history), check_kills(figures, minutes=minutes)]
     text = section(figures, checks, minutes=minutes, seed=seed)
     sys.stdout.write(f"{text}\n")
     if document:
         write_section(text, document)
-    return int(any(each.broken for each in checks))
+    return int(any(result.broken for result in checks))
 
 
 def soak_workers(

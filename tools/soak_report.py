@@ -70,9 +70,9 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
     """The generated section, in Markdown."""
     kills, faults = figures.kills, figures.faults
     generators = kills.total() - kills["trainer"]
-    recovery = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s" if (
-        figures.recoveries
-    ) else "none was killed"  # fmt: skip
+    recovery = "none was killed"
+    if figures.recoveries:
+        recovery = f"{median(figures.recoveries):.1f} s, at most {figures.recoveries[-1]:.1f} s"
     rows = [
         ("SIGKILLs", f"{kills.total()}: {kills['trainer']} trainer, {generators} generators"),
         ("other faults", ", ".join(f"{count} x {kind}" for kind, count in sorted(faults.items()))),
@@ -93,7 +93,7 @@ def section(figures: Figures, checks: Sequence[Check], *, minutes: float, seed: 
             *(f"| {name} | {text or 'none'} |" for name, text in rows),
             "",
             "```",
-            *(each.line for each in checks),
+            *(result.line for result in checks),
             "```",
             END,
         ]

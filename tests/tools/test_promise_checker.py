@@ -507,14 +507,14 @@ def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
          "killed": False},  # for want of memory, say
     ]  # fmt: skip
     assert run.check(tmp_path) == {}
-    assert promise_checker.own_ends(read_history(tmp_path)).line == (
+    assert promise_checker.unexpected_ends(read_history(tmp_path)).line == (
         "FAIL  ended by themselves 2, after a kill 1: "
         "generator-0 (exit code 1); generator-1 (killed by SIGKILL)"
     )
     run.events = run.events[:-2]
     (tmp_path / "again").mkdir()
     run.check(tmp_path / "again")
-    line = promise_checker.own_ends(read_history(tmp_path / "again")).line
+    line = promise_checker.unexpected_ends(read_history(tmp_path / "again")).line
     assert line == "ok    ended by themselves 0, after a kill 1"
 
 
