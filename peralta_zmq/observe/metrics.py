@@ -104,6 +104,11 @@ def finite_mean(values: Iterable[float]) -> float:
     return fmean(finite) if finite else math.nan
 
 
+def format_number(value: float, spec: str, unit: str = "") -> str:
+    """Format a number, for example with the spec ",.2f" or ".0%"; a dash for NaN and infinity."""
+    return f"{value:{spec}}{unit}" if math.isfinite(value) else "-"
+
+
 def nan_to_null(value: object) -> object:
     """Return a copy with None for each NaN and infinity at any depth; JSON has neither."""
     if isinstance(value, float):

@@ -23,6 +23,7 @@ from peralta_zmq.observe.metrics import (
     METRICS,
     Row,
     finite_mean,
+    format_number,
     nan_to_null,
     number,
     read_rows,
@@ -118,8 +119,8 @@ def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
         [
             *_answer_lines(base or trained, trained),
             "",
-            f"held-out accuracy  {_change(summary, 'eval_before', 'eval_after')}",
-            f"reward             {_change(summary, 'reward_first', 'reward_last5')}",
+            f"held-out accuracy  {change_text(summary, 'eval_before', 'eval_after')}",
+            f"reward             {change_text(summary, 'reward_first', 'reward_last5')}",
             f"steps              {summary['steps']} in {summary['seconds']:.0f} s, "
             f"restarts: {summary['restarts']}",
             f"groups             {_accounting_text(summary['accounting'])}",
@@ -132,6 +133,11 @@ def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
             f'tokenizer = AutoTokenizer.from_pretrained("{weights_folder}")',
         ]
     )
+
+
+def change_text(summary: Mapping[str, object], first: str, last: str) -> str:
+    """Format two fields of a summary as '0.424 -> 1.000'; a dash for a missing one."""
+    return " -> ".join(format_number(number(summary, key), ".3f") for key in (first, last))
 
 
 def _base_and_trained_evaluation(folder: Path) -> tuple[Row, Row]:
@@ -207,8 +213,3 @@ def _accounting_text(accounting: Mapping[str, int]) -> str:
     text = f"{accounting['made']} made = {' + '.join(counts)}"
     duplicates = accounting["duplicates"]
     return f"{text}; {duplicates} received twice and counted once" if duplicates else text
-
-
-def _change(summary: Summary, first: str, last: str) -> str:
-    texts = ["-" if summary[key] is None else f"{summary[key]:.3f}" for key in (first, last)]
-    return " -> ".join(texts)

@@ -166,17 +166,11 @@ class RunLog:
         self.note(f"held-out accuracy at step {step}: {accuracy:.3f}{details}")
 
     def close_run(
-        self,
-        weights_folder: Path,
-        accounting: Mapping[str, int],
-        last_reports: Mapping[str, int],
+        self, weights_folder: Path, accounting: Mapping[str, int], last_reports: Mapping[str, int]
     ) -> None:
         """Write the summary, plot and HTML report, and print the closing report."""
         summary = report.write_summary(
-            self._folder,
-            accounting=accounting,
-            last_reports=last_reports,
-            verdict=self.verdict(),
+            self._folder, accounting=accounting, last_reports=last_reports, verdict=self.verdict()
         )
         self.write_report()
         self._terminal.close(report.closing_text(self._folder, summary, weights_folder))

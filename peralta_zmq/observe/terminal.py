@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from peralta_zmq.observe.metrics import Row, number
+from peralta_zmq.observe.metrics import Row, format_number, number
 from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
@@ -34,7 +34,6 @@ REPEAT_SECONDS = 60.0  # plain lines: minimum time between two verdicts of the s
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates of a progress; drawn in place or not
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-COLUMNS = ("no signal", "staleness", "queue", "wait", "rollouts/s", "generators")
 PACKAGES = {  # key of a generator's info -> name
     "package": "peralta_zmq",
     "python": "Python",
@@ -134,28 +133,27 @@ class Terminal:
                 os.dup2(null.fileno(), self._stream.fileno())
 
     def _step_line(self, row: Row) -> str:
-        names = [name.replace(" ", "_") for name in COLUMNS]
-        fields = " ".join(f"{name}={cell}" for name, cell in zip(names, _cells(row), strict=True))
-        reward = _format(number(row, "reward"), ".2f")
-        step = f"{number(row, 'step'):.0f}/{self._max_steps}"
-        return f"step={step} reward={reward} {fields} eta={self._eta()}"
+        cells = {
+            "step": f"{number(row, 'step'):.0f}/{self._max_steps}",
+            "reward": format_number(number(row, "reward"), ".2f"),
+            **_cells(row),
+            "eta": self._eta(),
+        }
+        return " ".join(f"{name.replace(' ', '_')}={cell}" for name, cell in cells.items())
 
     def _table(self, live: Live) -> Table:
         step = number(self._rows[-1], "step")
-        share = f"{100 * step / self._max_steps:.0f}%"
+        share = f"{step / self._max_steps:.0%}"
         title = f"{self._run}  step {step:.0f} of {self._max_steps} ({share})  {self._eta()} left"
         table = Table(title=title.strip(), title_justify="left")
-        table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("reward", justify="right", no_wrap=True)
-        table.add_column("", width=10)
-        for name in COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
+        for name in ("step", "reward", "", *_cells({})):  # "" = the bar of the reward
+            table.add_column(name, justify="right", no_wrap=True, width=None if name else 10)
         num_rows = max(1, min(MAX_TABLE_ROWS, live.console.height - FRAME_LINES))
         for row in list(self._rows)[-num_rows:]:
             reward = number(row, "reward")
             bar = Bar(1.0, 0.0, max(0.0, min(1.0, reward)), color="green")
-            cells = f"{number(row, 'step'):.0f}", _format(reward, ".2f")
-            table.add_row(*cells, "" if math.isnan(reward) else bar, *_cells(row))
+            cells = f"{number(row, 'step'):.0f}", format_number(reward, ".2f")
+            table.add_row(*cells, "" if math.isnan(reward) else bar, *_cells(row).values())
         return table
 
     def _eta(self) -> str:
@@ -248,19 +246,15 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    """Format the values of COLUMNS in one row of metrics.jsonl."""
+def _cells(row: Row) -> dict[str, str]:
+    """Format the values of one row of metrics.jsonl, by column of the table."""
     seconds = number(row, "step_time")
     rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
-    return (
-        _format(100 * number(row, "frac_reward_zero_std"), ".0f", "%"),
-        _format(number(row, "staleness/mean"), ".1f"),
-        _format(number(row, "queue/depth"), ".0f"),
-        _format(number(row, "time/wait_for_batch"), ".2f", "s"),
-        _format(rollouts_per_s, ".0f"),
-        _format(number(row, "generators"), ".0f"),
-    )
-
-
-def _format(value: float, spec: str, unit: str = "") -> str:
-    return "-" if math.isnan(value) else f"{value:{spec}}{unit}"
+    return {
+        "no signal": format_number(number(row, "frac_reward_zero_std"), ".0%"),
+        "staleness": format_number(number(row, "staleness/mean"), ".1f"),
+        "queue": format_number(number(row, "queue/depth"), ".0f"),
+        "wait": format_number(number(row, "time/wait_for_batch"), ".2f", "s"),
+        "rollouts/s": format_number(rollouts_per_s, ".0f"),
+        "generators": format_number(number(row, "generators"), ".0f"),
+    }

@@ -124,7 +124,7 @@ def _no_signal(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
     if share < NO_SIGNAL or reward >= SOLVED:
         return
-    sentence = f"{_percent(share)} of groups have equal rewards, mean reward {reward:.2f}"
+    sentence = f"{share:.0%} of groups have equal rewards, mean reward {reward:.2f}"
     advice = "raise sampling.temperature or sampling.num_generations"
     if reward <= HOPELESS:
         advice = (
@@ -141,7 +141,7 @@ def _solved(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
     if share >= NO_SIGNAL and reward >= SOLVED:
         yield Verdict(
-            f"the task is solved: mean reward {reward:.2f}, {_percent(share)} of groups have equal "
+            f"the task is solved: mean reward {reward:.2f}, {share:.0%} of groups have equal "
             f"rewards; {next(_balance(state)).sentence}",
             "stop here, or train on harder problems",
             "ok",
@@ -161,7 +161,7 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
     num_failed, num_stale = sum(failed.values()), state.growth("dropped/stale")
     if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LOST_GROUPS:
         yield Verdict(
-            f"{_percent(share)} of groups got no reward, most of them on "
+            f"{share:.0%} of groups got no reward, most of them on "
             f"{max(failed, key=failed.__getitem__)}",
             "check its log: the reward function fails or exceeds task.reward_timeout",
         )
@@ -174,7 +174,7 @@ def _lost_groups(state: RunState) -> Iterator[Verdict]:
         )
         source = f", most of them from {senders.most_common(1)[0][0]}" if senders else ""
         yield Verdict(
-            f"{_percent(share)} of groups were dropped as stale{source}",
+            f"{share:.0%} of groups were dropped as stale{source}",
             "raise train.max_off_policy_steps, or remove the slowest generator",
         )
 
@@ -192,7 +192,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
         )
     if (stall := state.share("time/publish")) >= BLOCKING:
         yield Verdict(
-            f"publishing blocks the trainer {_percent(stall)} of its time",
+            f"publishing blocks the trainer {stall:.0%} of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
         )
     keys = ("weights/encode_seconds", "weights/write_seconds")
@@ -217,7 +217,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
 def _journal(state: RunState) -> Iterator[Verdict]:
     if (share := state.share("time/journal")) >= BLOCKING:
         yield Verdict(
-            f"the disk of run.dir is saturated: the journal takes {_percent(share)} of the "
+            f"the disk of run.dir is saturated: the journal takes {share:.0%} of the "
             "trainer's time",
             "move run.dir to a local disk",
         )
@@ -231,10 +231,10 @@ def _balance(state: RunState) -> Iterator[Verdict]:
     yield from _one_blocked(state)
     blocked = fmean([generator.blocked for generator in state.generators] or [0.0])
     queue = fmean([generator.queue for generator in state.generators] or [0.0])
-    trainer, generators = _percent(state.waiting), _percent(blocked)
+    trainer, generators = f"{state.waiting:.0%}", f"{blocked:.0%}"
     if state.waiting >= WAITING and queue >= WAITING:
         yield Verdict(
-            f"the link to the trainer is saturated: generators are blocked {_percent(queue)} of "
+            f"the link to the trainer is saturated: generators are blocked {queue:.0%} of "
             f"their time by a full send queue, the trainer waits {trainer} for rollouts",
             "raise wire.hwm, or use a faster network",
         )
@@ -252,7 +252,7 @@ def _balance(state: RunState) -> Iterator[Verdict]:
     elif blocked >= WAITING:
         worst = max(state.generators, key=lambda generator: generator.blocked)
         yield Verdict(
-            f"the trainer is the bottleneck: {worst.name} is blocked {_percent(worst.blocked)} of "
+            f"the trainer is the bottleneck: {worst.name} is blocked {worst.blocked:.0%} of "
             f"its time {_cause(worst)}",
             "use a faster device or train.dtype bfloat16 for the trainer; fewer generators suffice",
         )
@@ -273,9 +273,9 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
     others = fmean(generator.blocked for generator in state.generators if generator is not worst)
     if others < WAITING:
         yield Verdict(
-            f"only {worst.name} is blocked, {_percent(worst.blocked)} of its time "
-            f"{_cause(worst)}, the others {_percent(others)}; the trainer waits "
-            f"{_percent(state.waiting)} for rollouts",
+            f"only {worst.name} is blocked, {worst.blocked:.0%} of its time "
+            f"{_cause(worst)}, the others {others:.0%}; the trainer waits "
+            f"{state.waiting:.0%} for rollouts",
             "check its link to the trainer with bin/doctor on that machine"
             if _is_queue_full(worst)
             else f"raise train.max_async_level: {worst.name} has spare capacity",
@@ -299,10 +299,6 @@ def _is_queue_full(generator: GeneratorStats) -> bool:
 
 def _cause(generator: GeneratorStats) -> str:
     return "by a full send queue" if _is_queue_full(generator) else "until the trainer catches up"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
 
 
 def _format_bytes(num_bytes: float) -> str:

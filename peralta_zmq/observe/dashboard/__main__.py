@@ -17,15 +17,12 @@ from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import EVENTS, METRICS
 
 DEFAULT_PORT = 8470
-USAGE = """\
-bin/dashboard RUN [RUN ...] [--host ADDRESS] [--port N] [--token-file FILE]
-       bin/dashboard RUN [RUN ...] --export FILE.html"""
 OPTIONS = ("--export", "--host", "--port", "--token-file")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C, or write one file. Raises ConfigError for invalid arguments."""
-    parser = argparse.ArgumentParser(prog="bin/dashboard", usage=USAGE, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="bin/dashboard", allow_abbrev=False)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     add("--export", type=Path, metavar="FILE", help="write one HTML file instead of serving")

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from decimal import ROUND_HALF_UP, Decimal
 from heapq import merge
 from importlib.resources import files
 from pathlib import Path
@@ -32,7 +31,8 @@ from peralta_zmq.observe.dashboard.run_files import (
     open_runs,
     status_of,
 )
-from peralta_zmq.observe.metrics import Row, finite_mean, nan_to_null, number
+from peralta_zmq.observe.metrics import Row, finite_mean, format_number, nan_to_null, number
+from peralta_zmq.observe.report import change_text
 from peralta_zmq.observe.run_state import (
     EVALUATION_EVENTS,
     RunState,
@@ -161,25 +161,24 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
             {
                 "name": name,
                 "state": generator_state,
-                "step": format_number(values["step"], 0),
-                "behind": format_number(number(run.last, "step") - values["step"], 0),
-                "tokens_per_s": format_number(values["tokens_per_s"], 0),
-                "blocked": format_number(100 * values["blocked_frac"], 0, "%"),
-                "reload_s": format_number(values["reload_s"], 3, " s"),
-                "groups": format_number(values["groups"], 0),
+                "step": format_number(values["step"], ",.0f"),
+                "behind": format_number(number(run.last, "step") - values["step"], ",.0f"),
+                "tokens_per_s": format_number(values["tokens_per_s"], ",.0f"),
+                "blocked": format_number(values["blocked_frac"], ".0%"),
+                "reload_s": format_number(values["reload_s"], ".3f", " s"),
+                "groups": format_number(values["groups"], ",.0f"),
             }
         )
     return generators
 
 
 def samples(run: RunFiles, *, after: int = 0) -> list[Json]:
-    """Return the newest groups with a number above `after`, oldest first."""
+    """Return the newest groups with a number above `after`, oldest first; long texts are cut."""
     newest = [entry for entry in run.samples if entry[0] > after][-MAX_SAMPLES:]
-    return [sample(index, row) for index, row in newest]
+    return [_sample(index, row) for index, row in newest]
 
 
-def sample(index: int, row: Row) -> Json:
-    """Return one group of samples.jsonl as JSON; `index` is its row number, counted from 1."""
+def _sample(index: int, row: Row) -> Json:
     texts, rewards, advantages = (
         cast("list[Any]", row.get(key, [])) for key in ("texts", "rewards", "advantages")
     )
@@ -198,13 +197,6 @@ def sample(index: int, row: Row) -> Json:
             for text, reward, advantage in rollouts
         ],
     }
-
-
-def format_number(value: float, digits: int, unit: str = "") -> str:
-    """Format a number with `digits` decimals, halves rounded up as in charts.js; a dash for NaN."""
-    if not math.isfinite(value):
-        return "-"
-    return f"{Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP):,}{unit}"
 
 
 def _data(runs: Sequence[RunFiles]) -> str:
@@ -240,8 +232,8 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
         "status": status,
         "status_text": STATUS_TEXTS[status],
         "explanation": _explanation(run, status, now),
-        "step": format_number(step, 0),
-        "max_steps": format_number(max_steps, 0),
+        "step": format_number(step, ",.0f"),
+        "max_steps": format_number(max_steps, ",.0f"),
         "share": step / max_steps if max_steps > 0 else None,
         "eta": _eta(run, session, max_steps - step) if status == "training" else "",
         "age": now - run.newest_time,
@@ -250,7 +242,9 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
 
 def _explanation(run: RunFiles, status: str, now: float) -> str:
     age, summary = format_duration(now - run.newest_time), run.summary()
-    before, after = (format_number(number(summary, f"eval_{at}"), 3) for at in ("before", "after"))
+    steps = format_number(number(summary, "steps"), ",.0f")
+    duration = format_duration(number(summary, "seconds"))
+    accuracy = change_text(summary, "eval_before", "eval_after")
     return {
         "stalled": f"The trainer is running and has taken no step for {age}.",
         "silent": f"No new data for {age}: the trainer is waiting or was killed. "
@@ -259,8 +253,7 @@ def _explanation(run: RunFiles, status: str, now: float) -> str:
         "was killed or crashed, unless it runs on another machine. "
         "The same command resumes it without loss.",
         "stopped": "Stopped by the user and saved. The same command resumes it.",
-        "finished": f"{format_number(number(summary, 'steps'), 0)} steps in "
-        f"{format_duration(number(summary, 'seconds'))}; held-out accuracy {before} -> {after}.",
+        "finished": f"{steps} steps in {duration}; held-out accuracy {accuracy}.",
     }.get(status, "")
 
 
@@ -275,11 +268,11 @@ def _eta(run: RunFiles, session: Session, steps_left: float) -> str:
 
 
 def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[Json]:
-    def newest(key: str, digits: int = 0) -> str:
-        return format_number(number(run.last, key), digits)
+    def newest(key: str, spec: str = ",.0f") -> str:
+        return format_number(number(run.last, key), spec)
 
     def derived(key: str) -> str:
-        return format_number(run.table.value(key, len(run.table.steps) - 1), 0)
+        return format_number(run.table.value(key, len(run.table.steps) - 1), ",.0f")
 
     def card(id: str, label: str, value: str, note: str) -> Json:
         return {"id": id, "label": label, "value": value, "note": note}
@@ -293,14 +286,14 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
         rate = f"{derived('tokens_per_s')} generated tokens/s"
         span = f"of the last {len(recent.rows)} steps"
         oldest = f"steps, at most {newest('staleness/max')}"
-    waiting = format_number(100 * recent.waiting, 0, "%")
+    waiting = format_number(recent.waiting, ".0%")
     return [
-        card("reward", "Reward", newest("reward", 3), _reward_change(run)),
+        card("reward", "Reward", newest("reward", ".3f"), _reward_change(run)),
         card("eval", "Held-out accuracy", *_evaluation(run)),
         card("rollouts", "Rollouts/s", derived("rollouts_per_s"), rate),
         card("wait", "Trainer waits", waiting, span),
         card("queue", "Queue", newest("queue/depth"), "groups waiting"),
-        card("staleness", "Staleness", newest("staleness/mean", 1), oldest),
+        card("staleness", "Staleness", newest("staleness/mean", ",.1f"), oldest),
         card("dropped", "Dropped", derived("dropped"), "groups in total"),
         card("generators", "Generators up", up, seen),
     ]
@@ -324,8 +317,8 @@ def _evaluation(run: RunFiles) -> tuple[str, str]:
     first, last = min(accuracies), max(accuracies)
     note = f"step {last:.0f}"
     if first < last:
-        note += f"; {format_number(accuracies[first], 3)} at {first:.0f}"
-    return format_number(accuracies[last], 3), note
+        note += f"; {accuracies[first]:.3f} at {first:.0f}"
+    return format_number(accuracies[last], ".3f"), note
 
 
 def _event(row: Row) -> Json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,15 +38,6 @@ def test_update_has_only_points_after_the_cursor(tmp_path: Path) -> None:
     run.refresh()
     third = view.update(run, cursor=second["cursor"], now=time.time())
     assert (third["reset"], third["charts"][0]["x"]) == (True, [1, 2])
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "shown"),
-    [(0.5626, 3, "0.563"), (-0.5626, 3, "-0.563"), (2.6, 0, "3"), (1234567.891, 1, "1,234,567.9"),
-     (math.nan, 2, "-"), (math.inf, 2, "-")],
-)  # fmt: skip
-def test_format_number(value: float, digits: int, shown: str) -> None:
-    assert view.format_number(value, digits) == shown
 
 
 def test_cursor_is_valid_after_a_server_restart(tmp_path: Path) -> None:
@@ -231,10 +221,17 @@ def test_crashed_run_is_not_evaluating(tmp_path: Path, num_steps: int) -> None:
     assert "still up" not in sentence
 
 
-def test_sample_shows_null_for_a_missing_reward() -> None:
-    row: Row = {"step": 1, "prompt": "<user>\nadd\n", "texts": ["<user>\nadd\n3 + 4", "other"],
-                "rewards": [1.0, None], "advantages": [0.5, -0.5]}  # fmt: skip
-    group = view.sample(1, row)
+def test_sample_shows_null_for_a_missing_reward(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "hand", num_steps=0)
+    sample: Row = {
+        "step": 1,
+        "prompt": "<user>\nadd\n",
+        "texts": ["<user>\nadd\n3 + 4", "other"],
+        "rewards": [1.0, None],
+        "advantages": [0.5, -0.5],
+    }
+    append(folder / "samples.jsonl", sample)
+    (group,) = view.samples(read_run(folder))
     assert (group["prompt"], group["mean"]) == ("<user>\nadd\n", 1.0)
     assert group["rollouts"] == [
         {"text": "3 + 4", "reward": 1.0, "advantage": 0.5},
