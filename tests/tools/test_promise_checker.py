@@ -1,8 +1,9 @@
-"""The checker finds nothing in a sound history, and each doctored one breaks its promise.
+"""The promise checker accepts a valid history and reports every change that breaks a promise.
 
-The sound run, by hand: 3 steps of 2 groups, max_off_policy_steps 1. Start `aa` of ann makes 4
-groups and is killed with one unsent; start `bb` makes 5: one is stale, the last one too late.
-The trainer has heard of 7 of them. It is killed after step 1 and resumes.
+The valid run: 3 steps of 2 groups, max_off_policy_steps 1. Incarnation `aa` of the generator ann
+makes 4 groups and is killed before it has sent the last one; incarnation `bb` makes 5, of which one
+is stale and the last one too late. The trainer has received 7 of them. It is killed after step 1
+and resumes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shutil
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +29,8 @@ from tools.run_history import read_history, read_journal
 
 pytestmark = pytest.mark.timeout(60)
 
-BOOTS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8}
-A, B = (f"ann/{incarnation.hex()}" for incarnation in BOOTS.values())
+INCARNATIONS = {"aa": b"\xaa" * 8, "bb": b"\xbb" * 8}
+A, B = (f"ann/{incarnation.hex()}" for incarnation in INCARNATIONS.values())
 LOG = [
     "10:00:00 bin/generator loaded version=0 step=0 weights_id=w0 seconds=0.1",
     *(f"10:00:01 bin/generator made group={A}/{n} step=0 weights_id=w0" for n in range(4)),
@@ -43,10 +45,10 @@ LOG = [
 
 
 @dataclass
-class Run:
-    """The files of a run; doctor a field, then `check`."""
+class RecordedRun:
+    """The files of a run. A test changes a field, then calls `check`."""
 
-    # step -> (boot, sequence, policy_step), or instead of the latter why it was dropped
+    # step -> (incarnation, sequence, policy_step); a text instead: the reason of the drop
     journal: dict[int, list[tuple[str, int, int | str]]] = field(default_factory=lambda: {
         1: [("aa", 0, 0), ("aa", 1, 0)],
         2: [("aa", 2, 0), ("bb", 1, 1)],
@@ -69,7 +71,8 @@ class Run:
     filters: bool = False
 
     def check(self, folder: Path) -> dict[str, tuple[str, ...]]:
-        """What breaks each promise; promises that hold are left out."""
+        """Violations by promise, only of promises that are broken."""
+        folder.mkdir(exist_ok=True)
         train = TrainSection(max_steps=max(self.journal), max_off_policy_steps=1)
         curriculum = CurriculumSection(online_difficulty_filtering=self.filters)
         write_resolved(
@@ -86,11 +89,18 @@ class Run:
         (folder / "summary.json").write_text(
             json.dumps({"accounting": self.accounting, "last_reports": self.last_reports})
         )
-        (folder / "logs").mkdir()
+        (folder / "logs").mkdir(parents=True)
         (folder / "logs" / "generator-0.log").write_text("\n".join(self.log) + "\n")
         checks = promise_checker.check(read_history(folder))
-        assert [each.promise for each in checks] == ["P1", "P2", "P3", "P4", "P5", "P6"]
-        return {each.promise: each.broken for each in checks if each.broken}
+        assert [result.promise for result in checks] == ["P1", "P2", "P3", "P4", "P5", "P6"]
+        return {result.promise: result.broken for result in checks if result.broken}
+
+    def change_fate(self, sequence: int, fate: str) -> None:
+        """Record another fate for a group of `bb` that was trained in step 3."""
+        index = self.journal[3].index(("bb", sequence, 1))
+        self.journal[3][index] = ("bb", sequence, fate)
+        self.accounting["trained"] -= 1
+        self.accounting[fate] = self.accounting.get(fate, 0) + 1
 
 
 def write_journal(file: Path, groups: list[tuple[str, int, int | str]]) -> None:
@@ -108,129 +118,162 @@ def record_of(
     rewards: tuple[float, ...] = (0.0, 1.0),
 ) -> bytes:
     if isinstance(policy_step, str):
-        note = {"sender": f"ann/{BOOTS[incarnation].hex()}", "sequence": sequence,
+        note = {"sender": f"ann/{INCARNATIONS[incarnation].hex()}", "sequence": sequence,
                 "outcome": policy_step, "min_sequence": 0}  # fmt: skip
         kind, content = 2, json.dumps(note).encode()
     else:
         group = group_of(
-            rewards, incarnation=BOOTS[incarnation], sequence=sequence, policy_step=policy_step
+            rewards,
+            incarnation=INCARNATIONS[incarnation],
+            sequence=sequence,
+            policy_step=policy_step,
         )
         kind, content = 1, wire.encode_group(group)
     return struct.pack("<IIB", len(content), zlib.crc32(content, kind), kind) + content
 
 
-def test_a_sound_history_breaks_nothing(tmp_path: Path) -> None:
-    assert Run().check(tmp_path) == {}
+def test_valid_history_breaks_no_promise(tmp_path: Path) -> None:
+    assert RecordedRun().check(tmp_path) == {}
 
 
-def test_a_torn_tail_of_the_journal_is_no_group(tmp_path: Path) -> None:
-    (tmp_path / "journal").mkdir()
-    Run().check(tmp_path)
-    with (tmp_path / "journal" / "step_000003.msgpack").open("ab") as file:
+def test_incomplete_last_record_and_copied_file_are_not_read(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    RecordedRun().check(tmp_path)
+    before = list(read_journal(journal))
+    assert len(before) == 7
+    shutil.copy(journal / "step_000002.msgpack", journal / "step_000002.old.msgpack")
+    with (journal / "step_000003.msgpack").open("ab") as file:
         file.write(record_of("bb", 4, 2)[:-1])
-    assert len(read_history(tmp_path).journal) == 7
+    assert list(read_journal(journal)) == before
 
 
-def test_p1_version_that_was_never_published(tmp_path: Path) -> None:
-    run = Run()
-    run.log.append("loaded version=0 step=0 weights_id=ff seconds=0.1")
-    assert run.check(tmp_path) == {"P1": ("version=0 weights_id=ff was not published",)}
-
-
-def test_p1_a_version_that_was_served_and_never_loaded(tmp_path: Path) -> None:
-    run = Run()
-    run.log[-2] = run.log[-2].replace("weights_id=w2", "weights_id=ee")
-    assert run.check(tmp_path) == {"P1": ("weights_id=ee was served and never loaded",)}
+# P1: only published versions were loaded.
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["refused version=2 reason=shape", "unread version=2 reason=version 2 does not verify: sha256"],
+    ("line", "broken"),
+    [
+        ("loaded version=0 step=0 weights_id=ff", "version=0 weights_id=ff was not published"),
+        (f"made group={B}/9 step=2 weights_id=ee", "weights_id=ee was served and never loaded"),
+        ("refused version=2 reason=shape", "version=2 refused"),
+        ("unread version=2 reason=version 2 does not verify: sha256", "version=2 refused"),
+        ("unread version=2 reason=version 2 was removed meanwhile", None),
+    ],
 )
-def test_p1_a_version_that_was_refused(tmp_path: Path, line: str) -> None:
-    run = Run()
+def test_p1_reports_unpublished_and_refused_versions(
+    tmp_path: Path, line: str, broken: str | None
+) -> None:
+    run = RecordedRun()
     run.log.append(line)
-    assert run.check(tmp_path) == {"P1": ("version=2 refused",)}
+    assert run.check(tmp_path) == ({"P1": (broken,)} if broken else {})
 
 
-def test_p1_a_version_that_was_pruned_meanwhile_is_no_torn_one(tmp_path: Path) -> None:
-    run = Run()
-    run.log.append("unread version=2 reason=version 2 was removed meanwhile")
-    assert run.check(tmp_path) == {}
-
-
-def test_p1_a_trainer_killed_before_it_could_tell_of_a_version_has_published_it(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("resumed_at", "lines", "broken"),
+    [
+        (1, [], []),
+        (0, [], ["w1"]),
+        (2, [], ["w1"]),
+        (1, ["loaded version=1 step=1 weights_id=ee seconds=0.1"], ["w1", "ee"]),
+    ],
+)
+def test_p1_accepts_unrecorded_publish_if_trainer_resumed_at_its_step_and_readers_agree(
+    tmp_path: Path, resumed_at: int, lines: list[str], broken: list[str]
 ) -> None:
-    run = Run()
-    del run.events[2]  # publish of step 1, from which the next start resumed
-    assert run.check(tmp_path) == {}
+    run = RecordedRun()
+    del run.events[2]  # the publish of step 1: the trainer was killed before it recorded it
+    run.events[2] = {"event": "resume", "step": resumed_at, "time": 15.0}
+    run.log += lines
+    expected = tuple(f"version=1 weights_id={name} was not published" for name in broken)
+    assert run.check(tmp_path) == ({"P1": expected} if broken else {})
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_p1_but_only_if_the_next_start_found_itself_there(tmp_path: Path, step: int) -> None:
-    run = Run()
-    del run.events[2]
-    run.events[2] = {"event": "resume", "step": step, "time": 15.0}
-    assert run.check(tmp_path) == {"P1": ("version=1 weights_id=w1 was not published",)}
+# P2: no group is trained twice.
 
 
-def test_p1_and_only_if_all_readers_agree(tmp_path: Path) -> None:
-    run = Run()
-    del run.events[2]
-    run.log.append("loaded version=1 step=1 weights_id=ee seconds=0.1")
-    assert run.check(tmp_path) == {
-        "P1": (
-            "version=1 weights_id=w1 was not published",
-            "version=1 weights_id=ee was not published",
-        )
-    }
-
-
-def test_p2_a_group_in_two_steps_of_the_journal(tmp_path: Path) -> None:
-    run = Run()
+def record_group_in_two_steps(run: RecordedRun) -> None:
     run.journal[2][0] = ("aa", 1, 0)
-    broken = run.check(tmp_path)
-    assert broken["P2"] == (f"{A}/1 is 2 times in the journal",)
+    run.journal[2].append(("aa", 2, 0))
 
 
-def test_p2_a_sequence_that_was_made_twice(tmp_path: Path) -> None:
-    run = Run()
+def train_a_dropped_group(run: RecordedRun) -> None:
+    run.journal[2].append(("bb", 0, 0))
+
+
+def make_a_group_twice(run: RecordedRun) -> None:
     run.log.append(run.log[1])
-    assert run.check(tmp_path) == {"P2": (f"{A}/0 was made twice",)}
 
 
-@pytest.mark.parametrize(("steps", "twice"), [([1, 2, 2, 3], [2]), ([1, 1, 2, 3], [])])
-def test_p2_a_step_taken_twice_needs_a_resume_between(
-    tmp_path: Path, steps: list[int], twice: list[int]
+def repeat_step_without_resume(run: RecordedRun) -> None:
+    run.steps = [1, 2, 2, 3]
+
+
+def repeat_step_after_resume(run: RecordedRun) -> None:
+    run.steps = [1, 1, 2, 3]  # the resume is between the first two rows
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        (record_group_in_two_steps, (f"{A}/1 is 2 times in the journal",)),
+        (train_a_dropped_group, (f"{B}/0 is 2 times in the journal",)),
+        (make_a_group_twice, (f"{A}/0 was made twice",)),
+        (repeat_step_without_resume, ("step 2 was taken twice without a resume",)),
+        (repeat_step_after_resume, ()),
+    ],
+)
+def test_p2_reports_repeated_groups_and_steps(
+    tmp_path: Path, change: Callable[[RecordedRun], None], broken: tuple[str, ...]
 ) -> None:
-    broken = Run(steps=steps).check(tmp_path)  # the resume is between the first two rows
-    assert broken.get("P2", ()) == tuple(
-        f"step {step} was taken twice without a resume" for step in twice
-    )
+    run = RecordedRun()
+    change(run)
+    assert run.check(tmp_path) == ({"P2": broken} if broken else {})
 
 
-def test_p3_a_group_of_a_living_generator_without_a_fate(tmp_path: Path) -> None:
-    run = Run()
+# P3: no group of a live generator is lost.
+
+
+def forget_stale_group() -> RecordedRun:
+    """The trainer has no record of group 0 of `bb`."""
+    run = RecordedRun()
     del run.journal[3][0]
     run.accounting |= {"stale": 0, "in_flight": 1}
-    assert run.check(tmp_path) == {"P3": (f"{B}/0 of step 0 has no fate",)}
+    return run
 
 
-def test_p3_a_killed_generator_that_was_heard_long_after_it_made_the_group(tmp_path: Path) -> None:
-    run = Run()
-    del run.journal[3][0]
-    run.accounting |= {"stale": 0, "in_flight": 1}
-    run.log = [line for line in run.log if "complete" not in line]
-    assert run.check(tmp_path) == {}  # it lived for one step more, as old as may be
+def test_p3_reports_missing_group_of_a_live_generator(tmp_path: Path) -> None:
+    assert forget_stale_group().check(tmp_path) == {"P3": (f"{B}/0 of step 0 has no fate",)}
+
+
+def test_p3_reports_missing_group_if_its_sender_sent_much_later_ones(tmp_path: Path) -> None:
+    run = forget_stale_group()
+    run.log = [line for line in run.log if "complete" not in line]  # killed before the end
+    assert run.check(tmp_path / "early") == {}
     run.log[-2] = f"made group={B}/3 step=2 weights_id=w2"
     run.journal[3][1] = ("bb", 3, 2)
-    (tmp_path / "again").mkdir()
-    assert run.check(tmp_path / "again") == {"P3": (f"{B}/0 of step 0 has no fate",)}
+    assert run.check(tmp_path / "late") == {"P3": (f"{B}/0 of step 0 has no fate",)}
 
 
-def test_p3_a_group_that_its_sender_gave_up(tmp_path: Path) -> None:
-    run = Run()
+def test_p3_accepts_missing_group_of_a_killed_generator_restarted_after_the_end(
+    tmp_path: Path,
+) -> None:
+    run = forget_stale_group()
+    run.log.insert(-1, "10:00:06 bin/generator generator=ann threads=1 version=3")
+    assert run.check(tmp_path) == {}
+
+
+def test_p3_reports_missing_group_after_the_end_unless_the_run_was_continued(
+    tmp_path: Path,
+) -> None:
+    run = RecordedRun()
+    run.log.insert(5, "10:00:02 bin/generator run complete: groups=4")
+    assert run.check(tmp_path / "continued") == {}
+    run.log = [line for line in run.log if B not in line and "generator=" not in line]
+    assert run.check(tmp_path / "ended")["P3"] == (f"{A}/3 of step 0 has no fate",)
+
+
+def test_p3_reports_group_given_up_by_its_sender(tmp_path: Path) -> None:
+    run = RecordedRun()
     run.log.append(f"lost group={A}/3 reason=outbox")
     assert run.check(tmp_path) == {"P3": (f"{A}/3 was given up by its sender",)}
 
@@ -239,178 +282,136 @@ DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid
 
 
 @pytest.mark.parametrize("fate", DROPPED)
-def test_p3_a_group_that_could_be_trained_and_was_dropped(tmp_path: Path, fate: str) -> None:
-    run = Run()
-    run.journal[3][1] = ("bb", 2, fate)  # a step old, as old as may be
-    run.accounting["trained"] -= 1
-    run.accounting[fate] = run.accounting.get(fate, 0) + 1
+def test_p3_reports_drop_without_a_cause(tmp_path: Path, fate: str) -> None:
+    run = RecordedRun()
+    run.change_fate(2, fate)  # its age is within the limit
     assert run.check(tmp_path) == {"P3": (f"{B}/2 is {fate} at step 3 without a cause",)}
 
 
-def test_p3_all_groups_dropped_as_stale(tmp_path: Path) -> None:
-    run = Run()
-    for step, groups in run.journal.items():
-        run.journal[step] = [
-            (incarnation, sequence, "stale") for incarnation, sequence, _ in groups
-        ]
-    run.accounting |= {"trained": 0, "stale": 7}
-    assert len(run.check(tmp_path)["P3"]) == 6  # all but the one that is too old
+def test_p3_accepts_filtered_group_if_filtering_is_on(tmp_path: Path) -> None:
+    run = RecordedRun(filters=True)
+    run.change_fate(2, "filtered")
+    assert run.check(tmp_path) == {}
 
 
-def rolled_back() -> Run:
-    """Step 3 was published, and left behind by a roll-back to 1; of its weights is group 3."""
-    run = Run()
+def test_p3_accepts_evaluated_group_only_if_made_for_an_evaluation(tmp_path: Path) -> None:
+    run = RecordedRun()
+    run.log[-4] += " evaluation_step=1"
+    broken = (f"{B}/2 is trained at step 3 without a cause",)
+    assert run.check(tmp_path / "trained") == {"P3": broken}
+    run.change_fate(2, "evaluated")
+    assert run.check(tmp_path / "evaluated") == {}
+
+
+@pytest.mark.parametrize(
+    ("event", "is_valid"),
+    [
+        ({}, True),
+        ({"step": 3}, False),  # flagged after the drop
+        ({"incarnation": INCARNATIONS["aa"].hex()}, False),
+        ({"dropped": False}, False),
+    ],
+)
+def test_p3_accepts_mismatched_group_only_of_a_sender_flagged_before(
+    tmp_path: Path, event: Row, is_valid: bool
+) -> None:
+    run = RecordedRun()
+    run.change_fate(2, "mismatched")
+    sender = {"generator": "ann", "incarnation": INCARNATIONS["bb"].hex()}
+    run.events.append({"event": "mismatch", **sender, "step": 2, "dropped": True, **event})
+    assert (run.check(tmp_path) == {}) == is_valid
+
+
+def rolled_back(made: str = "step=3 weights_id=w9") -> RecordedRun:
+    """A roll-back from the published step 3 to step 1 has abandoned group 3 of `aa`."""
+    run = RecordedRun()
     run.events.insert(3, {"event": "publish", "step": 3, "number": 9, "weights_id": "w9"})
     run.events.insert(4, {"event": "roll_back", "step": 1})
-    run.log[4] = f"made group={A}/3 step=3 weights_id=w9"
+    run.log[4] = f"made group={A}/3 {made}"
     run.log.insert(5, "loaded version=9 step=3 weights_id=w9 seconds=0.1")
     run.journal[2].append(("aa", 3, "abandoned"))
     run.accounting |= {"made": 8, "abandoned": 1}
     return run
 
 
-def test_p3_a_group_of_weights_that_a_roll_back_left_behind_is_abandoned(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made", "is_valid"),
+    [
+        ("step=3 weights_id=w9", True),  # sampled with undone weights
+        ("step=1 weights_id=w1 newest=2", True),  # last tokens sampled with undone weights
+        ("step=0 weights_id=w0 newest=1", False),
+    ],
+)
+def test_p3_accepts_abandoned_group_only_of_undone_weights(
+    tmp_path: Path, made: str, is_valid: bool
+) -> None:
+    broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
+    assert rolled_back(made).check(tmp_path) == ({} if is_valid else broken)
+
+
+def test_p3_reports_abandoned_group_without_a_roll_back(tmp_path: Path) -> None:
     run = rolled_back()
-    assert run.check(tmp_path) == {}
     del run.events[4]
-    (tmp_path / "again").mkdir()
     broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
-    assert run.check(tmp_path / "again") == broken
+    assert run.check(tmp_path) == broken
 
 
-def test_p3_a_group_with_tokens_of_weights_left_behind_is_abandoned_too(tmp_path: Path) -> None:
-    run = rolled_back()
-    run.log[4] = (
-        f"made group={A}/3 step=1 weights_id=w1 newest=2"  # the newest of what was left behind
-    )
-    assert run.check(tmp_path) == {}
-    (tmp_path / "again").mkdir()
-    run.log[4] = f"made group={A}/3 step=0 weights_id=w0 newest=1"  # of what is there by then
-    broken = {"P3": (f"{A}/3 is abandoned at step 2 without a cause",)}
-    assert run.check(tmp_path / "again") == broken
-
-
-def test_p3_one_of_the_new_line_is_not(tmp_path: Path) -> None:
-    run = rolled_back()
-    run.log[4] = f"made group={A}/3 step=1 weights_id=w1 newest=2"
+def test_p3_reports_abandoned_group_of_weights_published_again(tmp_path: Path) -> None:
+    run = rolled_back("step=1 weights_id=w1 newest=2")
     run.journal[3].append(run.journal[2].pop())
     broken = {"P3": (f"{A}/3 is abandoned at step 3 without a cause",)}
     assert run.check(tmp_path) == broken
 
 
-def test_p3_a_group_of_other_weights_is_not_and_one_of_these_is_not_trained(tmp_path: Path) -> None:
-    run = rolled_back()
-    run.journal[2][:2] = [("aa", 2, "abandoned"), ("bb", 1, 1)]  # made of step 0
-    run.accounting |= {"trained": 5, "abandoned": 2}
-    broken = {"P3": (f"{A}/2 is abandoned at step 2 without a cause",)}
-    assert run.check(tmp_path) == broken
+def test_p3_and_p4_report_trained_group_of_undone_weights(tmp_path: Path) -> None:
     run = rolled_back()
     run.journal[2][2] = ("aa", 3, 1)
     run.accounting |= {"trained": 7, "abandoned": 0}
-    (tmp_path / "again").mkdir()
-    broken = run.check(tmp_path / "again")
+    broken = run.check(tmp_path)
     assert broken["P3"] == (f"{A}/3 is trained at step 2 without a cause",)
     assert broken["P4"] == (f"{A}/3 is of step 1, and of step 3 in the log",)
 
 
-def test_p3_a_group_is_evaluated_if_it_was_made_for_that_and_only_then(tmp_path: Path) -> None:
-    run = Run()
-    run.log[-4] += " evaluation_step=1"
-    assert run.check(tmp_path) == {"P3": (f"{B}/2 is trained at step 3 without a cause",)}
-    run.journal[3][1] = ("bb", 2, "evaluated")
-    run.accounting |= {"trained": 5, "evaluated": 1}
-    (tmp_path / "again").mkdir()
-    assert run.check(tmp_path / "again") == {}
+# P4: no trained group exceeds the staleness limit.
 
 
 @pytest.mark.parametrize(
-    ("event", "sound"),
+    ("recorded", "logged", "broken"),
     [
-        ({}, True),
-        ({"step": 3}, False),  # it was not distrusted yet
-        ({"incarnation": BOOTS["aa"].hex()}, False),
-        ({"dropped": False}, False),
+        (0, "step=0 weights_id=w0", "2 steps old at step 3"),
+        (3, "step=3 weights_id=w2", "-1 steps old at step 3"),  # the weights after that step
+        (1, "step=0 weights_id=w0", "of step 1, and of step 0 in the log"),
     ],
 )
-def test_p3_a_group_is_mismatched_if_its_sender_was_dropped_before(
-    tmp_path: Path, event: Row, sound: bool
+def test_p4_reports_stale_and_inconsistent_groups(
+    tmp_path: Path, recorded: int, logged: str, broken: str
 ) -> None:
-    run = Run()
-    run.journal[3][1] = ("bb", 2, "mismatched")
-    run.accounting |= {"trained": 5, "mismatched": 1}
-    named = {"generator": "ann", "incarnation": BOOTS["bb"].hex(), "step": 2, "dropped": True}
-    run.events.append({"event": "mismatch", **named, **event})
-    assert (run.check(tmp_path) == {}) == sound
+    run = RecordedRun()
+    run.journal[3][1] = ("bb", 2, recorded)
+    run.log[-4] = f"made group={B}/2 {logged}"
+    assert run.check(tmp_path) == {"P4": (f"{B}/2 is {broken}",)}
 
 
-def test_p3_a_group_is_filtered_where_the_settings_say_so(tmp_path: Path) -> None:
-    run = Run(filters=True)
-    run.journal[3][1] = ("bb", 2, "filtered")
-    run.accounting |= {"trained": 5, "filtered": 1}
-    assert run.check(tmp_path) == {}
+# P5: the run completes.
 
 
-def test_p3_a_shorter_run_that_was_continued_ends_its_generators(tmp_path: Path) -> None:
-    run = Run()
-    run.log.insert(5, "10:00:02 bin/generator run complete: groups=4")
-    assert run.check(tmp_path) == {}  # else the unsent group of `aa` would have no fate
-    run.log = [line for line in run.log if B not in line and "generator=" not in line]
-    (tmp_path / "again").mkdir()
-    assert run.check(tmp_path / "again")["P3"] == (f"{A}/3 of step 0 has no fate",)
-
-
-def test_p3_who_comes_back_after_the_last_step_does_not_speak_for_the_one_killed(
-    tmp_path: Path,
-) -> None:
-    run = Run()
-    del run.journal[3][0]
-    run.accounting |= {"stale": 0, "in_flight": 1}
-    run.log.insert(-1, "10:00:06 bin/generator generator=ann threads=1 version=3")
-    assert run.check(tmp_path) == {}
-
-
-def test_p4_a_group_older_than_the_limit(tmp_path: Path) -> None:
-    run = Run()
-    run.journal[3][1] = ("bb", 2, 0)
-    run.log[-4] = f"made group={B}/2 step=0 weights_id=w0"
-    assert run.check(tmp_path) == {"P4": (f"{B}/2 is 2 steps old at step 3",)}
-
-
-def test_p4_a_group_of_weights_that_were_not_there_yet(tmp_path: Path) -> None:
-    run = Run()
-    run.journal[3][1] = ("bb", 2, 3)  # what step 3 makes
-    run.log[-4] = f"made group={B}/2 step=3 weights_id=w2"
-    assert run.check(tmp_path) == {"P4": (f"{B}/2 is -1 steps old at step 3",)}
-
-
-def test_p4_a_group_that_is_older_than_it_claims(tmp_path: Path) -> None:
-    run = Run()
-    run.log[-4] = f"made group={B}/2 step=0 weights_id=w0"
-    assert run.check(tmp_path) == {"P4": (f"{B}/2 is of step 1, and of step 0 in the log",)}
-
-
-def test_p5_a_step_that_is_missing(tmp_path: Path) -> None:
-    assert Run(steps=[1, 3]).check(tmp_path)["P5"] == ("steps 2 to 2: 1 missing",)
-
-
-def test_p5_a_run_that_has_not_ended(tmp_path: Path) -> None:
-    Run().check(tmp_path)
+def test_p5_reports_missing_step_and_missing_summary(tmp_path: Path) -> None:
+    assert RecordedRun(steps=[1, 3]).check(tmp_path)["P5"] == ("steps 2 to 2: 1 missing",)
     (tmp_path / "summary.json").unlink()
-    broken = {each.promise: each.broken for each in promise_checker.check(read_history(tmp_path))}
-    assert broken["P5"] == ("there is no summary: the run has not ended",)
+    broken = {
+        result.promise: result.broken for result in promise_checker.check(read_history(tmp_path))
+    }
+    assert broken["P5"][-1] == "there is no summary: the run has not ended"
     assert broken["P6"] == ("the summary has none",)
 
 
-def test_p6_group_that_no_generator_made(tmp_path: Path) -> None:
-    run = Run()
+# P6: every group is accounted for.
+
+
+def test_p6_reports_group_that_no_generator_made(tmp_path: Path) -> None:
+    run = RecordedRun()
     run.log.remove(f"10:00:01 bin/generator made group={A}/2 step=0 weights_id=w0")
     assert f"{A}/2 was never made" in run.check(tmp_path)["P6"]
-
-
-def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
-    run = Run()
-    run.journal[2].append(("bb", 0, 0))
-    assert run.check(tmp_path) == {"P2": (f"{B}/0 is 2 times in the journal",)}
 
 
 @pytest.mark.parametrize(
@@ -426,10 +427,10 @@ def test_p2_a_group_that_was_dropped_and_trained(tmp_path: Path) -> None:
         ({"lost": 1}, "lost is 1 in the summary, 0 in the logs"),
     ],
 )
-def test_p6_a_summary_that_counts_otherwise(
+def test_p6_reports_wrong_count_in_the_summary(
     tmp_path: Path, stated: dict[str, int], broken: str
 ) -> None:
-    run = Run()
+    run = RecordedRun()
     run.accounting |= stated
     assert broken in run.check(tmp_path)["P6"]
 
@@ -437,90 +438,70 @@ def test_p6_a_summary_that_counts_otherwise(
 @pytest.mark.parametrize(
     ("last_reports", "made", "broken"),
     [
-        ({B: 5}, 8, ()),  # with the late group, without the unsent one of `aa`
-        ({B: 5}, 9, ()),  # an earlier report may have contained this loss
+        ({B: 5}, 8, ()),  # with the late group of `bb`, without the unsent one of `aa`
+        ({B: 5}, 9, ()),  # an earlier report of `aa` may have counted its unsent group
         ({B: 5}, 7, ("made is 7 in the summary, 8 to 9 in the records",)),
         ({A: 4, B: 5}, 9, ()),
         ({A: 4, B: 5}, 8, ("made is 8 in the summary, 9 in the records",)),
         ({B: 6}, 9, (f"{B} has made 6 by its last report, 5 by the logs",)),
     ],
 )
-def test_p6_of_a_sender_whose_last_report_came_every_group_is_counted(
+def test_p6_counts_all_groups_of_a_sender_with_a_last_report(
     tmp_path: Path, last_reports: dict[str, int], made: int, broken: tuple[str, ...]
 ) -> None:
-    run = Run(last_reports=last_reports)
+    run = RecordedRun(last_reports=last_reports)
     run.accounting |= {"made": made, "in_flight": made - 7}
     assert run.check(tmp_path).get("P6", ()) == broken
 
 
-def test_p6_a_group_without_signal_counts_as_no_signal(tmp_path: Path) -> None:
-    run = Run()
+def test_p6_counts_group_with_equal_rewards_as_no_signal(tmp_path: Path) -> None:
+    run = RecordedRun()
     run.journal[3].remove(("bb", 3, 1))
     run.accounting |= {"trained": 5, "no_signal": 1}
-    (tmp_path / "journal").mkdir()
-    (tmp_path / "journal" / "step_000003.msgpack").write_bytes(
-        record_of("bb", 3, 1, rewards=(1.0, 1.0))
-    )
+    file = tmp_path / "journal" / "step_000003.msgpack"
+    file.parent.mkdir()
+    file.write_bytes(record_of("bb", 3, 1, rewards=(1.0, 1.0)))
     assert run.check(tmp_path) == {}
 
 
-def test_the_table_names_the_broken_promise_and_the_exit_code_says_it(
+# Output.
+
+
+def test_main_prints_violations_and_returns_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run()
+    run = RecordedRun()
     run.check(tmp_path)
     assert promise_checker.main([str(tmp_path)]) == 0
-    assert "FAIL" not in capsys.readouterr().out
-    log = tmp_path / "elsewhere.log"
-    log.write_text("\n".join([*run.log, "refused version=2 reason=shape"]))
+    valid = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in valid[:3]] == [
+        "ok    P1 torn 0", "ok    P2 twice 0", "ok    P3 lost 0",
+    ]  # fmt: skip
+    log = tmp_path / "other.log"
+    more = ["refused version=2 reason=shape"] * 3 + [f"lost group={A}/3 reason=outbox", LOG[1]]
+    log.write_text("\n".join([*run.log, *more]))
     assert promise_checker.main([str(tmp_path), str(log)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1 and failed[0].startswith("FAIL  P1 torn 1: ")
-    assert failed[0].endswith("version=2 refused")
-
-
-def test_table_counts_violations(tmp_path: Path) -> None:
-    Run().check(tmp_path)
-    run = Run()
-    run.log += ["refused version=2 reason=shape"] * 3 + [f"lost group={A}/3 reason=outbox", LOG[1]]
-    run.journal[2][0] = ("aa", 1, 0)
-    run.steps.remove(2)
-    (tmp_path / "again").mkdir()
-    run.check(tmp_path / "again")
-    sound, broken = (
-        [each.line[6:].split(":")[0] for each in promise_checker.check(read_history(folder))]
-        for folder in (tmp_path, tmp_path / "again")
-    )
-    assert sound[:3] == ["P1 torn 0", "P2 twice 0", "P3 lost 0"]
-    assert broken[:3] == ["P1 torn 3", "P2 twice 2", "P3 lost 1"]
-    assert (sound[4], broken[4]) == ("P5 3 steps of 3, 1 resumes", "P5 2 steps of 3, 1 resumes")
-
-
-def test_a_worker_that_ended_by_itself_is_named_and_one_that_was_killed_is_not(
-    tmp_path: Path,
-) -> None:
-    run = Run()
-    run.events += [
-        {"event": "restart", "worker": "trainer", "reason": "killed by SIGKILL", "killed": True},
-        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "killed": False},
-        {"event": "restart", "worker": "generator-1", "reason": "killed by SIGKILL",
-         "killed": False},  # for want of memory, say
+    assert [line.split(":")[0] for line in failed] == [
+        "FAIL  P1 torn 3", "FAIL  P2 twice 1", "FAIL  P3 lost 1",
     ]  # fmt: skip
-    assert run.check(tmp_path) == {}
-    assert promise_checker.unexpected_ends(read_history(tmp_path)).line == (
+    assert failed[0].endswith("version=2 refused; version=2 refused; version=2 refused")
+
+
+def test_unexpected_ends_names_workers_that_the_test_did_not_kill(tmp_path: Path) -> None:
+    run = RecordedRun()
+    killed = {"reason": "killed by SIGKILL", "killed": True}
+    run.events += [
+        {"event": "restart", "worker": "trainer", **killed},
+        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "killed": False},
+        {"event": "restart", "worker": "generator-1", **killed, "killed": False},  # out of memory
+    ]
+    assert run.check(tmp_path / "crashed") == {}
+    assert promise_checker.unexpected_ends(read_history(tmp_path / "crashed")).line == (
         "FAIL  ended by themselves 2, after a kill 1: "
         "generator-0 (exit code 1); generator-1 (killed by SIGKILL)"
     )
     run.events = run.events[:-2]
-    (tmp_path / "again").mkdir()
-    run.check(tmp_path / "again")
-    line = promise_checker.unexpected_ends(read_history(tmp_path / "again")).line
+    run.check(tmp_path / "killed")
+    line = promise_checker.unexpected_ends(read_history(tmp_path / "killed")).line
     assert line == "ok    ended by themselves 0, after a kill 1"
-
-
-def test_a_copy_beside_the_files_of_a_journal_is_not_read(tmp_path: Path) -> None:
-    Run().check(tmp_path)
-    journal = tmp_path / "journal"
-    before = list(read_journal(journal))
-    shutil.copy(journal / "step_000002.msgpack", journal / "step_000002.old.msgpack")
-    assert list(read_journal(journal)) == before
