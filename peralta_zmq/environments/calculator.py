@@ -1,4 +1,4 @@
-"""Calculator: a sentence describes arithmetic; an expression of equal value earns the reward."""
+"""Task calculator: a sentence describes arithmetic; an expression of equal value earns 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Problem
 
-REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long: no process needed
+REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
 
 problems = problems_from_files(
     "calculator",

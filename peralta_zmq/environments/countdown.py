@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers, each used once, with + - * / and parentheses."""
+"""Task countdown: reach a target with given numbers, each used once, with + - * / and brackets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Problem
 
-REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long: no process needed
+REWARD_IS_BOUNDED = True  # evaluate() refuses expressions that take long, so no process is needed
 NUMBER = re.compile(r"\d+")
 TARGET = re.compile(r"\s*\d{1,9}(?:\s+\d{1,9})*\s*=\s*\d{1,9}\s*")
-NOT_ALLOWED = re.compile(r"\*\*|//|%|\.")  # arithmetic, but not part of the game
+FORBIDDEN = re.compile(r"\*\*|//|%|\.")  # arithmetic, but not part of the game
 
 
 def reward(problem: Problem, completion_text: str) -> float:
@@ -24,7 +24,7 @@ def reward(problem: Problem, completion_text: str) -> float:
         numbers, target = _parse_answer(problem.answer)
     except ValueError as reason:
         raise TaskError(f"problem {problem.id}: {reason}") from None
-    if NOT_ALLOWED.search(completion_text):
+    if FORBIDDEN.search(completion_text):
         return 0.0
     try:
         value = evaluate(completion_text)

@@ -1,7 +1,9 @@
-"""Curriculum: the order of problems, the split between generators, and the difficulty pools.
+"""Curriculum: the order of problems, their assignment to generators, and the difficulty pools.
 
-The index of a sample in the run determines its problem. Generator i of n takes the sample indices
-i, i + n, i + 2n and so on, so that generators need no coordination.
+A sample is one problem that a generator takes from the train set; its index in the run determines
+the problem. Generator i of n takes the sample indices i, i + n, i + 2n and so on, so that
+generators need no coordination. A position is the index of a problem in the train set, which
+concatenates the problems of all environments.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Literal, TypeAlias
 
 from peralta_zmq.errors import TaskError
 
-BLOCK_SIZE = 1000  # samples; within each block the ratios of the environments are exact
-MAX_POSITIONS = 1 << 19  # in a bitmap, which takes 64 KiB of every announcement
+BLOCK_SIZE = 1000  # samples; in each block the environments have exactly their ratios
+MAX_POSITIONS = 1 << 19  # in a bitmap of the trainer's announcements, which then has 64 KiB
 
 Pool: TypeAlias = Literal["normal", "easy", "hard"]
 EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
@@ -28,7 +30,7 @@ EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @functools.lru_cache(maxsize=8)
 def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -> tuple[int, ...]:
-    """The shuffled problem indices of one epoch; another `name` gives another order."""
+    """The problem indices of one epoch in random order, determined by seed, epoch and name."""
     order = list(range(num_problems))
     random.Random(f"problem order {seed} {epoch}{name}").shuffle(order)
     return tuple(order)
@@ -37,10 +39,10 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
 class ProblemSampler:
     """Maps the index of a sample to a position in the train set.
 
-    The train set is the concatenation of all environments, which have `sizes` problems. With
-    `ratios` (one per environment, not all 0), every block of BLOCK_SIZE samples is split in these
-    proportions; without, the whole train set is shuffled together. Every epoch has a new order.
-    Raises TaskError for an empty train set.
+    `sizes` are the numbers of problems of the environments. With `ratios` (one per environment, not
+    all 0), the samples of every block are divided between the environments in these proportions;
+    without, the whole train set is shuffled together. Every epoch has a new order. Raises TaskError
+    for an empty train set.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class ProblemSampler:
         if not sum(sizes):
             raise TaskError("no problems to sample; choose a data set that is not empty")
         self._seed, self._sizes = seed, tuple(sizes)
-        self._starts = (0, *accumulate(sizes))
+        self._starts = (0, *accumulate(sizes))  # first position of each environment, and the end
         self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None
 
     def position(self, sample_index: int) -> int:
-        """The position in the train set of the problem of a sample."""
+        """The position of the problem of a sample."""
         if self._block_counts is None:
             return self._position_in_epoch(sample_index, self._starts[-1])
         block, within = divmod(sample_index, BLOCK_SIZE)
@@ -80,9 +82,10 @@ def assigned_samples(
     excluded: Callable[[int], bool] = lambda position: False,
     max_skipped: int = 1_000_000,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (sample index, position) for generator `index` of `count`, from `start` on, endlessly.
+    """Yield (sample index, position) for generator `index` of `count`, without end.
 
-    Skips samples at excluded positions, but fewer than `max_skipped` in a row.
+    Begins at sample index `start`. Skips samples at positions for which `excluded` is true, but
+    fewer than `max_skipped` in a row: the next sample is then yielded although it is excluded.
     """
     assert 0 <= index < count
     num_skipped = 0
@@ -95,10 +98,10 @@ def assigned_samples(
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """Split `total` by the largest remainder method; a ratio above 0 gets at least 1."""
-    exact = [total * ratio / sum(ratios) for ratio in ratios]
-    counts = [max(int(part), int(ratio > 0)) for part, ratio in zip(exact, ratios, strict=True)]
-    by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - exact[env])
+    """Divide `total` by the largest remainder method; a ratio above 0 gets at least 1."""
+    quotas = [total * ratio / sum(ratios) for ratio in ratios]
+    counts = [max(int(quota), int(quota > 0)) for quota in quotas]
+    by_remainder = sorted(range(len(ratios)), key=lambda env: counts[env] - quotas[env])
     for env in by_remainder[: max(0, total - sum(counts))]:
         counts[env] += 1
     while sum(counts) > total:
@@ -108,7 +111,7 @@ def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[int, ...]:
-    """The environment index of each sample in a block."""
+    """The environment index of each sample in a block, in random order."""
     order = [env for env, count in enumerate(counts) for _ in range(count)]
     random.Random(f"environments {seed} {block}").shuffle(order)
     return tuple(order)
@@ -118,11 +121,11 @@ def _environment_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[
 
 
 class DifficultyPools:
-    """Assigns every problem to a pool by the mean reward of its newest group.
+    """Assigns every problem to a pool by the mean reward of its newest group of rollouts.
 
-    Only the normal pool is sampled; easy and hard problems are excluded. `ids` are the problem ids
-    by position; positions with equal ids hold the same problem. A threshold of None disables its
-    pool.
+    Problems of the normal pool are sampled; easy and hard problems are excluded. A mean reward of
+    `easy_threshold` or more is easy, `hard_threshold` or less is hard; a threshold of None disables
+    its pool. `ids` are the problem ids by position; equal ids are the same problem.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class DifficultyPools:
         hard_threshold: float | None = None,
     ) -> None:
         self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
-        self._positions: dict[str, list[int]] = {}
+        self._positions: dict[str, list[int]] = {}  # by problem id
         for position, problem_id in enumerate(ids):
             self._positions.setdefault(problem_id, []).append(position)
         self._excluded: dict[str, Pool] = {}  # pool by problem id
@@ -149,10 +152,6 @@ class DifficultyPools:
         """A bitmap with one bit per position, 1 if excluded; empty if no problem is excluded."""
         return bytes(self._bits) if self._excluded else b""
 
-    def pool_of(self, problem_id: str) -> Pool:
-        """The pool of a problem."""
-        return self._excluded.get(problem_id, "normal")
-
     def sizes(self) -> dict[Pool, int]:
         """Number of problems in each pool."""
         pools = list(self._excluded.values())
@@ -162,8 +161,8 @@ class DifficultyPools:
     def update(self, problem_id: str, mean_reward: float) -> int:
         """Move a problem to the pool for the mean reward of its newest group.
 
-        If this leaves no normal problem, all problems become normal again. Returns the number of
-        problems that became normal in this way, usually 0.
+        If no normal problem is left, all problems become normal again. Returns the number of
+        problems that this made normal; 0 if normal problems are left.
         """
         if not self.active or problem_id not in self._positions:
             return 0
@@ -173,12 +172,12 @@ class DifficultyPools:
         return self._move_to_normal(list(self._excluded))
 
     def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
-        """Move random fractions of the easy and hard problems to normal; returns how many moved."""
+        """Move random fractions of the easy and hard problems to normal; returns their number."""
         returned: list[str] = []
         for pool, fraction in (("easy", easy_fraction), ("hard", hard_fraction)):
             ids = self._ids_in(pool)
-            rng, num_returned = random.Random(f"return {pool} {seed}"), round(fraction * len(ids))
-            returned += rng.sample(ids, num_returned)
+            rng = random.Random(f"return {pool} {seed}")
+            returned += rng.sample(ids, round(fraction * len(ids)))
         return self._move_to_normal(returned)
 
     def saved(self) -> dict[str, list[str]]:
@@ -186,14 +185,15 @@ class DifficultyPools:
         return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
 
     def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
-        """Restore the pools from `saved()`; ignores problems that are no longer in the data."""
+        """Restore the pools from `saved()`; ignores problems that are not in the data any more."""
         for pool in EXCLUDED_POOLS:
             for problem_id in saved.get(pool, ()):
                 if problem_id in self._positions:
                     self._move(problem_id, pool)
 
-    def _ids_in(self, pool: str) -> list[str]:
-        return sorted(each for each, its_pool in self._excluded.items() if its_pool == pool)
+    def _ids_in(self, pool: Pool) -> list[str]:
+        ids = (problem_id for problem_id in self._excluded if self._excluded[problem_id] == pool)
+        return sorted(ids)
 
     def _pool_for_reward(self, mean_reward: float) -> Pool:
         if self._easy_threshold is not None and mean_reward >= self._easy_threshold:
@@ -220,6 +220,6 @@ class DifficultyPools:
         return len(problem_ids)
 
 
-def is_excluded(bits: bytes, position: int) -> bool:
-    """Whether a position's bit is set; positions beyond the bitmap are not excluded."""
+def is_in_bitmap(bits: bytes, position: int) -> bool:
+    """Whether bit `position % 8` of byte `position // 8` is 1; False beyond the end of `bits`."""
     return position // 8 < len(bits) and bool(bits[position // 8] >> position % 8 & 1)

@@ -1,4 +1,9 @@
-"""The problems of a run: its environments, and the data sets in CSV and JSONL files."""
+"""The problems of a run: the environments that it uses, and data sets in CSV and JSONL files.
+
+An environment is a task with a data set; a run may mix several. A data set has one problem per row,
+in a column for the prompt and a column for the answer. The column `input_token_ids` may replace the
+prompt by tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +24,21 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.rollout import Message, Problem
 
-SHIPPED = (
-    "math_1k", "math_250", "math_10k", "countdown_1k", "countdown_100", "reverse_text_1k",
-    "reverse_text_100", "math_answers_500", "math_answers_100",
-)  # fmt: skip
-TOKENS_COLUMN = "input_token_ids"  # optional; replaces the prompt
+DATA_FOLDER = Path(__file__).parent / "data"
+SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
+TOKENS_COLUMN = "input_token_ids"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1  # token ids are stored as int32
 
 Split: TypeAlias = Literal["train", "eval"]
 logger = logging.getLogger(__name__)
 
 
-# All environments of a run.
+# The environments of a run.
 
 
 class ProblemSource(Protocol):
-    """A task, or a remote environment."""
+    """A task, or an environment on another machine."""
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
         """The problems of split 'train' or 'eval'."""
@@ -43,10 +46,13 @@ class ProblemSource(Protocol):
 
 
 class RewardSource(Protocol):
-    """Computes rewards; raises RewardError."""
+    """Computes rewards, on this machine or on another one."""
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion; a dict holds named parts, which are summed."""
+        """The reward of a completion; a dict holds named terms, whose sum is the reward.
+
+        Raises RewardError.
+        """
         ...
 
     def close(self) -> None:
@@ -56,14 +62,14 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The problems and reward functions of all environments of a split. Use with `closing`."""
+    """The problems and reward functions of all environments of one split. Use with `closing`."""
 
     sizes: Mapping[str, int]  # number of problems by environment
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
-    reward_sources: Mapping[str, RewardSource]
+    reward_sources: Mapping[str, RewardSource]  # by environment
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward in the problem's environment. Raises RewardError."""
+        """The reward of a completion in the problem's environment. Raises RewardError."""
         return self.reward_sources[problem.task].reward(problem, completion_text)
 
     def close(self) -> None:
@@ -88,8 +94,8 @@ def load_problems(
 ) -> list[Problem]:
     """All problems of a split; `wrap` may add a progress bar around the iterator.
 
-    Raises ConfigError for a [data] option that the task does not have, TaskError if the split is
-    empty.
+    `options` are the settings in [data]. Raises ConfigError for an option that the task does not
+    have, and TaskError if the split is empty.
     """
     try:
         inspect.signature(task.problems).bind(split, seed, **options)
@@ -132,7 +138,7 @@ def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Proble
     return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
 
 
-# Problems of a file.
+# The problems of a file.
 
 
 def problems_from_files(
@@ -146,9 +152,9 @@ def problems_from_files(
 ) -> Callable[..., Iterator[Problem]]:
     """The `problems` function of a task whose problems are the rows of a file, in file order.
 
-    `check` raises ValueError for an answer that the reward function cannot use. Such a row is
-    skipped and logged with its line number, as is a row without a prompt or with invalid
-    `input_token_ids`.
+    The arguments are the defaults of the settings in [data]; `task` is the task's name. `check`
+    raises ValueError for an answer that the reward function cannot use. Such a row is skipped and
+    logged with its line number, as is a row with an empty prompt or invalid `input_token_ids`.
     """
 
     def problems(
@@ -166,31 +172,27 @@ def problems_from_files(
         Raises TaskError if the file cannot be read or, at the end, if no row was usable.
         """
         source = train if split == "train" else eval
-        rows = read_rows(source, columns=(answer_column,), prompt_column=prompt_column)
+        rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
 
         def problem_of(row: DataRow) -> Problem:
-            answer = row.columns[answer_column]
-            check(answer)
-            return _problem(row, task, prompt_column, answer, system_prompt)
+            check(row.answer)
+            return _problem(row, task, system_prompt)
 
-        return _RowProblems(rows, problem_of, source=source, answer_column=answer_column)
+        return _RowProblems(source, rows, problem_of)
 
     return problems
 
 
 class _RowProblems:
-    """Iterator over the problems of usable rows, with a length hint."""
+    """Iterator over the problems of the usable rows; `problem_of` raises ValueError for others.
+
+    Its length hint is the number of unread rows.
+    """
 
     def __init__(
-        self,
-        rows: Sequence[DataRow],
-        problem_of: Callable[[DataRow], Problem],
-        *,
-        source: str,
-        answer_column: str,
+        self, source: str, rows: Sequence[DataRow], problem_of: Callable[[DataRow], Problem]
     ) -> None:
-        self._rows, self._problem_of = iter(rows), problem_of
-        self._source, self._answer_column = source, answer_column
+        self._source, self._rows, self._problem_of = source, iter(rows), problem_of
         self._num_kept, self._refused = 0, list[str]()
 
     def __iter__(self) -> Iterator[Problem]:
@@ -201,18 +203,19 @@ class _RowProblems:
             try:
                 problem = self._problem_of(row)
             except ValueError as reason:
-                column, answer = self._answer_column, row.columns[self._answer_column]
-                self._refused.append(f"row={row.number} {column}={answer!r:.80} reason='{reason}'")
+                self._refused.append(
+                    f"row={row.number} answer={row.answer!r:.80} reason='{reason}'"
+                )
             else:
                 self._num_kept += 1
                 return problem
-        self._finish()
+        self._report_refused()
         raise StopIteration
 
     def __length_hint__(self) -> int:
         return length_hint(self._rows)
 
-    def _finish(self) -> None:
+    def _report_refused(self) -> None:
         """Log the refused rows; raise TaskError if no row was usable."""
         num_refused = len(self._refused)
         if not self._num_kept:
@@ -227,35 +230,34 @@ class _RowProblems:
             logger.warning("event=rows_refused source='%s' %s", self._source, totals)
 
 
-def _problem(
-    row: DataRow, task: str, prompt_column: str, answer: str, system_prompt: str
-) -> Problem:
-    """The problem of a row. Raises ValueError if the prompt is missing or token ids are invalid."""
-    words = row.columns.get(TOKENS_COLUMN, "").split()
+def _problem(row: DataRow, task: str, system_prompt: str) -> Problem:
+    """The problem of a row. Raises ValueError if the prompt is empty or token ids are invalid."""
+    words = row.token_ids.split()
     if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
         raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")
-    prompt = row.columns.get(prompt_column, "")
-    if not words and not prompt.strip():
-        raise ValueError(f"{prompt_column} is empty")
+    if not words and not row.prompt.strip():
+        raise ValueError("the prompt is empty")
     system = (Message("system", system_prompt),) if system_prompt and not words else ()
-    user = (Message("user", prompt),) if prompt else ()
+    user = (Message("user", row.prompt),) if row.prompt else ()
     return Problem(
-        id=problem_id((task, prompt or row.columns[TOKENS_COLUMN])),
+        id=problem_id((task, row.prompt or row.token_ids)),
         task=task,
         messages=(*system, *user),
-        answer=answer,
+        answer=row.answer,
         input_token_ids=tuple(map(int, words)),
     )
 
 
-# Rows of a file.
+# The rows of a file.
 
 
 class DataRow(NamedTuple):
-    """One row: the number of its first line in the file, and its text by column name."""
+    """One row of a data set."""
 
-    number: int
-    columns: dict[str, str]
+    number: int  # of the row's first line in the file
+    prompt: str  # empty if the row has no prompt column
+    token_ids: str  # numbers separated by spaces; empty if the row has none
+    answer: str
 
 
 class _LineError(Exception):
@@ -266,20 +268,20 @@ class _LineError(Exception):
         self.number = number
 
 
-def read_rows(
-    source: str, *, columns: Sequence[str], prompt_column: str | None = None
-) -> list[DataRow]:
-    """The named columns of every row, in file order; other columns are ignored.
+def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
+    """Read all rows of a data set, in file order; other columns are ignored.
 
-    `source` is the name of a shipped data set or a path. If `prompt_column` is given, every row
-    needs that column or `input_token_ids`: a list in JSONL, numbers separated by spaces in CSV and
-    in the result. Raises TaskError for a file that is missing, empty or not UTF-8, a missing
-    column, and a row that cannot be read.
+    `source` is the name of a shipped data set or a path. Every row needs an answer, and a prompt or
+    `input_token_ids`: a list in JSONL, numbers separated by spaces in CSV. Raises TaskError for a
+    file that is missing, empty or not UTF-8, a missing column, and a row that cannot be read.
     """
     path = _path(source)
-    parse = _jsonl_rows if path.suffix.lower() in JSONL_SUFFIXES else _csv_rows
+    parse = _json_records if path.suffix.lower() in JSONL_SUFFIXES else _csv_records
     try:
-        rows = list(parse(_read_text(path), columns, prompt_column))
+        rows = [
+            _row(number, record, prompt_column, answer_column)
+            for number, record in parse(_read_text(path))
+        ]
     except _LineError as error:
         raise TaskError(f"'{source}' line {error.number}: {error}") from None
     if not rows:
@@ -290,7 +292,7 @@ def read_rows(
 def _path(source: str) -> Path:
     """The file of a shipped data set, or the given path."""
     if source in SHIPPED:
-        return Path(__file__).parent / "data" / f"{source}.csv"
+        return DATA_FOLDER / f"{source}.csv"
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it never raises
     if not os.path.isfile(path):
         raise TaskError(
@@ -324,86 +326,76 @@ def _read_text(path: Path) -> str:
         raise _LineError(number, f"{error.reason}; save the file as UTF-8") from None
 
 
-def _csv_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
-    records = _csv_records(text)
-    header_number, header = next(records, (1, list[str]()))
-    columns = _select_columns(header, columns, prompt_column, number=header_number)
-    for number, fields in records:
-        if len(fields) != len(header):
-            raise _LineError(
-                number,
-                f"{len(fields)} fields, but the header names {len(header)} columns; "
-                "put quotes around text with a comma in it",
-            )
-        row = dict(zip(header, fields, strict=True))
-        yield DataRow(number, {column: row[column] for column in columns})
+def _csv_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """Each record as text by column name, with the number of its first line.
 
-
-def _csv_records(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The non-blank records, each with the number of its first line; quoted text may span lines."""
+    The first record names the columns. Blank lines are skipped; quoted text may span lines.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    number = 1
+    number, header = 1, list[str]()
     try:
         for fields in reader:
-            if fields:
-                yield number, fields
+            if not header:
+                header = fields
+            elif fields:
+                if len(fields) != len(header):
+                    raise _LineError(
+                        number,
+                        f"{len(fields)} fields, but the header names {len(header)} columns; "
+                        "put quotes around text with a comma in it",
+                    )
+                yield number, dict(zip(header, fields, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:
         raise _LineError(number, f"{error}; check the quotes of this row") from None
 
 
-def _jsonl_rows(text: str, columns: Sequence[str], prompt_column: str | None) -> Iterator[DataRow]:
+def _json_records(text: str) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """The object on each line, with the line number; numbers stay text, so that 0.1 stays exact."""
     # Only "\n" ends a line: JSON text may contain the other separators of str.splitlines.
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            row = _json_object(line, number=number)
-            names = _select_columns(list(row), columns, prompt_column, number=number)
-            yield DataRow(
-                number, {name: _json_text(row[name], name, number=number) for name in names}
-            )
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_int=str, parse_float=str)
+        except json.JSONDecodeError as error:
+            reason = f"not JSON ({error.msg} at character {error.colno})"
+            raise _LineError(number, f"{reason}; write one object on each line") from None
+        except RecursionError:
+            reason = "nested too deeply; write one flat object on each line"
+            raise _LineError(number, reason) from None
+        if not isinstance(record, dict):
+            raise _LineError(number, f"{line.strip():.40} is not an object; write one on each line")
+        yield number, cast("dict[str, object]", record)
 
 
-def _json_object(line: str, *, number: int) -> dict[str, object]:
-    """One line as an object; numbers stay text, so that 0.1 is not rounded to a float."""
-    try:
-        row = json.loads(line, parse_int=str, parse_float=str)
-    except json.JSONDecodeError as error:
-        reason = f"not JSON ({error.msg} at character {error.colno})"
-        raise _LineError(number, f"{reason}; write one object on each line") from None
-    except RecursionError:
-        raise _LineError(number, "nested too deeply; write one flat object on each line") from None
-    if not isinstance(row, dict):
-        raise _LineError(number, f"{line.strip():.40} is not an object; write one on each line")
-    return cast("dict[str, object]", row)
+def _row(
+    number: int, record: Mapping[str, object], prompt_column: str, answer_column: str
+) -> DataRow:
+    """The row in a record. Raises _LineError for a missing column and a value that is not text."""
+    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record]
+    columns = [*(prompts or [prompt_column]), answer_column]
+    for column in columns:
+        if column not in record:
+            names = f"the columns are {', '.join(map(repr, record))}" if record else "it is empty"
+            raise _LineError(number, f"no column '{column}'; {names}")
+    texts = {column: _text(record[column], column, number) for column in columns}
+    return DataRow(
+        number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), texts[answer_column]
+    )
 
 
-def _json_text(value: object, name: str, *, number: int) -> str:
-    """The text of a JSON value: a string, a number (already text) or a list of token ids.
+def _text(value: object, column: str, number: int) -> str:
+    """The text of a value: a string, a JSON number (already text) or a list of token ids.
 
     Raises _LineError for other types, and for a lone surrogate, which JSON can escape.
     """
-    if name == TOKENS_COLUMN and isinstance(value, list):
+    if column == TOKENS_COLUMN and isinstance(value, list):
         return " ".join(map(str, cast("list[object]", value)))
     if not isinstance(value, str):
-        raise _LineError(number, f"column '{name}' is {value!r:.40}; it must be text or a number")
+        raise _LineError(number, f"column '{column}' is {value!r:.40}; it must be text or a number")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _LineError(number, f"column '{name}' has a lone surrogate {value!a:.40}") from None
+        raise _LineError(number, f"column '{column}' has a lone surrogate {value!a:.40}") from None
     return value
-
-
-def _select_columns(
-    present: list[str], columns: Sequence[str], prompt_column: str | None, *, number: int
-) -> list[str]:
-    """The columns to read; of prompt and token ids, one is enough. Raises _LineError."""
-    prompts: list[str] = []
-    if prompt_column is not None:
-        prompts = [name for name in (prompt_column, TOKENS_COLUMN) if name in present]
-        prompts = prompts or [prompt_column]
-    names = [*prompts, *columns]
-    for name in names:
-        if name not in present:
-            found = f"the columns are {', '.join(map(repr, present))}" if present else "it is empty"
-            raise _LineError(number, f"no column '{name}'; {found}")
-    return names

@@ -1,4 +1,9 @@
-"""Held-out evaluation: split of the examples between generators, collected answers, pass@k."""
+"""Evaluation on held-out problems: assignment to generators, collected answers, pass@k.
+
+An example is one held-out problem; it gets several answers (completions with a reward). Generators
+evaluate a step while the training continues: each begins with its own share of the examples, and
+the trainer announces which examples are answered.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +18,16 @@ PASSING_REWARD = 1.0  # smallest reward of a correct answer
 
 
 class Evaluation:
-    """Answers of generators to the held-out examples, for the weights of one step.
+    """Answers of generators to the held-out examples, for the weights of one optimizer step.
 
-    The first group of `rollouts_per_example` answers counts; later groups are not expected.
+    The first group of `rollouts_per_example` answers to an example counts.
     """
 
     def __init__(
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: int
     ) -> None:
         self.step = step
-        self.policy_steps: list[int] = []  # steps of the weights that generated the answers
+        self.policy_steps: list[int] = []  # optimizer steps of the weights, one per group
         self._problems, self._num_rollouts = problems, rollouts_per_example
         self._positions: dict[str, list[int]] = {}  # by problem id; equal ids are one problem
         for position, problem in enumerate(problems):
@@ -30,7 +35,7 @@ class Evaluation:
         self._answers: dict[int, list[Answer]] = {}  # by position
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
-        """Whether the number of answers fits and the example has no answers yet."""
+        """Whether the number of answers is right and the example has no answers yet."""
         positions = self._positions.get(problem_id, [])
         return num_answers == self._num_rollouts and any(
             position not in self._answers for position in positions
@@ -74,19 +79,23 @@ class Evaluation:
 def examples_for(
     num_examples: int, *, index: int, count: int, answered: Callable[[int], bool]
 ) -> Iterator[int]:
-    """The examples for generator `index` of `count`: first its own share, then the others'.
+    """Yield the examples for generator `index` of `count`, without those answered by then.
 
-    The others' are visited from the end, and only if they are not answered by then.
+    First its own share: every `count`-th example from `index` on. Then the shares of the other
+    generators, in descending order, because those generators answer them in ascending order.
     """
-    own = range(index, num_examples, count)
-    others = (example for example in reversed(range(num_examples)) if example % count != index)
-    return (example for example in chain(own, others) if not answered(example))
+    own_share = range(index, num_examples, count)
+    other_shares = (
+        example for example in reversed(range(num_examples)) if example % count != index
+    )
+    return (example for example in chain(own_share, other_shares) if not answered(example))
 
 
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k answers is correct.
+    """Unbiased estimate of the probability that at least one of k answers is correct.
 
-    1 - C(n - c, k) / C(n, k), Chen et al. 2021, "Evaluating large language models trained on code".
+    1 - C(n - c, k) / C(n, k) for n answers of which c are correct: Chen et al. 2021, "Evaluating
+    large language models trained on code".
     """
     assert 0 <= num_correct <= num_answers and 1 <= k <= num_answers
     return 1 - math.comb(num_answers - num_correct, k) / math.comb(num_answers, k)

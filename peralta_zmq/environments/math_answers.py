@@ -1,6 +1,6 @@
-"""Mathematical answers, compared with math-verify: 1/2 equals 0.5 and \\frac{1}{2}.
+"""Task math_answers: answers are compared mathematically: 1/2 equals 0.5 and \\frac{1}{2}.
 
-Needs the extra `math`.
+Needs the library math-verify, which the extra `math` installs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _parse_target(answer: str) -> tuple[Any, ...]:
 
 
 def _timeout() -> int | None:
-    """None outside the main thread: math-verify's timeout is a signal."""
+    """Seconds; None (no timeout) outside the main thread, as math-verify's timeout is a signal."""
     return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
 
 

@@ -1,4 +1,4 @@
-"""Reverse text: the reward is the similarity to the reversed text, so partial answers earn some."""
+"""Task reverse_text: write a text backwards; the reward is the similarity to the right answer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from difflib import SequenceMatcher
 from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.rollout import Problem
 
-MAX_LENGTH = 256  # characters compared: the time grows with the square of the length
-REWARD_IS_BOUNDED = True  # by MAX_LENGTH: no process needed
+MAX_LENGTH = 256  # characters; the run time of the comparison grows with its square
+REWARD_IS_BOUNDED = True  # by MAX_LENGTH, so no process is needed
 
 
 def reward(problem: Problem, completion_text: str) -> float:
-    """Similarity to the answer from 0 to 1, surrounding whitespace of the completion ignored.
+    """Similarity to the answer, from 0 to 1; surrounding whitespace of the completion is ignored.
 
-    2 M / T with M characters in matching blocks and T characters in both texts (difflib's ratio).
+    It is 2 M / T for M characters in matching blocks and T characters in both texts together
+    (difflib's ratio). A text longer than MAX_LENGTH earns 0.
     """
     text = completion_text.strip()
     if max(len(text), len(problem.answer)) > MAX_LENGTH:

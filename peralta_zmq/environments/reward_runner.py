@@ -1,7 +1,8 @@
-"""Reward functions with a timeout, in a separate process that is replaced when it hangs.
+"""Calls reward functions in a separate process, which is killed and replaced when it hangs.
 
 A function that raises, hangs, exits or does not return a number causes a RewardError, never a
-reward. A function with bounded run time (`bounded`) is called in this process, without a timeout.
+reward. A function whose run time is bounded by its own code is called in this process instead,
+without a timeout.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from peralta_zmq.errors import RewardError, TaskError, described
 from peralta_zmq.rollout import MAX_REWARD, Problem
 
 START_TIMEOUT_SECONDS = 120.0  # for importing the reward function
-MAX_FAILURES = 20  # in a row, before TaskError
-Reward: TypeAlias = "float | dict[str, float]"
+MAX_FAILURES = 20  # failures in a row that are a TaskError: the function is broken
+Reward: TypeAlias = "float | dict[str, float]"  # a dict holds named terms, whose sum is the reward
 
 
 class RewardRunner:
-    """Calls a reward function. A context manager; else call `close` at the end."""
+    """Calls a reward function with `options`. Use with `with`, or call `close` at the end.
+
+    `bounded` says that the function's run time is bounded: it is called in this process.
+    """
 
     def __init__(
         self,
@@ -41,15 +45,15 @@ class RewardRunner:
         self._timeout, self._bounded = timeout_seconds, bounded
         self._name = f"{function.__module__}:{function.__qualname__}"
         self._process: _RewardProcess | None = None
-        self._num_failures = 0  # in a row
+        self._num_failures = 0  # since the last reward
 
     def reward(self, problem: Problem, completion_text: str) -> Reward:
         """The reward of a completion.
 
-        Raises RewardError if the function fails; TaskError after MAX_FAILURES failures in a row.
+        Raises RewardError if the function fails, TaskError after MAX_FAILURES failures in a row.
         """
         result = self._call(problem, completion_text)
-        if not isinstance(result, str):
+        if not isinstance(result, str):  # text is the reason of a failure
             self._num_failures = 0
             return result
         self._num_failures += 1
@@ -74,9 +78,9 @@ class RewardRunner:
         self.close()
 
     def _call(self, problem: Problem, text: str) -> Reward | str:
-        """The reward, or the reason why there is none."""
+        """The reward, or the reason of a failure."""
         if self._bounded:
-            return _call_checked(self._function, problem, text, self._options)
+            return _call_function(self._function, problem, text, self._options)
         self._process = self._process or _RewardProcess(self._name, self._options)
         result = self._process.call(problem, text, timeout_seconds=self._timeout)
         if not self._process.alive:
@@ -92,7 +96,7 @@ class _RewardProcess:
         with child_pipe:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, name, str(child_pipe.fileno())],
-                stdin=subprocess.PIPE,  # closed when this process exits; the child then exits too
+                stdin=subprocess.PIPE,  # the kernel closes it when this process dies: see _serve
                 pass_fds=[child_pipe.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
@@ -104,7 +108,7 @@ class _RewardProcess:
             raise TaskError(f"the process of reward function {name} did not start: it {message}")
 
     def call(self, problem: Problem, text: str, *, timeout_seconds: float) -> Reward | str:
-        """The reward, or the reason why there is none."""
+        """The reward, or the reason of a failure; after some failures, `alive` is False."""
         try:
             self._pipe.send((problem, text))
         except OSError:
@@ -123,7 +127,7 @@ class _RewardProcess:
         self._process.stdin.close()
 
     def _receive(self, timeout_seconds: float) -> object:
-        """The next message, or the reason why there is none."""
+        """The next message; if none arrives, kills the process and returns the reason."""
         try:
             if self._pipe.poll(timeout_seconds):
                 return self._pipe.recv()
@@ -134,38 +138,50 @@ class _RewardProcess:
         return f"took longer than {timeout_seconds:g} s"
 
 
-def _call_checked(
+def _call_function(
     function: Callable[..., Any], problem: Problem, text: str, options: Mapping[str, Any]
 ) -> Reward | str:
-    """A valid reward, or the reason why there is none."""
+    """The reward, or the reason of a failure."""
     try:
-        result: Any = function(problem, text, **options)
+        result = function(problem, text, **options)
     except Exception as error:  # noqa: BLE001  a user's function may raise anything
         return f"raised {described(error)}"
+    try:
+        return checked_reward(result)
+    except ValueError as error:
+        return f"returned {error}"
+
+
+def checked_reward(result: object) -> Reward:
+    """The result of a reward function as a reward. Raises ValueError unless it is a number.
+
+    A mapping must have numbers as values, which are the named terms of the reward.
+    """
     is_mapping = isinstance(result, Mapping)
     values = cast("Mapping[object, object]", result if is_mapping else {"": result})
-    parts, value = dict[str, float](), cast("object", result)
+    terms, value = dict[str, float](), result
     try:
         for name, value in values.items():
-            parts[str(name)] = _to_float(value)
-        value = cast("object", result)
-        total = math.fsum(parts.values())  # raises for infinities of both signs
+            terms[str(name)] = _to_float(value)
+        value = result
+        total = math.fsum(terms.values())  # raises for infinities of both signs
     except Exception:  # noqa: BLE001  a user's object may raise anything
-        return f"returned {_short_repr(value)}, which is not a number"
+        raise ValueError(f"{_short_repr(value)}, which is not a number") from None
     if not abs(total) <= MAX_REWARD:  # also true for NaN
-        return f"returned {total}, which is not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}"
-    return parts if is_mapping else total
+        limits = f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
+        raise ValueError(f"{total}, which is not a number from {limits}")
+    return terms if is_mapping else total
 
 
 def _to_float(value: object) -> float:
-    """Like float(), but raises TypeError for text."""
+    """Like float(), but raises TypeError for text and other objects that are no numbers."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError
     return float(cast("Any", value))
 
 
 def _short_repr(value: object) -> str:
-    """The first 80 characters of the repr on one line; the type if repr raises."""
+    """The first 80 characters of the repr on one line; the type if repr() raises."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
     except Exception:  # noqa: BLE001  e.g. an int of more than 4300 digits
@@ -173,13 +189,13 @@ def _short_repr(value: object) -> str:
 
 
 def _exit_with_parent() -> None:
-    """Wait for the end of stdin, which the parent closes when it exits."""
+    """Exit when stdin ends: that happens when the parent process exits, however it exits."""
     sys.stdin.buffer.read()
     os._exit(0)
 
 
 def _serve(name: str, pipe: Connection) -> None:
-    """Main loop of the reward process."""
+    """Main loop of the reward process: receives problems and texts, sends results."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     function: Callable[..., Any] = pkgutil.resolve_name(name)
     options = pipe.recv()
@@ -187,7 +203,7 @@ def _serve(name: str, pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             problem, text = pipe.recv()
-            pipe.send(_call_checked(function, problem, text, options))
+            pipe.send(_call_function(function, problem, text, options))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Client of `bin/verifier`: an environment on another machine, over HTTP.
+"""Client of a verifier: an environment whose problems and rewards come from another machine.
 
+A verifier (`bin/verifier`, see verifier_service.py) serves them over HTTP and keeps the answers.
 The client retries while the verifier does not respond. A failure is an error, never a reward.
 """
 
@@ -14,23 +15,27 @@ from contextlib import closing
 from typing import Any, cast
 from urllib.parse import quote
 
+from peralta_zmq.environments.reward_runner import checked_reward
 from peralta_zmq.errors import RewardError, TaskError
-from peralta_zmq.rollout import MAX_REWARD, Message, Problem
+from peralta_zmq.rollout import Message, Problem
 
-RETRY_SECONDS = 60.0  # until a verifier that does not respond is an error
+RETRY_SECONDS = 60.0  # time without a response until the client raises
 REQUEST_TIMEOUT_SECONDS = 30.0
-MAX_PAUSE_SECONDS = 2.0  # between two attempts
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0  # between two attempts; doubles each time
 MAX_PROBLEMS_BYTES, MAX_REWARD_BYTES = 64 << 20, 64 << 10  # of a response
 
 logger = logging.getLogger(__name__)
 
 
 class _UnavailableError(Exception):
-    """The request may succeed later."""
+    """The request failed, but may succeed later."""
 
 
 class RemoteEnvironment:
-    """The environment `env` of the verifier at host and port, with the methods of a task."""
+    """The environment `env` of the verifier at host and port, with the methods of a task.
+
+    `token` is the password in `verifier.token_file`; None if the verifier needs none.
+    """
 
     def __init__(
         self,
@@ -47,10 +52,11 @@ class RemoteEnvironment:
         self._retry_seconds = retry_seconds
 
     def problems(self, split: str, seed: int, **options: object) -> Iterator[Problem]:
-        """The problems of 'train' or 'eval'; the verifier's config sets seed and options.
+        """The problems of split 'train' or 'eval'.
 
-        `answer` is the id of the problem on the verifier, which keeps the answers. Raises TaskError
-        for a verifier that does not respond in time, or sends an unexpected response.
+        `seed` and `options` are unused: the verifier's config determines the problems. The `answer`
+        of a problem is its id on the verifier. Raises TaskError if the verifier does not respond in
+        time, or sends an unexpected response.
         """
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
         response = self._request("GET", path, None, max_bytes=MAX_PROBLEMS_BYTES)
@@ -60,35 +66,26 @@ class RemoteEnvironment:
             raise self._unexpected(error) from None
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The verifier's reward. Raises RewardError if there is none."""
+        """The reward of a completion, computed by the verifier. Raises RewardError."""
         body = {"env": self._env, "problem": problem.answer, "completion": completion_text}
         try:
             response = self._request(
                 "POST", "/verify_answer", json.dumps(body).encode(), max_bytes=MAX_REWARD_BYTES
             )
-            reward = response.get("reward")
-            if isinstance(reward, dict):
-                parts = cast("dict[str, Any]", reward)
-                return {name: self._number(part) for name, part in parts.items()}
-            return self._number(reward)
+            return checked_reward(response.get("reward"))
         except TaskError as error:
             raise RewardError(str(error)) from None
+        except ValueError as error:
+            raise RewardError(str(self._unexpected(f"a reward of {error}"))) from None
 
     def close(self) -> None:
         """Nothing to close: every request has its own connection."""
-
-    def _number(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._unexpected(f"a reward of {value!r:.40}")
-        if not abs(value) <= MAX_REWARD:  # also true for NaN
-            raise self._unexpected(f"a reward of {value}")
-        return float(value)
 
     def _request(
         self, method: str, path: str, body: bytes | None, *, max_bytes: int
     ) -> dict[str, Any]:
         """The response to a request, with retries while the verifier does not respond."""
-        started, pause, waiting = time.monotonic(), 0.05, False
+        started, pause, waiting = time.monotonic(), MIN_PAUSE_SECONDS, False
         while True:
             try:
                 response = self._request_once(method, path, body, max_bytes)
@@ -112,6 +109,7 @@ class RemoteEnvironment:
     def _request_once(
         self, method: str, path: str, body: bytes | None, max_bytes: int
     ) -> dict[str, Any]:
+        """The response to a request. Raises TaskError for a response that will not change."""
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=REQUEST_TIMEOUT_SECONDS
         )
@@ -121,7 +119,7 @@ class RemoteEnvironment:
             content = response.read(max_bytes + 1)
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
             raise _UnavailableError(f"status {response.status}")
-        if response.length:  # bytes that are missing; read() with a limit does not raise
+        if response.length:  # number of missing bytes, as read() with a limit does not raise
             raise _UnavailableError("connection closed within the response")
         if len(content) > max_bytes:
             raise self._unexpected(f"more than {max_bytes} bytes")
@@ -147,7 +145,7 @@ class RemoteEnvironment:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """A problem without its answer, for a response of the verifier."""
+    """A problem without its answer, for a verifier's response."""
     return {
         "id": problem.id,
         "messages": [[message.role, message.content] for message in problem.messages],
@@ -156,6 +154,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
+    """The problem in a verifier's response. Raises KeyError, TypeError or ValueError."""
     if not all(type(text) is str for message in row["messages"] for text in message):
         raise TypeError("a message is not text")
     messages = tuple(Message(role, content) for role, content in row["messages"])

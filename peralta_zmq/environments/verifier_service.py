@@ -1,10 +1,11 @@
-"""bin/verifier: serves the problems and rewards of a config's environments to other machines.
+"""Verifier: serves the problems and rewards of a config's environments over HTTP (`bin/verifier`).
 
     GET  /health                              {"environments": {NAME: number of train problems}}
     GET  /problems?env=NAME&split=train|eval  {"problems": [{"id", "messages", "input_token_ids"}]}
     POST /verify_answer                       {"env", "problem", "completion"} -> {"reward"}
 
-Every connection has a thread; reward functions are called one at a time.
+The answers to the problems stay on this machine. Each connection is served by a thread of its own;
+reward functions are called one at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from peralta_zmq.errors import PeraltaError
 from peralta_zmq.http_server import HttpServer, RequestHandler
 
 MAX_REQUEST_BYTES = 1 << 20
-# Maximum wait for other rewards, then status 503; shorter than the client's request timeout.
+# Maximum wait for other calls of reward functions, then the response is status 503 and the client
+# retries; shorter than the client's request timeout.
 LOCK_TIMEOUT_SECONDS = 25.0
 logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError or TaskError if nothing can be served."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ConfigError or TaskError for environments that cannot be opened, and as Verifier does.
+    """
     section = config.verifier
     token = read_private_token(section.token_file, option="verifier.token_file")
     with closing(Verifier(config, host=section.host, port=section.port, token=token)) as verifier:
@@ -46,7 +51,7 @@ def run(config: Config) -> None:
 
 
 class _RequestError(Exception):
-    """Sent to the client as an HTTP error status with a reason."""
+    """A request that is answered with an HTTP error status and a reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -54,9 +59,10 @@ class _RequestError(Exception):
 
 
 class Verifier:
-    """An HTTP server in background threads. Use with `closing`.
+    """The HTTP server of the environments, in background threads. Use with `closing`.
 
-    Raises ConfigError if the port is in use, or reachable from other machines without a token.
+    Clients must send `token` as a password; None requires no password. Raises ConfigError if the
+    port is in use, or if it is reachable from other machines and `token` is None.
     """
 
     def __init__(self, config: Config, *, host: str, port: int, token: str | None) -> None:
@@ -75,7 +81,7 @@ class Verifier:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Stop the server; waits for a running reward function."""
+        """Stop the server; waits until a running reward function returns."""
         self._server.close()
         with self._reward_lock:
             self._closed = True
@@ -83,11 +89,11 @@ class Verifier:
                 environments.close()
 
     def health(self) -> dict[str, Any]:
-        """The environments with their numbers of train problems."""
+        """The number of train problems of each environment, as a response."""
         return {"environments": dict(self._splits["train"].sizes)}
 
     def problems(self, env: str, split: str) -> dict[str, Any]:
-        """The problems of one environment. Raises _RequestError for an unknown name."""
+        """The problems of an environment, as a response. Raises _RequestError for a wrong name."""
         if split not in self._splits:
             raise _RequestError(HTTPStatus.NOT_FOUND, f"split {split!r:.40} is not train or eval")
         environments = self._splits[split]
@@ -100,14 +106,14 @@ class Verifier:
         return {"problems": list(map(problem_to_json, problems))}
 
     def reward(self, env: str, problem_id: str, completion: str) -> dict[str, Any]:
-        """The reward of a completion. Raises _RequestError if there is none."""
+        """The reward of a completion, as a response. Raises _RequestError if computing it fails."""
         if (env, problem_id) not in self._problems:
             raise _RequestError(
                 HTTPStatus.NOT_FOUND, f"no problem {problem_id!r:.40} in {env!r:.40}"
             )
         problem, environments = self._problems[env, problem_id]
         if not self._reward_lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
-            raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")  # the client retries
+            raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")
         try:
             if self._closed:
                 raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "stopped")
@@ -119,7 +125,9 @@ class Verifier:
 
 
 class _Handler(RequestHandler):
-    verifier: Verifier
+    """Serves one connection: checks the password, calls the verifier, responds with JSON."""
+
+    verifier: Verifier  # set by HttpServer
 
     def do_GET(self) -> None:
         """Respond to a GET or POST request."""
@@ -131,13 +139,14 @@ class _Handler(RequestHandler):
             status, message = HTTPStatus.OK, self._result()
         except _RequestError as error:
             status, message = error.status, {"error": str(error)}
-            self.close_connection = True  # the body may be unread
+            self.close_connection = True  # a part of the body may be unread
         with suppress(ConnectionError, TimeoutError):  # the client retries
             self.respond(status, json.dumps(message).encode(), content_type="application/json")
 
     do_POST = do_GET
 
     def _result(self) -> dict[str, Any]:
+        """The response to the current request. Raises _RequestError."""
         url = urlsplit(self.path)
         match self.command, url.path:
             case "GET", "/health":
@@ -158,6 +167,7 @@ class _Handler(RequestHandler):
                 )
 
     def _body(self) -> dict[str, Any]:
+        """The JSON object in the body of the current request. Raises _RequestError."""
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
             raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or invalid")

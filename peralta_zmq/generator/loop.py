@@ -20,7 +20,7 @@ from dataclasses import replace
 from peralta_zmq import build, models, registry, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines import generate_groups
-from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_excluded
+from peralta_zmq.environments.curriculum import ProblemSampler, assigned_samples, is_in_bitmap
 from peralta_zmq.environments.dataset import Environments, check_tokens
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import EngineError, RewardError, TaskError
@@ -257,7 +257,7 @@ class Generator:
             return (
                 announcement is not None
                 and announcement.train_set_digest == environments.digest
-                and is_excluded(announcement.excluded, position)
+                and is_in_bitmap(announcement.excluded, position)
             )
 
         announcement, estimate = connection.announcement, self._engine.step * config.groups_per_step
@@ -373,7 +373,7 @@ class Generator:
 
         def is_answered(position: int) -> bool:
             announcement = connection.exchange()
-            return announcement is not None and is_excluded(announcement.answered, position)
+            return announcement is not None and is_in_bitmap(announcement.answered, position)
 
         def is_over() -> bool:
             announcement = connection.exchange()

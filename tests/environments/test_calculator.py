@@ -33,15 +33,13 @@ def test_expression_of_equal_value_earns_one(text: str) -> None:
     assert calculator.reward(SEVEN_HALVES, text) == 1.0
 
 
-@pytest.mark.parametrize("text", ["3", "3.4999999999999", "7 // 2", "-(7 / 2)"])
-def test_expression_of_other_value_earns_zero(text: str) -> None:
-    assert calculator.reward(SEVEN_HALVES, text) == 0.0
-
-
-@pytest.mark.parametrize(
-    "text", ["", "the answer is 3.5", "3.5.", "`7/2`", "7/2\n7/2", "x = 7/2", "1 / 0", "9**9**9"]
+NO_EXPRESSIONS = (
+    *("", "the answer is 3.5", "3.5.", "`7/2`", "7/2\n7/2", "x = 7/2", "1 / 0", "9**9**9"),
 )
-def test_text_that_is_no_expression_earns_zero(text: str) -> None:
+
+
+@pytest.mark.parametrize("text", ["3", "3.4999999999999", "7 // 2", "-(7 / 2)", *NO_EXPRESSIONS])
+def test_other_value_or_no_expression_earns_zero(text: str) -> None:
     assert calculator.reward(SEVEN_HALVES, text) == 0.0
 
 
@@ -52,12 +50,6 @@ def test_invalid_target_is_an_error_even_for_the_same_text(broken: str) -> None:
         calculator.reward(problem, broken)
 
 
-def test_thirds_are_compared_exactly() -> None:
-    third = Problem(id="p", task="calculator", messages=(), answer="1 / 3")
-    assert calculator.reward(third, "0.333333333333333") == 0.0
-    assert calculator.reward(third, "2 / 6") == 1.0
-
-
 def test_problems_are_in_file_order(tmp_path: Path) -> None:
     made = from_file(csv_file(tmp_path, "2 + 1,two plus one", "1 + 1,one plus one"))
     assert [(problem.messages, problem.answer) for problem in made] == [
@@ -66,14 +58,10 @@ def test_problems_are_in_file_order(tmp_path: Path) -> None:
     ]
 
 
-def test_system_prompt_is_the_first_message() -> None:
-    problem = next(calculator.problems("train", 0, system_prompt="be brief"))
-    assert [message.role for message in problem.messages] == ["system", "user"]
-    assert problem.messages[0].content == "be brief"
-
-
-def test_messages_do_not_contain_the_answer() -> None:
-    for problem in calculator.problems("train", 0):
+def test_messages_begin_with_the_system_prompt_and_have_no_answer() -> None:
+    for problem in calculator.problems("train", 0, system_prompt="be brief"):
+        assert problem.messages[0] == Message("system", "be brief")
+        assert [message.role for message in problem.messages] == ["system", "user"]
         assert all(problem.answer not in message.content for message in problem.messages)
 
 
@@ -81,10 +69,6 @@ def test_default_files_have_1000_and_250_problems() -> None:
     train = {problem.id for problem in calculator.problems("train", 0)}
     held_out = {problem.id for problem in calculator.problems("eval", 0)}
     assert (len(train), len(held_out), len(train & held_out)) == (1000, 250, 0)
-
-
-def test_problems_do_not_depend_on_seed() -> None:
-    assert list(calculator.problems("eval", 0)) == list(calculator.problems("eval", 1))
 
 
 def test_columns_are_configurable(tmp_path: Path) -> None:
@@ -101,14 +85,9 @@ def test_problem_id_is_stable(tmp_path: Path) -> None:
     assert problem.id == hashlib.sha256(b"calculator\none plus one").hexdigest()[:16]
 
 
-def test_row_with_invalid_target_is_skipped(tmp_path: Path) -> None:
-    made = from_file(csv_file(tmp_path, "1 + 1,good", "one,bad", ",none", "2,good too"))
-    assert [problem.answer for problem in made] == ["1 + 1", "2"]
-
-
-def test_row_without_prompt_is_skipped(tmp_path: Path) -> None:
-    made = from_file(csv_file(tmp_path, "1 + 1, ", "2,two"))
-    assert [problem.answer for problem in made] == ["2"]
+def test_row_with_invalid_target_or_empty_prompt_is_skipped(tmp_path: Path) -> None:
+    lines = ("1 + 1,good", "one,bad", ",no target", "3, ", "2,good too")
+    assert [problem.answer for problem in from_file(csv_file(tmp_path, *lines))] == ["1 + 1", "2"]
 
 
 def test_skipped_rows_are_logged_with_line_number(
@@ -119,8 +98,8 @@ def test_skipped_rows_are_logged_with_line_number(
         list(calculator.problems("train", 0, train=source))
     prefix = f"event=row_refused source='{source}'"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{prefix} row=3 python_expression='one' reason=''e' is not arithmetic'",
-        f"{prefix} row=4 python_expression='9**9**9' reason='an exponent beyond 64'",
+        f"{prefix} row=3 answer='one' reason=''e' is not arithmetic'",
+        f"{prefix} row=4 answer='9**9**9' reason='an exponent beyond 64'",
         f"event=rows_refused source='{source}' refused=2 kept=1",
     ]
 
@@ -132,22 +111,9 @@ def test_problems_have_a_length_hint(tmp_path: Path) -> None:
     assert left == [3, 2, 0]
 
 
-def test_usable_rows_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
-        list(calculator.problems("eval", 0))
-    assert not caplog.records
-
-
-def test_file_without_usable_rows_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_file_without_usable_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"none of the 2 rows .* row=2 .*'one'.* the right columns"):
         from_file(csv_file(tmp_path, "one,bad", "two,worse"))
-
-
-def test_missing_file_is_refused_before_iteration() -> None:
-    with pytest.raises(TaskError, match="no data set or file 'nothing'"):
-        calculator.problems("train", 0, train="nothing")
 
 
 def test_input_token_ids_replace_the_messages(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Countdown pays for a value made from every number once, and for nothing else."""
+"""Countdown rewards an expression with the target value that uses every number once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_other_operators_earn_zero() -> None:
 def test_row_without_target_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("prompt,answer\nmake 5.,2 3 = 5\nmake 6.,2 3 6\n")
-    assert [each.answer for each in countdown.problems("train", 0, train=str(file))] == ["2 3 = 5"]
+    assert [problem.answer for problem in countdown.problems("train", 0, train=str(file))] == [
+        "2 3 = 5"
+    ]
 
 
 def test_problem_without_target_is_an_error() -> None:

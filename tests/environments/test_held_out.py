@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from peralta_zmq.environments.curriculum import is_excluded
+from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.environments.held_out import Evaluation, eval_metrics, examples_for, pass_at_k
 from peralta_zmq.rollout import Message, Problem
 
@@ -63,7 +63,7 @@ def test_evaluation_is_complete_with_its_last_example() -> None:
         made.add(problem, [("x", 1.0), ("y", 0.0)], policy_step=5 + number)
         assert not made.expects(problem, 2)  # the first answer counts
         assert made.complete == (number == 2)
-        assert is_excluded(made.answered, int(problem))
+        assert is_in_bitmap(made.answered, int(problem))
     assert [problem.id for problem, _ in made.answers()] == ["0", "1", "2"]
     assert made.answers()[2][1][0].problem == "what is 2?"
     assert made.policy_steps == [5, 6, 7]

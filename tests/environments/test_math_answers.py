@@ -1,4 +1,4 @@
-"""Mathematical answers are compared by value, whatever their form. Needs the extra `math`."""
+"""Mathematical answers are compared by value, in any form. Needs the extra `math`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def problem(answer: str) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("target", "said", "worth"),
+    ("target", "text", "reward"),
     [
         (r"\frac{1}{2}", "The answer is $0.5$.", 1.0),
         (r"\frac{1}{2}", r"so we get \boxed{\frac{2}{4}}", 1.0),
@@ -27,9 +27,9 @@ def problem(answer: str) -> Problem:
         ("64", "I do not know", 0.0),
     ],
 )
-def test_equal_values_earn_one(target: str, said: str, worth: float) -> None:
+def test_equal_values_earn_one(target: str, text: str, reward: float) -> None:
     pytest.importorskip("math_verify")
-    assert math_answers.reward(problem(target), said) == worth
+    assert math_answers.reward(problem(target), text) == reward
 
 
 def test_target_that_cannot_be_parsed_is_an_error() -> None:

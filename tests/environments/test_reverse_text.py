@@ -1,4 +1,4 @@
-"""A reversed text is paid by its likeness to the answer."""
+"""The reward of reverse_text is the similarity to the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROBLEM = Problem("p", "reverse_text", (), "dcba")
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "reward"),
     [
         ("dcba", 1.0),
         (" dcba\n", 1.0),
@@ -23,8 +23,8 @@ PROBLEM = Problem("p", "reverse_text", (), "dcba")
         ("", 0.0),
     ],
 )
-def test_reward_is_the_matching_ratio(text: str, worth: float) -> None:
-    assert reverse_text.reward(PROBLEM, text) == pytest.approx(worth)
+def test_reward_is_the_matching_ratio(text: str, reward: float) -> None:
+    assert reverse_text.reward(PROBLEM, text) == pytest.approx(reward)
 
 
 def test_long_text_earns_zero_quickly() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from peralta_zmq import models
@@ -299,22 +299,11 @@ def _attention(
     if softcap is not None or (num_new == 1 and not query.is_cuda):
         out = _attention_in_parts(stacked, key, value, mask, scaling=scaling, softcap=softcap)
     else:
-        out = _attention_at_once(stacked, key, value, mask, scaling=scaling)
+        # A single kernel on CUDA; each row reads a copy of the shared part.
+        out = scaled_dot_product_attention(
+            stacked, _concatenated(key), _concatenated(value), attn_mask=mask, scale=scaling
+        )
     return out.reshape(n, heads, num_new, width).transpose(1, 2), None
-
-
-def _attention_at_once(
-    query: Tensor,  # [n, H, G, D], G = query heads of one key head * S
-    key: Part,
-    value: Part,
-    mask: Tensor,  # [n, 1, 1 or G, P + W]
-    *,
-    scaling: float,
-) -> Tensor:
-    """torch's SDPA, a single kernel on CUDA; each row reads a copy of the shared part."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, _concatenated(key), _concatenated(value), attn_mask=mask, scale=scaling
-    )
 
 
 def _attention_in_parts(

@@ -597,11 +597,6 @@ def test_prompt_longer_than_the_context_raises_with_both_lengths(
     assert len(sampled(engine, GREEDY, requests([[5] * 52]))) == 1
 
 
-def test_zero_new_tokens_raise(engine: NativeEngine) -> None:
-    with pytest.raises(ConfigError, match="max_completion_length 0 leaves no room"):
-        sampled(engine, Sampling(max_completion_length=0))
-
-
 def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
         engine_of(sharp_model(), tokenizer, slots=900_000_000)
