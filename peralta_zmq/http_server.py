@@ -79,7 +79,6 @@ class HttpServer:
             raise ConfigError(
                 f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
             ) from None
-        self._server.daemon_threads = True
         self._server.handle_error = _log_error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(

@@ -1,4 +1,8 @@
-"""Storage of weight versions: the backend protocol, local or mounted folders, and watching them."""
+"""Storage backends of the weight store: the protocol, and the backend for local or mounted folders.
+
+Also events for new names in such a folder, and a probe file with which `bin/doctor` checks that two
+machines have mounted the same folder.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from typing import Protocol
 import psutil
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
-from watchdog.observers.polling import PollingObserver
 
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
@@ -21,7 +24,6 @@ from peralta_zmq.weights.leases import FolderLeases
 
 PROBE_FILE = "doctor-"  # beginning of the file name
 MAX_SMALL_FILE = 64 << 20  # bytes, e.g. of a manifest
-REMOTE_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "afs", "ceph", "glusterfs", "lustre")
 
 
 class StorageBackend(Protocol):
@@ -31,11 +33,11 @@ class StorageBackend(Protocol):
     leases: FolderLeases
 
     def names(self) -> list[str]:
-        """Names at the top level, including files that other programs created."""
+        """Names of all folders and files in the store, including those of other programs."""
         ...
 
     def path(self, name: str) -> Path:
-        """Path of a folder; only its name if the store is not on this machine."""
+        """Path of a folder; for a store that is not a folder, the name alone."""
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -43,7 +45,10 @@ class StorageBackend(Protocol):
         ...
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
-        """Write a folder with its manifest atomically."""
+        """Write a folder atomically: its files, then manifest.json, then STABLE.
+
+        `about` has the fields of the manifest, or returns them after the files are written.
+        """
         ...
 
     def write_file(self, name: str, content: bytes) -> None:
@@ -53,10 +58,10 @@ class StorageBackend(Protocol):
         """Remove a folder; no error if it is missing or cannot be removed."""
 
     def prepare(self) -> None:
-        """Create the store if needed, check that it supports publishing, remove temporary files."""
+        """Create the store if needed, check that it can be written, remove temporary files."""
 
     def free_bytes(self) -> int:
-        """Free space for new versions."""
+        """Free space for new versions, in bytes."""
         ...
 
 
@@ -100,31 +105,31 @@ class LocalBackend:
         self.leases = FolderLeases(folder)
 
     def names(self) -> list[str]:
-        """As `StorageBackend.names`."""
+        """Names of all folders and files in the folder."""
         return os.listdir(self.folder)
 
     def path(self, name: str) -> Path:
-        """folder/NAME."""
+        """Path of a file or folder in the folder."""
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """Read without mmap, which raises SIGBUS when the file is removed on a NAS."""
+        """A file in chunks; not by mmap, which raises SIGBUS if a NAS removes the file."""
         return atomic_files.read_chunks(self.folder / path, start=start)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
-        """Write to a temporary name, then rename."""
+        """Write a folder under a temporary name, then rename it."""
         return atomic_files.write_folder(self.folder / name, files, about)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write to a temporary name, then rename."""
+        """Write a file under a temporary name, then rename it."""
         atomic_files.replace_file(self.folder / name, content)
 
     def remove(self, name: str) -> None:
-        """Rename the folder first, so that no reader opens a partly removed folder."""
+        """Rename the folder, then delete it, so that no reader opens a partly removed folder."""
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """As `StorageBackend.prepare`. Raises StoreError if folders cannot be renamed."""
+        """Create the folder, remove temporary files. StoreError if folders cannot be renamed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         source = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
         os.makedirs(source, exist_ok=True)
@@ -139,22 +144,22 @@ class LocalBackend:
         atomic_files.sweep(self.folder)
 
     def free_bytes(self) -> int:
-        """Bytes that are free for unprivileged users."""
+        """Free space for unprivileged users, in bytes."""
         space = os.statvfs(self.folder)
         return space.f_bavail * space.f_frsize
 
 
 class ProbeFile:
-    """A file in a weights folder, to check whether another machine has the same folder mounted.
+    """A file in a weights folder, to check whether another machine has mounted the same folder.
 
-    Use with `closing`. Its name does not start with a dot, because watchers ignore such names.
+    Use with `closing`. The name has no leading dot, because `FolderWatcher` ignores such names.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def create(self) -> str:
-        """Replace the previous file by a new one; returns its name. Raises OSError."""
+        """Create a file with a new name, remove the previous one, and return the name."""
         self.close()
         name = f"{PROBE_FILE}{os.urandom(4).hex()}"
         atomic_files.replace_file(self._folder / name, b"")
@@ -170,14 +175,13 @@ class ProbeFile:
 class FolderWatcher:
     """Calls `on_change`, in its own thread, when a name appears in a folder.
 
-    Changes on a NAS may be missed, so callers must also poll. Use with `closing`. Raises OSError if
-    the folder does not exist.
+    Changes made by another machine on a NAS cause no event, so callers must also poll. Use with
+    `closing`. Raises OSError if the folder does not exist.
     """
 
-    def __init__(self, folder: Path, on_change: Callable[[], None], *, poll_seconds: float) -> None:
+    def __init__(self, folder: Path, on_change: Callable[[], None]) -> None:
         self._folder, self._stat = folder, os.stat(folder)
-        remote = filesystem_of(folder).startswith(REMOTE_FILESYSTEMS)
-        self._observer = PollingObserver(timeout=poll_seconds) if remote else Observer()
+        self._observer = Observer()
         self._observer.schedule(_NewNames(on_change), str(folder))
         self._observer.start()
 

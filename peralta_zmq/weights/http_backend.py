@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 from peralta_zmq.atomic_files import CHUNK, PLAIN_NAME
@@ -27,6 +27,7 @@ from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
 RANGE = re.compile(r"bytes=(\d{1,18})-")
+VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_NAME.pattern})")
 
 
 class HttpBackend:
@@ -47,10 +48,7 @@ class HttpBackend:
     def names(self) -> list[str]:
         """Names of the versions."""
         try:
-            names = cast("list[object]", json.loads(read_small(self, "")))
-            return [
-                name for name in names if isinstance(name, str) and VERSION_NAME.fullmatch(name)
-            ]
+            return list(map(str, json.loads(read_small(self, ""))))
         except (ValueError, TypeError):
             raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 
@@ -60,7 +58,7 @@ class HttpBackend:
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
         """Raises ConnectionError if resuming may help, another OSError if not."""
-        headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
+        headers = {**self._headers, "Range": f"bytes={start}-"}
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
         )
@@ -68,7 +66,7 @@ class HttpBackend:
             try:
                 connection.request("GET", f"/{path}", headers=headers)
                 response = connection.getresponse()
-                self._check_status(response.status, path, start)
+                self._check_status(response.status, path)
                 while chunk := response.read(CHUNK):
                     yield chunk
                 if response.length:  # read(n) does not raise for a connection that ends early
@@ -76,12 +74,12 @@ class HttpBackend:
             except http.client.HTTPException as error:
                 raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
-    def _check_status(self, status: int, path: str, start: int) -> None:
+    def _check_status(self, status: int, path: str) -> None:
         if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
         if status == HTTPStatus.UNAUTHORIZED:
             raise PermissionError(f"{self.address} requires the password in weights.token_file")
-        if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
+        if status != HTTPStatus.PARTIAL_CONTENT:
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
@@ -112,22 +110,15 @@ class _Handler(RequestHandler):
         if not self.is_authorized():
             self.respond(HTTPStatus.UNAUTHORIZED)
             return
-        parts = self.path.strip("/").split("/")
         try:
-            if parts == [""]:
+            if self.path == "/":
                 names = sorted(filter(VERSION_NAME.fullmatch, self.backend.names()))
-                self.respond(
-                    HTTPStatus.OK, json.dumps(names).encode(), content_type="application/json"
-                )
-            elif parts == [RUN_FILE]:
+                self.respond(HTTPStatus.OK, json.dumps(names).encode())
+            elif self.path == f"/{RUN_FILE}":
                 self._send_file(self.backend.folder / RUN_FILE)
-            elif (
-                len(parts) == 2
-                and VERSION_NAME.fullmatch(parts[0])
-                and PLAIN_NAME.fullmatch(parts[1])
-            ):
-                with self.backend.leases.reading(parts[0]):
-                    self._send_file(self.backend.folder / parts[0] / parts[1])
+            elif match := VERSION_FILE.fullmatch(self.path):
+                with self.backend.leases.reading(match[1]):
+                    self._send_file(self.backend.folder / match[1] / match[2])
             else:
                 self.respond(HTTPStatus.NOT_FOUND)
         except FileNotFoundError:

@@ -20,7 +20,6 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
 FIRST_POLL_SECONDS = 0.2  # between polls until the first version is found
-MAX_WATCHER_POLL_SECONDS = 60.0  # between two listings of a remote folder by the watcher
 OFFLINE_SECONDS = 5.0  # without a store until the replica of an earlier process is offered
 JITTER = 0.2  # fraction of the polling interval, so that generators do not all poll at once
 
@@ -132,8 +131,7 @@ class WeightSubscriber:
             replaced, self._watcher = self._watcher, None
             if replaced:
                 replaced.close()
-            poll_seconds = min(MAX_WATCHER_POLL_SECONDS, self._poll_seconds)
-            self._watcher = FolderWatcher(self._watched, self._wake.set, poll_seconds=poll_seconds)
+            self._watcher = FolderWatcher(self._watched, self._wake.set)
 
     def _load_newest(self) -> None:
         """Load and offer the newest version, until there is no newer one that can be loaded."""

@@ -17,7 +17,6 @@ import pytest
 
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.weights.backends import (
-    REMOTE_FILESYSTEMS,
     FolderWatcher,
     filesystem_of,
     open_backend,
@@ -81,7 +80,7 @@ def changed(tmp_path: Path) -> Iterator[threading.Event]:
     """Set by a watcher of tmp_path/weights."""
     event = threading.Event()
     (tmp_path / "weights").mkdir()
-    with closing(FolderWatcher(tmp_path / "weights", event.set, poll_seconds=60.0)):
+    with closing(FolderWatcher(tmp_path / "weights", event.set)):
         yield event
 
 
@@ -106,7 +105,7 @@ def test_watcher_does_not_report_reads(changed: threading.Event, tmp_path: Path)
 def test_watcher_is_not_current_after_the_folder_was_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    with closing(FolderWatcher(folder, lambda: None, poll_seconds=60.0)) as watcher:
+    with closing(FolderWatcher(folder, lambda: None)) as watcher:
         assert watcher.is_current()
         folder.rename(tmp_path / "away")
         assert watcher.is_current()  # there is no other folder to watch
@@ -116,16 +115,22 @@ def test_watcher_is_not_current_after_the_folder_was_replaced(tmp_path: Path) ->
 
 def test_watcher_of_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        FolderWatcher(tmp_path / "missing", lambda: None, poll_seconds=1.0)
+        FolderWatcher(tmp_path / "missing", lambda: None)
 
 
 @pytest.mark.parametrize(
-    "folder, remote",
-    [("/mnt/nas/w", True), ("/mnt/nas", True), ("/mnt/nasty", False), ("/mnt/nas/disk/w", False),
-     ("/my nas/w", True), ("/home", False)],
-)  # fmt: skip
+    "folder, kind",
+    [
+        ("/mnt/nas/w", "nfs4"),
+        ("/mnt/nas", "nfs4"),
+        ("/mnt/nasty", "ext4"),
+        ("/mnt/nas/disk/w", "ext4"),
+        ("/my nas/w", "fuse.sshfs"),
+        ("/home", "ext4"),
+    ],
+)
 def test_filesystem_is_that_of_the_innermost_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, remote: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, kind: str
 ) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     (tmp_path / "self").mkdir()
@@ -133,7 +138,7 @@ def test_filesystem_is_that_of_the_innermost_mount(
         "/dev/a / ext4 rw 0 0\nnas:/w /mnt/nas nfs4 rw 0 0\n/dev/b /mnt/nas/disk ext4 rw 0 0\n"
         "u@h:/ /my\\040nas fuse.sshfs rw 0 0\n"
     )
-    assert filesystem_of(Path(folder)).startswith(REMOTE_FILESYSTEMS) is remote
+    assert filesystem_of(Path(folder)) == kind
 
 
 def test_filesystem_without_a_mount_table_is_unknown(

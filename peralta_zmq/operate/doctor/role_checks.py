@@ -80,8 +80,7 @@ def check_generator(
     if not check("weights", weights_checks.check_folder, folder, role="generator"):
         return
     if client and reply:
-        create_file, poll_seconds = partial(_create_file, client), config.weights.poll_seconds
-        check("visible", weights_checks.check_visible, folder, create_file, poll_seconds)
+        check("visible", weights_checks.check_visible, folder, partial(_create_file, client))
     check("speed", weights_checks.check_speed, folder, model_bytes)
     copies, num_models = config.run_folder / "copies", weights_checks.NUM_REPLICAS
     check("space", weights_checks.check_space, copies, model_bytes, num_models)

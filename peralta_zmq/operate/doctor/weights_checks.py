@@ -108,7 +108,7 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
     return Check(free >= needed, detail, remedy)
 
 
-def check_visible(folder: Path, create_file: CreateFile, poll_seconds: float) -> Check:
+def check_visible(folder: Path, create_file: CreateFile) -> Check:
     """Check that a file created by the trainer's machine appears here, by polling and by event."""
     from peralta_zmq.weights.backends import FolderWatcher
 
@@ -119,7 +119,7 @@ def check_visible(folder: Path, create_file: CreateFile, poll_seconds: float) ->
         event_times.append(time.monotonic())
         has_event.set()
 
-    with closing(FolderWatcher(folder, on_change, poll_seconds=poll_seconds)):
+    with closing(FolderWatcher(folder, on_change)):
         name, problem = create_file()
         started = time.monotonic()
         if not name:
