@@ -83,11 +83,6 @@ class Config(Section):
         return self.eval.env or self.environments
 
     @property
-    def data_options(self) -> dict[str, str]:
-        """Settings of [data] that are set, as keyword arguments for the task's `problems`."""
-        return self.data.model_dump(exclude_none=True)
-
-    @property
     def groups_per_step(self) -> int:
         """Number of groups per optimizer step."""
         return self.train.batch_size // self.sampling.num_generations

@@ -1,6 +1,8 @@
-"""Steps that prepare a host and start its workers: probe, copy, install, settings, check.
+"""Steps that prepare a host of a hosts file: probe, copy, install, settings, doctor, workers.
 
-Each function returns commands, which find the problem and its remedy in their own results.
+Each function returns the commands of one step for one host; a command knows how to find the
+problem and its remedy in its own result (`Command.find_problem`). A job is the command line of one
+worker (the trainer or one generator), which the worker's supervisor on the host runs.
 """
 
 from __future__ import annotations
@@ -18,26 +20,21 @@ from typing import cast
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.resolved import toml_text
+from peralta_zmq.operate import ssh
 from peralta_zmq.operate.doctor.machine_checks import OLDEST_PYTHON
-from peralta_zmq.operate.ssh import (
-    LONG_SECONDS,
-    Command,
-    Result,
-    failure,
-    on_host,
-    package_hint,
-    rsync_to,
-)
+from peralta_zmq.operate.ssh import Command, Result, failure, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
 REPO = Path(__file__).resolve().parents[2]
 # Neither copied to the host nor deleted there: files of one machine, and keys.
-EXCLUDED = ("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public",
-            "*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")  # fmt: skip
+EXCLUDED = (
+    *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
+    *("*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),
+)
 INSTALL_MB, CODE_MB = 3000, 200  # free space for an environment with torch, and for the code alone
 KEYS, TOKEN = FOLDER / "keys", FOLDER / "weights-token"
 PYTHON = ".venv/bin/python"
-# Seconds: the trainer answers other doctors for this long, a generator retries to reach it.
+# --wait of bin/doctor in seconds: the trainer's answers the others, a generator's tries to connect.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
 DOCTOR_SECONDS = 1800.0
 
@@ -66,17 +63,17 @@ def supervisor_script(host: Host, *words: str) -> str:
 
 
 def probe(host: Host) -> list[Command]:
-    """Check Python, rsync, make, free space and the folder; changes nothing."""
+    """Read the version of Python, rsync, make, free space and the state of the project folder."""
     folder = host.folder or shlex.quote(str(REPO))
     script = PROBE.format(folder=folder, python=shlex.quote(host.python))
-    # As standard input of sh: the login shell may be another one.
+    # Sent to the standard input of sh, because the user's login shell may be csh or fish.
     return [on_host(host, "sh -s", script, find_problem=partial(_probe_problem, host))]
 
 
 def sync(host: Host, config: Config) -> list[Command]:
-    """Copy the code; a marker file exists while the copy is incomplete.
+    """Copy the code; the marker file COPY_MARKER exists while the copy is incomplete.
 
-    Deletes files only within the copied folders, and never runs or weights.
+    Deletes stale files only within the copied folders, and never runs or weights.
     """
     if host.folder is None:
         return []
@@ -88,7 +85,7 @@ def sync(host: Host, config: Config) -> list[Command]:
     remove_failed = partial(failure, remedy="run bin/lan sync again")
     return [
         on_host(host, make_marker, find_problem=make_failed),
-        rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded),
+        ssh.rsync_to(host, sources, f"{host.folder}/", "--delete", *excluded),
         on_host(host, f"rm -f {marker}", find_problem=remove_failed),
     ]
 
@@ -97,14 +94,14 @@ def run_patterns(host: Host, config: Config) -> list[str]:
     """rsync patterns for runs and weights inside the project folder of the host."""
     runs = os.path.normpath(config.run.dir)
     paths = [str(config.run_folder) if runs == "." else runs]
-    paths += filter(None, (host.weights_dir, config.weights.dir))
-    inner = (_path_in(host.folder or "", os.path.normpath(path))
-             for path in paths if "://" not in path)  # fmt: skip
-    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{path}") for path in inner if path]
+    paths += [path for path in (host.weights_dir, config.weights.dir) if path and "://" not in path]
+    inner_paths = [_path_in(host.folder or "", os.path.normpath(path)) for path in paths]
+    # Brackets around *, ? and [ make rsync take them literally.
+    return [re.sub(r"[*?[]", r"[\g<0>]", f"/{path}") for path in inner_paths if path]
 
 
 def _path_in(folder: str, path: str) -> str | None:
-    """A path relative to a folder of the host; None if it lies elsewhere."""
+    """Return a path of the host relative to its project folder; None if it is not inside."""
     if not path.startswith(("/", "~")):
         return None if path.split("/")[0] in (".", "..") else path
     _, separator, inner = path.removeprefix("~").partition(f"/{folder.strip('~/')}/")
@@ -112,42 +109,46 @@ def _path_in(folder: str, path: str) -> str | None:
 
 
 def install(host: Host) -> list[Command]:
-    """`make setup`, which does nothing when nothing has changed."""
+    """Run `make setup`, which does nothing when the requirements are unchanged."""
     if host.folder is None:
         return []
     script = in_project(host, f"make --no-print-directory setup PYTHON={shlex.quote(host.python)}")
     remedy = f"make setup failed; run it by hand in {host.folder} to see all of its output"
     find_problem = partial(failure, remedy=remedy)
-    return [on_host(host, script, seconds=LONG_SECONDS, find_problem=find_problem)]
+    return [on_host(host, script, seconds=ssh.LONG_SECONDS, find_problem=find_problem)]
 
 
 def send_settings(host: Host, config: Config) -> list[Command]:
-    """Send the config, the password of the weights, and only the keys that this host needs."""
+    """Send the settings, the token of the weight store, and only the keys that this host needs."""
     script = in_project(host, f"mkdir -p {FOLDER} && cat > {settings_file(config)}")
     find_problem = partial(failure, remedy="the settings cannot be written; is the disk full?")
     steps = [on_host(host, script, toml_text(config), find_problem=find_problem)]
     folder = host.folder or REPO
     if token := token_file(config):
-        steps.append(rsync_to(host, [str(token)], f"{folder}/{TOKEN}"))
+        steps.append(ssh.rsync_to(host, [str(token)], f"{folder}/{TOKEN}"))
     if keys := config.keys_folder:
-        steps.append(rsync_to(host, key_files(host, keys), f"{folder}/{KEYS}/"))
+        steps.append(ssh.rsync_to(host, key_files(host, keys), f"{folder}/{KEYS}/"))
     return steps
 
 
 def settings_file(config: Config) -> Path:
-    """Path of the settings on every host; new settings change the name, and so the job."""
+    """Path of the settings on every host, with their hash: new settings make another job."""
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
 
 
 def token_file(config: Config) -> Path | None:
-    """The file with the password of the weights, if it exists on this machine."""
+    """The token file of the weight store, if it exists on this machine."""
     path = Path(config.weights.token_file or "").expanduser()
     return path if path.is_file() else None
 
 
 def key_files(host: Host, keys: Path) -> list[str]:
-    """Trainer host: all public keys and its own secrets; generator host: the reverse."""
+    """Key files that a host needs.
+
+    The trainer's host gets all public keys, and the secret keys of the trainer and of its own
+    generators; another host gets the trainer's public key and the secrets of its generators.
+    """
     if host.role == "trainer":
         public = sorted(str(path) for path in keys.glob("*.public"))
         names = ["trainer", *host.generators]
@@ -157,16 +158,16 @@ def key_files(host: Host, keys: Path) -> list[str]:
 
 
 def doctor(host: Host, config: Config) -> Command:
-    """bin/doctor with the settings of the host.
+    """Run bin/doctor with the settings of the host.
 
-    The doctor of the trainer answers the doctors of generators until its standard input is closed.
+    The trainer's doctor answers the doctors of generators until its standard input is closed.
     """
-    words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role],
-             "@", str(settings_file(config)), *host_options(host, config)]  # fmt: skip
+    words = ["env", *(f"{name}={value}" for name, value in host.env.items())]
+    words += [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role]]
+    words += settings_options(host, config)
     if host.role == "generator":
         words += ["--generator.name", host.generators[0]]
-    env = [f"{name}={value}" for name, value in host.env.items()]
-    script = in_project(host, shlex.join(["env", *env, *words] if env else words))
+    script = in_project(host, shlex.join(words))
     return on_host(host, script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
@@ -179,30 +180,31 @@ def supervisor_steps(host: Host, command: str, jobs: Sequence[Job]) -> list[Comm
 def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     """The jobs of a host: its trainer first, if it has one, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
-    options = ["@", str(settings_file(config)), *host_options(host, config)]
-    generators, num_workers = hosts.generators, str(len(host.workers))
-    jobs = [
-        Job(
-            name,
-            (PYTHON, "bin/generator", *options,
-             "--generator.name", name, "--generator.index", str(generators.index(name)),
-             "--generator.count", str(len(generators)), "--generator.num-workers", num_workers),
-            env,
-        )
-        for name in host.generators
-    ]  # fmt: skip
+    options = settings_options(host, config)
+    num_workers, count = str(len(host.workers)), str(len(hosts.generators))
+    jobs: list[Job] = []
     if host.role == "trainer":
-        command = (PYTHON, "bin/trainer", *options, "--train.num-workers", num_workers)
-        jobs.insert(0, Job(f"{host.name}-trainer", command, env, str(config.run_folder)))
+        words = (PYTHON, "bin/trainer", *options, "--train.num-workers", num_workers)
+        jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
+    for name in host.generators:
+        index = str(hosts.generators.index(name))
+        identity = ("--generator.name", name, "--generator.index", index)
+        sharing = ("--generator.count", count, "--generator.num-workers", num_workers)
+        words = (PYTHON, "bin/generator", *options, *identity, *sharing)
+        jobs.append(Job(name, words, env))
     return jobs
 
 
-def host_options(host: Host, config: Config) -> list[str]:
-    """Command-line options in which this host differs from the config."""
-    options = {"--weights.dir": host.weights_dir, "--model.device": host.device,
-               "--security.keys": str(KEYS) if config.security.keys else None,
-               "--weights.token-file": str(TOKEN) if token_file(config) else None}  # fmt: skip
-    return [word for name, value in options.items() if value for word in (name, value)]
+def settings_options(host: Host, config: Config) -> list[str]:
+    """Options that load the settings on a host, and change those in which the host differs."""
+    options = {
+        "--weights.dir": host.weights_dir,
+        "--model.device": host.device,
+        "--security.keys": str(KEYS) if config.security.keys else None,
+        "--weights.token-file": str(TOKEN) if token_file(config) else None,
+    }
+    changes = [word for name, value in options.items() if value for word in (name, value)]
+    return ["@", str(settings_file(config)), *changes]
 
 
 def _probe_problem(host: Host, result: Result) -> str | None:
@@ -215,7 +217,7 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         return None
     for program in ("rsync", "make"):
         if not facts.get(program):
-            return f"there is no {program}; install it there ({package_hint(program)})"
+            return f"there is no {program}; install it there ({ssh.package_hint(program)})"
     if facts.get("full") and not facts.get("ours"):
         return (
             f"{host.folder} holds files that bin/lan did not put there; choose another dir, "
@@ -246,14 +248,17 @@ def _python_problem(host: Host, version: str) -> str | None:
 
 
 def _doctor_problem(result: Result) -> str | None:
-    """The failed checks of a doctor."""
+    """The failed checks of bin/doctor, from the last line of its output."""
     if result.code == 0:
         return None
     lines = result.out.strip().splitlines()
     try:
         checks = cast("list[dict[str, object]]", json.loads(lines[-1])["checks"])
-        failed = [f"{check['name']}: {check['detail']}; {check['remedy']}" for check in checks
-                  if not check["ok"]]  # fmt: skip
     except (IndexError, ValueError, KeyError, TypeError):
-        failed = []
+        checks = []
+    failed = [
+        f"{check['name']}: {check['detail']}; {check['remedy']}"
+        for check in checks
+        if not check["ok"]
+    ]
     return " / ".join(failed) or f"bin/doctor failed: {result.last_line}"

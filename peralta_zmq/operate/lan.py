@@ -136,12 +136,10 @@ class Fleet:
         if self.dry_run:
             return run_doctors([trainer]) and run_doctors(others)
         step = host_setup.doctor(trainer, self.config)
-        with ssh.BackgroundCommand(step, DOCTOR_READY) as doctor:
+        with ssh.run_in_background(step, DOCTOR_READY) as doctor:
             passed = not doctor.is_ready or run_doctors(others)
             result = doctor.end()
-        self._report(
-            trainer, "doctor", ssh.ssh_problem(trainer, result) or step.find_problem(result)
-        )
+        self._report(trainer, "doctor", step.find_problem(result))
         if doctor.is_ready or self.failed:
             return passed and self._can_continue()
         return run_doctors(others)  # a trainer that runs already answers them itself
@@ -184,7 +182,7 @@ class Fleet:
                 sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
             return
         with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
-            problems = list(pool.map(_first_problem, work))
+            problems = list(pool.map(_first_problem, [steps for _, steps in work]))
         for (host, _), problem in zip(work, problems, strict=True):
             self._report(host, title, problem)
 
@@ -211,12 +209,10 @@ class Fleet:
         return False
 
 
-def _first_problem(entry: tuple[Host, list[ssh.Command]]) -> str | None:
-    """Run the steps of a host until one fails; its problem."""
-    host, steps = entry
+def _first_problem(steps: list[ssh.Command]) -> str | None:
+    """Run the steps of a host until one fails; return its problem."""
     for step in steps:
-        result = ssh.run(step)
-        if problem := ssh.ssh_problem(host, result) or step.find_problem(result):
+        if problem := step.find_problem(ssh.run(step)):
             return problem
     return None
 
@@ -228,9 +224,10 @@ def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]
     def send(entry: tuple[Host, list[str]]) -> str | None:
         host, names = entry
         script = host_setup.supervisor_script(host, verb, *names)
-        result = ssh.run(ssh.on_host(host, script, seconds=ssh.LONG_SECONDS))
+        step = ssh.on_host(host, script, seconds=ssh.LONG_SECONDS)
+        result = ssh.run(step)
         sys.stdout.write(result.out)
-        return ssh.ssh_problem(host, result) or ssh.failure(result)
+        return step.find_problem(result)
 
     with ThreadPoolExecutor(max_workers=len(selected)) as pool:
         problems = list(pool.map(send, selected))

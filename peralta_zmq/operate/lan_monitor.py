@@ -9,62 +9,58 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from peralta_zmq.operate import host_setup
-from peralta_zmq.operate.ssh import SSH_FAILED, on_host, run, ssh_problem
+from peralta_zmq.operate import host_setup, ssh
 
 if TYPE_CHECKING:
     from peralta_zmq.config.hosts import Host, Hosts
 
-FAILED_STATES = ("gave up", "bad config", "crashed")
+FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
 DEFAULT_LINES = 20  # of each log, for `bin/lan logs`
 RECONNECT_SECONDS = 5.0
 Row: TypeAlias = "dict[str, object]"  # one worker, as `supervisor.print_status` prints it
 
 
 def print_status(hosts: Hosts) -> int:
-    """Print a line for each worker, and the end of its log if it failed; an exit code.
+    """Print a line for each worker, and the end of its log if it failed; returns an exit code.
 
-    1 if a host cannot be reached or a worker failed.
+    The exit code is 1 if a worker failed or a host cannot be reached.
     """
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
-    has_failed = False
-    for host, (rows, problem) in zip(hosts.host, _query_all(hosts), strict=True):
-        for name in host.workers if problem else ():
-            sys.stdout.write(_line(name, host.name, "unknown", "", "", problem or ""))
-        for row in rows:
-            sys.stdout.write(_status_text(host, row))
-        has_failed = (
-            has_failed or bool(problem) or any(row["state"] in FAILED_STATES for row in rows)
-        )
-    return int(has_failed)
+    rows_by_host = _query_all(hosts)
+    for host, rows in zip(hosts.host, rows_by_host, strict=True):
+        sys.stdout.writelines(_status_text(host, row) for row in rows)
+    return int(any(row["state"] in FAILED_STATES for rows in rows_by_host for row in rows))
 
 
 def running_workers(hosts: Hosts) -> list[str]:
     """Names of the running workers on the hosts that can be reached."""
-    rows = [row for host_rows, _ in _query_all(hosts) for row in host_rows]
+    rows = [row for host_rows in _query_all(hosts) for row in host_rows]
     return [str(row["name"]) for row in rows if row["state"] == "running"]
 
 
 def trainer_exit_code(hosts: Hosts) -> int:
     """The exit code of the trainer; 1 if it still runs or its host cannot be reached."""
-    rows, _ = _query(hosts.trainer)
-    code = rows[0]["code"] if rows else None
+    code = _query(hosts.trainer)[0]["code"]
     return code if isinstance(code, int) else 1
 
 
-def _query_all(hosts: Hosts) -> list[tuple[list[Row], str | None]]:
+def _query_all(hosts: Hosts) -> list[list[Row]]:
     with ThreadPoolExecutor(max_workers=len(hosts.host)) as pool:
         return list(pool.map(_query, hosts.host))
 
 
-def _query(host: Host) -> tuple[list[Row], str | None]:
-    """The status of each worker of a host, or the reason why there is none."""
-    result = run(on_host(host, host_setup.supervisor_script(host, "status", *host.workers)))
-    if result.code:
-        return [], ssh_problem(host, result) or f"{result.last_line}; run bin/lan up"
-    return [json.loads(line) for line in result.out.splitlines()], None
+def _query(host: Host) -> list[Row]:
+    """The status of each worker of a host; if it cannot be reached, the problem as its log."""
+    script = host_setup.supervisor_script(host, "status", *host.workers)
+    step = ssh.on_host(host, script, find_problem=partial(ssh.failure, remedy="run bin/lan up"))
+    result = ssh.run(step)
+    if problem := step.find_problem(result):
+        unknown = {"state": "unknown", "since": None, "restarts": "", "code": None}
+        return [{**unknown, "name": name, "tail": [problem]} for name in host.workers]
+    return [json.loads(line) for line in result.out.splitlines()]
 
 
 def _status_text(host: Host, row: Row) -> str:
@@ -73,8 +69,8 @@ def _status_text(host: Host, row: Row) -> str:
     age = _age(time.time() - since) if isinstance(since, float) else ""
     last_line = lines[-1] if lines else ""
     text = _line(str(row["name"]), host.name, state, age, str(row["restarts"]), last_line)
-    shown = lines[:-1] if state in FAILED_STATES else []
-    return text + "".join(f"    {line}\n" for line in shown)
+    earlier_lines = lines[:-1] if state in FAILED_STATES else []
+    return text + "".join(f"    {line}\n" for line in earlier_lines)
 
 
 def _line(name: str, host: str, state: str, since: str, restarts: str, last_line: str) -> str:
@@ -129,7 +125,7 @@ class LogReader:
     def run(self, lines: int) -> None:
         """Print the last lines of the logs and all new ones."""
         code = self._read(lines)
-        while code == SSH_FAILED and self._host.ssh and not self._stopped.is_set():
+        while code == ssh.SSH_FAILED and self._host.ssh and not self._stopped.is_set():
             self._print(
                 f"{self._host.name}: connection lost, its workers continue; "
                 f"reconnecting in {RECONNECT_SECONDS:.0f} s"
@@ -145,10 +141,7 @@ class LogReader:
 
     def _read(self, lines: int) -> int:
         script = host_setup.supervisor_script(self._host, "follow", str(lines), *self._names)
-        with subprocess.Popen(  # in its own session: Ctrl-C must not reach it
-            on_host(self._host, script).words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True,
-        ) as process:  # fmt: skip
+        with ssh.start(ssh.on_host(self._host, script)) as process:
             self._process = process
             assert process.stdout
             for line in process.stdout:

@@ -1,6 +1,7 @@
-"""Commands on other machines with the system's ssh and rsync: build, show, run, explain failures.
+"""Commands on the hosts of a hosts file: build, print, run, and explain their failures.
 
-~/.ssh/config, agents and jump hosts work as they do by hand.
+Uses the system's ssh and rsync, so that ~/.ssh/config, agents and jump hosts take effect. A host
+without `ssh` is this machine: its commands run in a local shell.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from peralta_zmq.config.hosts import Host
 
-# BatchMode: never prompt. ServerAlive: notice a dead connection within 20 s.
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
-       "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),  # BatchMode: never prompt
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a dead link ends in 20 s
+)
 SSH_FAILED, TIMED_OUT, NOT_FOUND = 255, 124, 127  # exit codes of ssh, timeout and a shell
 SHORT_SECONDS, LONG_SECONDS = 60.0, 3600.0  # time limits of commands
-SHOWN_LINES = 12  # of a command's standard input, in a dry run
+SHOWN_LINES = 12  # longest standard input that a dry run prints
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,11 @@ class Result:
         return lines[-1] if lines else f"exit code {self.code}"
 
 
-FindProblem: TypeAlias = Callable[[Result], "str | None"]  # the problem and its remedy
+FindProblem: TypeAlias = Callable[[Result], "str | None"]  # result -> problem and remedy, or None
 
 
 def failure(result: Result, remedy: str = "") -> str | None:
-    """The last line of a command that failed, and the remedy; None if it succeeded."""
+    """Return the last line of a command that failed and the remedy; None if it succeeded."""
     if result.code == 0:
         return None
     return f"{result.last_line}; {remedy}" if remedy else result.last_line
@@ -53,7 +56,7 @@ def failure(result: Result, remedy: str = "") -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command to run on this machine, and how to find the problem in its result."""
+    """A command to run on this machine, and a function that finds the problem in its result."""
 
     words: tuple[str, ...]
     stdin: str = ""
@@ -62,7 +65,7 @@ class Command:
 
     @property
     def shown(self) -> str:
-        """The command as one would type it."""
+        """The command in the notation of a shell."""
         text = shlex.join(self.words)
         if not self.stdin:
             return text
@@ -80,13 +83,16 @@ def on_host(
     seconds: float = SHORT_SECONDS,
     find_problem: FindProblem = failure,
 ) -> Command:
-    """Run one line of shell in the home folder of a host, or here for a host without ssh."""
+    """Return the command that runs one line of shell in the home folder of a host.
+
+    Its problem is that of the ssh connection, if that fails, or what `find_problem` returns.
+    """
     words = (*SSH, *shlex.split(host.ssh), script) if host.ssh else ("/bin/sh", "-c", script)
-    return Command(words, stdin, seconds, find_problem)
+    return Command(words, stdin, seconds, partial(_problem_on_host, host, find_problem))
 
 
 def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> Command:
-    """Copy files or folders into a folder of a host; `target` may begin with ~/."""
+    """Return the command that copies files or folders to a host; `target` may begin with ~/."""
     words = ["rsync", "-a", *options]
     if host.ssh:
         *ssh_options, machine = shlex.split(host.ssh)
@@ -95,11 +101,12 @@ def rsync_to(host: Host, sources: Sequence[str], target: str, *options: str) -> 
     else:
         target = target if target.startswith("~/") else shlex.quote(target)
         words = ["/bin/sh", "-c", f"{shlex.join([*words, *sources])} {target}"]
-    return Command(tuple(words), seconds=LONG_SECONDS, find_problem=_copy_problem)
+    find_problem = partial(_problem_on_host, host, _copy_problem)
+    return Command(tuple(words), seconds=LONG_SECONDS, find_problem=find_problem)
 
 
 def _copy_problem(result: Result) -> str | None:
-    if result.code == NOT_FOUND:  # on this machine: the probe has found rsync on the host
+    if result.code == NOT_FOUND:  # rsync of this machine: the probe found the one of the host
         return f"there is no rsync on this machine; install it ({package_hint('rsync')})"
     if result.code == 0:
         return None
@@ -110,7 +117,7 @@ def _copy_problem(result: Result) -> str | None:
 
 
 def package_hint(program: str) -> str:
-    """How to install rsync or make."""
+    """Return the commands that install rsync or make."""
     mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
     return f"apt install {program}, or {mac_command}"
 
@@ -119,9 +126,13 @@ def run(command: Command) -> Result:
     """Run a command to its end, or to its time limit."""
     try:
         done = subprocess.run(
-            command.words, input=command.stdin, capture_output=True, text=True, check=False,
-            timeout=command.seconds, errors="replace",
-        )  # fmt: skip
+            command.words,
+            input=command.stdin,
+            timeout=command.seconds,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
     except FileNotFoundError as error:
         return Result(NOT_FOUND, "", f"there is no {error.filename} on this machine; install it")
     except subprocess.TimeoutExpired:
@@ -133,57 +144,73 @@ def _timed_out(seconds: float) -> Result:
     return Result(TIMED_OUT, "", f"no end after {seconds:.0f} s")
 
 
-class BackgroundCommand:
-    """A command that serves others until its standard input is closed. Use with `with`."""
+@contextmanager
+def run_in_background(command: Command, ready_line: str) -> Iterator[BackgroundCommand]:
+    """Start a command and wait until it prints a line that begins with `ready_line`, or ends.
 
-    def __init__(self, command: Command, ready_line: str) -> None:
-        """Start it and wait until it prints a line that begins with `ready_line`, or ends."""
-        self._process = subprocess.Popen(
-            command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
-        self._lines: list[str] = []
-        self.is_ready = False  # stays False if it ends instead
-        self._timer = threading.Timer(command.seconds, self._kill)
-        self._timer.daemon = True
-        self._timer.start()
-        assert self._process.stdout
-        try:
-            for line in self._process.stdout:
-                self._lines.append(line)
-                if line.startswith(ready_line):
-                    self.is_ready = True
-                    break
-        except BaseException:  # Ctrl-C reaches this process only: the command has its own session
-            self.__exit__()
-            raise
+    Leaving the `with` block kills the command if it still runs, as does its time limit.
+    """
+    process = start(command, stderr=subprocess.PIPE)
+    timer = threading.Timer(command.seconds, _kill, [process])
+    timer.daemon = True
+    timer.start()
+    background = BackgroundCommand(process)
+    try:
+        for line in process.stdout or ():
+            background.lines.append(line)
+            if line.startswith(ready_line):
+                background.is_ready = True
+                break
+        yield background
+    finally:
+        timer.cancel()
+        if process.returncode is None:
+            _kill(process)
+            process.communicate()
+
+
+def start(command: Command, *, stderr: int | None = None) -> subprocess.Popen[str]:
+    """Start a command with pipes; its error output goes to `stderr`, or to the terminal (None).
+
+    It gets its own session, so that Ctrl-C in the terminal does not reach it.
+    """
+    return subprocess.Popen(
+        command.words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)  # the shell and its children
+
+
+@dataclass(slots=True)
+class BackgroundCommand:
+    """A running command that ends when its standard input is closed."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list[str])  # of its output, up to the ready line
+    is_ready: bool = False  # stays False if the command ends before its ready line
 
     def end(self, seconds: float = SHORT_SECONDS) -> Result:
         """Close its standard input and wait for its result."""
         try:
-            out, err = self._process.communicate(timeout=seconds)
+            out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return _timed_out(seconds)
-        return Result(self._process.returncode, "".join([*self._lines, out]), err)
-
-    def __enter__(self) -> BackgroundCommand:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        if self._process.returncode is None:
-            self._kill()
-            self._process.communicate()
-
-    def _kill(self) -> None:
-        with suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the shell and its children
+        return Result(self.process.returncode, "".join([*self.lines, out]), err)
 
 
-def ssh_problem(host: Host, result: Result) -> str | None:
-    """Why ssh could not connect, with the remedy; None if it could."""
+def _problem_on_host(host: Host, find_problem: FindProblem, result: Result) -> str | None:
+    """Return why ssh could not connect, with the remedy, else the problem of the command."""
     if not host.ssh or result.code != SSH_FAILED:
-        return None
+        return find_problem(result)
     error, by_hand = " ".join(result.err.split()), f"ssh {host.ssh}"
     remedies = {
         "Permission denied": f"its key is not accepted there; ssh-copy-id {host.ssh}",

@@ -1,12 +1,14 @@
-"""Detached supervisors of one machine's workers, with their state files and logs.
+"""Detached supervisors of the workers on one machine, with their state files and logs.
 
-`bin/lan` runs `python -m peralta_zmq.operate.supervisor COMMAND` over ssh in the project folder of
-every host. Each worker has its own supervisor, which outlives the ssh session. Files in .lan/:
+A worker is the trainer or one generator of a run. Each worker has its own supervisor process, which
+outlives the ssh session that started it and restarts the worker after a crash. bin/lan runs
+`python -m peralta_zmq.operate.supervisor COMMAND` over ssh in the project folder of every host.
+Files of worker NAME in the folder .lan/:
 
-    NAME.json    the job: command and environment
-    NAME.lock    locked by the supervisor while it runs; holds its process id
+    NAME.json    the job: command and environment of the worker
+    NAME.lock    locked by the supervisor while it runs; contains its process id
     NAME.state   start time, restarts, exit code
-    NAME.log     output of the worker and its supervisor; NAME.log.1 is the rotated one
+    NAME.log     output of the worker and its supervisor; NAME.log.1 is the previous log
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from peralta_zmq.operate.process_group import BAD_CONFIG, NUM_LOG_LINES, Record,
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
+LOCK_SECONDS = 2.0  # longer than `supervisor_pid` locks a worker to test its lock
 START_SECONDS = 20.0  # until a supervisor takes its lock
 STOP_SECONDS = 60.0  # until a trainer has finished its step and saved
 KILL_SECONDS = 10.0  # until a supervisor has ended after the second SIGTERM or SIGKILL
-STOPPED_SECONDS = 1.0  # from the end of a supervisor until `stop` writes stopped to its state
+STOPPED_SECONDS = 1.0  # until `stop` marks the state of a supervisor that has ended as stopped
 RESTART_SECONDS = 10.0  # from the end of a supervisor to its restart, also by systemd
+POLL_SECONDS = 0.02  # between two looks at a lock
 FOLLOW_SECONDS = 0.2  # between two reads of a log
 MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
 
@@ -49,21 +53,21 @@ class Job:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str]
-    run: str | None = None  # run folder, to record the restarts of a trainer
+    run: str | None = None  # run folder whose events.jsonl records the restarts of a trainer
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a worker, as its supervisor writes it."""
+    """State of a worker, as its supervisor writes it; the defaults mean that it never started."""
 
-    since: float  # unix seconds
+    since: float | None = None  # unix seconds of the start
     restarts: int = 0
     code: int | None = None  # exit code, set once it has ended
-    stopped: bool = False  # ended by the command `stop`
+    stopped: bool = False  # True if the command `stop` ended it
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; `check` and `start` read jobs as JSON lines from standard input."""
+    """Run one command; returns an exit code. `check` and `start` read jobs from standard input."""
     command, *names = arguments
     commands: dict[str, Callable[[], int]] = {
         "check": lambda: check(parse_jobs(sys.stdin.read())),
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_jobs(text: str) -> list[Job]:
-    """Parse one JSON object per line, as `job_text` writes it."""
+    """Parse jobs, one JSON object per line, as `job_text` writes them."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.strip()]
     return [Job(row["name"], tuple(row["command"]), row["env"], run=row["run"]) for row in rows]
 
@@ -117,14 +121,14 @@ def start(jobs: Sequence[Job]) -> int:
 
 
 def restart(names: Sequence[str]) -> int:
-    """Stop workers, then start them with the same jobs. Raises ConfigError before any stops."""
+    """Stop workers, then start the same jobs. Raises ConfigError before it stops any."""
     _check_copied()
     jobs = [read_job(name) for name in names]
     return max(map(stop, names), default=0) or start(jobs)
 
 
 def run(job: Job) -> int:
-    """Supervise a worker until it is done, stopped, or crashes too often; an exit code."""
+    """Supervise a worker until it is done, stopped, or crashes too often; returns its exit code."""
     _lock(job.name)
     os.environ.update(job.env)
     state = State(since=time.time())
@@ -150,7 +154,10 @@ def run(job: Job) -> int:
 
 
 def stop(name: str) -> int:
-    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL; 0 once it has ended."""
+    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL.
+
+    Returns 0 once it has ended, 1 if it does not end.
+    """
     pid = supervisor_pid(name)
     if pid is None:
         sys.stdout.write(f"{name}: does not run\n")
@@ -162,8 +169,8 @@ def stop(name: str) -> int:
     ):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-        if _ends_within(name, seconds):
-            _write_state(name, replace(_read_state(name) or State(time.time()), stopped=True))
+        if _wait_until(lambda: not supervisor_pid(name), seconds):
+            _write_state(name, replace(_read_state(name), stopped=True))
             sys.stdout.write(f"{name}: stopped\n")
             return 0
     sys.stdout.write(f"{name}: does not end, pid={pid}\n")
@@ -173,15 +180,18 @@ def stop(name: str) -> int:
 def print_status(names: Sequence[str]) -> int:
     """Print one JSON object per worker: the fields of its `State`, name, state and log tail."""
     for name in names:
-        state, pid = _read_state(name), supervisor_pid(name)
-        fields = asdict(state) if state else {"since": None, "restarts": 0, "code": None}
-        row = {**fields, "name": name, "state": _state_name(pid, state), "tail": _tail(name)}
+        state = _read_state(name)
+        state_name = "running" if supervisor_pid(name) else _state_name(state)
+        row = {**asdict(state), "name": name, "state": state_name, "tail": _tail(name)}
         sys.stdout.write(f"{json.dumps(row)}\n")
     return 0
 
 
 def follow(names: Sequence[str], *, lines: int) -> int:
-    """Print the last lines of the logs and all new ones until the workers or the reader end."""
+    """Print the last `lines` lines of each log and all new ones; returns 0.
+
+    Ends when no worker runs or standard input is closed, as by a lost ssh connection.
+    """
     for name in names:
         _file(name, "log").touch()
     offsets = {name: tail_offset(_file(name, "log"), lines) for name in names}
@@ -203,14 +213,14 @@ def follow(names: Sequence[str], *, lines: int) -> int:
 
 
 def _restart_grace(names: Sequence[str]) -> float:
-    """Seconds after which ended workers count as not restarted."""
+    """Seconds after which workers that do not run count as ended, and not as being restarted."""
     states = [_read_state(name) for name in names]
-    have_ended = all(state and state.code is not None and not state.stopped for state in states)
+    have_ended = all(state.code is not None and not state.stopped for state in states)
     return STOPPED_SECONDS if have_ended else RESTART_SECONDS
 
 
 def supervisor_pid(name: str) -> int | None:
-    """The process id of a worker's supervisor, None if it does not run (its lock is free)."""
+    """The process id of a worker's supervisor; None if its lock is free, so that none runs."""
     lock = _file(name, "lock")
     return int(lock.read_text() or 0) or None if is_held(lock) else None
 
@@ -230,23 +240,23 @@ def _check_copied() -> None:
 
 
 def _lock(name: str) -> None:
-    """Hold the worker's lock until this process ends. Raises ConfigError if it is held."""
-    deadline = time.monotonic() + 2.0  # `supervisor_pid` holds it for a moment
+    """Lock a worker until this process ends. Raises ConfigError if another supervisor has it."""
     lock = os.open(_file(name, "lock"), os.O_RDWR | os.O_CREAT, 0o644)  # never closed
-    while True:
-        try:
+
+    def is_locked() -> bool:
+        with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{name} runs already; bin/lan stop {name} first") from None
-            time.sleep(0.02)
+            return True
+        return False
+
+    if not _wait_until(is_locked, LOCK_SECONDS):
+        raise ConfigError(f"{name} runs already; bin/lan stop {name} first")
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 
 
 def _start_detached(name: str) -> None:
-    """Start `run` so that it outlives this process and its terminal; it writes to the log."""
+    """Start the command `run` so that it outlives this process; its output goes to the log."""
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", name]
     log = _file(name, "log")
     log.touch()
@@ -259,42 +269,41 @@ def _start_detached(name: str) -> None:
 
 
 def _wait_for_start(name: str) -> int:
-    """The process id, once the supervisor has its lock. Raises ConfigError if it ends."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        pid, state = supervisor_pid(name), _read_state(name)
-        if pid and state:
-            return pid
-        if state and state.code is not None:
-            break
-        time.sleep(0.02)
+    """Wait until a supervisor runs; returns its process id. Raises ConfigError if it ends."""
+
+    def has_started() -> bool:
+        state = _read_state(name)
+        return state.code is not None or bool(state.since and supervisor_pid(name))
+
+    if _wait_until(has_started, START_SECONDS) and (pid := supervisor_pid(name)):
+        return pid
     tail = " / ".join(_tail(name)[-3:])
     raise ConfigError(f"{name} did not start; the end of {_file(name, 'log')}: {tail}")
 
 
-def _ends_within(name: str, seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return True as soon as the condition holds, False if it does not within the time."""
     deadline = time.monotonic() + seconds
-    while supervisor_pid(name):
+    while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
     return True
 
 
-def _state_name(pid: int | None, state: State | None) -> str:
-    if pid:
-        return "running"
-    if state is None:
+def _state_name(state: State) -> str:
+    """The state of a worker whose supervisor does not run, as `bin/lan status` shows it."""
+    if state.since is None:
         return "not started"
     if state.stopped:
         return "stopped"
     if state.code is None:
-        return "crashed"  # the supervisor was killed before it could write the exit code
+        return "crashed"  # the supervisor was killed before it could write an exit code
     return {0: "done", 1: "gave up", BAD_CONFIG: "bad config"}.get(state.code, "ended")
 
 
 def _tail(name: str) -> list[str]:
-    """The last log lines of the worker and the last one of its supervisor."""
+    """The last NUM_LOG_LINES lines of a log and one more, which the supervisor may have written."""
     log = _file(name, "log")
     lines: list[str] = []
     for file in (log, _rotated(log)):
@@ -309,7 +318,7 @@ def rotate_log(log: Path) -> None:
     The log is truncated in place because its writers keep it open in append mode; a line written
     between the copy and the truncation is lost.
     """
-    # The log does not exist if the supervisor was started by hand, with its output on a terminal.
+    # A supervisor that a user started by hand writes to the terminal, and has no log.
     if not log.exists() or log.stat().st_size <= MAX_LOG_BYTES:
         return
     problem, copy = "", log.with_name(f"{log.name}.tmp")
@@ -324,16 +333,16 @@ def rotate_log(log: Path) -> None:
 
 
 def tail_offset(log: Path, lines: int) -> int:
-    """Byte offset of the last `lines` lines."""
+    """Byte offset at which the last `lines` lines of a log begin."""
     with log.open("rb") as file:
         all_lines = file.readlines()
     return sum(map(len, all_lines[: max(0, len(all_lines) - lines)]))
 
 
 def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    """Complete lines after a byte offset, and the offset after them.
+    """Return the complete lines after a byte offset, and the offset after them.
 
-    If the log was rotated in between, lines from the rotated file come first.
+    If the log was rotated since the offset was taken, lines of the rotated file come first.
     """
     if log.stat().st_size >= offset:
         return _read_lines(log, offset)
@@ -356,11 +365,11 @@ def _rotated(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
-def _read_state(name: str) -> State | None:
+def _read_state(name: str) -> State:
     try:
         return State(**json.loads(_file(name, "state").read_text("utf-8")))
     except FileNotFoundError:
-        return None
+        return State()
 
 
 def _write_state(name: str, state: State) -> None:

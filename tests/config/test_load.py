@@ -57,10 +57,6 @@ def test_weights_folder_defaults_to_run_folder() -> None:
     assert load("--weights.dir", "/nas/w").weights_folder == Path("/nas/w")
 
 
-def test_data_options_omit_defaults() -> None:
-    assert load("--data.train", "my.csv").data_options == {"train": "my.csv"}
-
-
 def test_config_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().train.max_steps = 3

@@ -226,9 +226,10 @@ def test_bad_host_is_reported_with_a_remedy(changes: dict[str, str], expected: s
      "cannot be reached; is it on, and does ssh -p 2222 me@pc work?"),
 ])  # fmt: skip
 def test_failed_ssh_connection_is_explained(err: str, expected: str) -> None:
-    problem = ssh.ssh_problem(PC, Result(255, "", err)) or ""
+    find_problem = ssh.on_host(PC, "true").find_problem
+    problem = find_problem(Result(255, "", err)) or ""
     assert err.rstrip(".") in problem and expected in problem
-    assert ssh.ssh_problem(PC, Result(1, "", err)) is None
+    assert find_problem(Result(1, "", err)) == err  # of the command, not of ssh
 
 
 def test_interrupted_copy_names_code_and_remedy() -> None:
@@ -254,10 +255,10 @@ def test_missing_local_rsync_is_reported(
 
 def test_background_command_is_killed_after_its_time_limit() -> None:
     silent = ssh.Command(("/bin/sh", "-c", "sleep 60; true"), seconds=0.1)
-    with ssh.BackgroundCommand(silent, "ready") as command:
+    with ssh.run_in_background(silent, "ready") as command:
         assert not command.is_ready and command.end().code != 0
     stays = ssh.Command(("/bin/sh", "-c", "echo ready; sleep 60; true"))
-    with ssh.BackgroundCommand(stays, "ready") as command:
+    with ssh.run_in_background(stays, "ready") as command:
         assert command.is_ready
         assert command.end(seconds=0.1) == Result(124, "", "no end after 0 s")
 
