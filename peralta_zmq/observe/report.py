@@ -1,6 +1,7 @@
-"""Results of a run: summary.json, reward.png and the report printed at the end.
+"""Results of a run: summary.json, reward.png and the results printed at the end.
 
-A held-out evaluation is a row of eval.jsonl: its step, accuracy (mean reward) and some answers.
+A held-out evaluation is a row of eval.jsonl with its step, the accuracy (mean reward) and some
+answers; the evaluation of step 0 is of the base model. A group is all rollouts of one problem.
 """
 
 # matplotlib annotates its parameters only in part
@@ -47,10 +48,11 @@ def write_summary(
     last_reports: Mapping[str, int],
     verdict: Verdict,
 ) -> Summary:
-    """Write summary.json atomically and return it; accuracies are between 0 and 1.
+    """Write summary.json atomically and return it.
 
-    `accounting` counts groups by outcome: `made` is the sum of all others except `duplicates`.
-    `last_reports` maps each generator process that has ended to the number of groups it made.
+    `accounting` counts groups by outcome: `made` is the sum of the other outcomes except
+    `duplicates` (groups received twice, counted once). `last_reports` maps each ended generator
+    process (name/incarnation) to the number of groups it made.
     """
     rows, events = read_rows(folder / METRICS), read_rows(folder / EVENTS)
     rewards = [number(row, "reward") for row in rows]
@@ -112,7 +114,7 @@ def write_reward_plot(folder: Path) -> Path | None:
 
 
 def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
-    """Return the report printed at the end, with answers of the base and the trained model."""
+    """Return the text printed at the end, with answers of the base and the trained model."""
     base, trained = _base_and_trained_evaluation(folder)
     files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
@@ -147,7 +149,7 @@ def _base_and_trained_evaluation(folder: Path) -> tuple[Row, Row]:
 
 
 def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
-    """Return the total seconds of all sessions, each from its start to its last row or event."""
+    """Return the seconds from each session's start to its last row or event, added up."""
     times = [(number(row, "time"), row.get("event")) for row in [*rows, *events] if "time" in row]
     total, previous = 0.0, math.nan
     for time, event in sorted(times, key=lambda pair: pair[0]):

@@ -1,6 +1,9 @@
 """Log files, terminal output, trackers and report of a run, behind one class (`RunLog`).
 
-A resumed run replays steps from its journal; steps already in the files are not written again.
+A resumed trainer replays steps from its journal (its log of received groups); a step that is in
+the files already is not written again. A roll-back lets the trainer repeat the steps after a
+checkpoint; the lineage is the number of roll-backs so far. An incarnation is one process of a
+generator. A weights_id identifies the content of one published weight version.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ STALL_CHECK_SECONDS = 30.0  # between two verdicts while no step is taken
 class RunLog:
     """Log files, trackers and terminal output of a run, for one session. Use with `with`.
 
-    Attributes: `resuming` is True if an earlier session trained; `last_reports` maps each generator
-    process that has ended to the number of groups it made; `made_before` is the number of groups
-    made according to the summary of an earlier completion; `lineage` is the number of roll-backs so
-    far; `last_step` is the newest step written.
+    Attributes: `resuming` is True if an earlier session trained. `last_reports` maps each ended
+    generator process (name/incarnation) to the number of groups it made. `made_before` is the
+    number of groups in the summary of an earlier completion of the run. `lineage` is the number of
+    roll-backs. `last_step` is the newest step in metrics.jsonl that no roll-back undid.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class RunLog:
         self.last_step = _last_written_step(rows, events)
         self.lineage = len(_roll_backs(events))
         self._folder = folder
-        self._is_training = False  # the start event of this session is written, its end is not
+        self._is_training = False  # between the events that start and end this session
         self._next_stall_check = 0.0  # monotonic seconds
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
         self._newest_events = deque(events, maxlen=NUM_EVENTS)
@@ -97,7 +100,7 @@ class RunLog:
         return self._terminal.progress(description, total)
 
     def step(self, row: Mapping[str, object], sample: Mapping[str, object]) -> bool:
-        """Write a step's metrics and one sampled group; False if the step was already written."""
+        """Write a step's metrics and one of its groups; False if the step was written already."""
         step = int(number(row, "step"))
         if step <= self.last_step:
             return False
@@ -112,7 +115,7 @@ class RunLog:
         return True
 
     def check_stall(self) -> None:
-        """Show the verdict every STALL_CHECK_SECONDS while no step is taken."""
+        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call it often."""
         if time.monotonic() >= self._next_stall_check:
             self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
             now = time.time()
@@ -123,17 +126,18 @@ class RunLog:
         return verdict(list(self._newest_rows), list(self._newest_events), now=now)
 
     def rewind(self, step: int) -> None:
-        """Record a roll-back: the steps after `step` are trained and written again."""
+        """Record a roll-back to `step`: later steps will be trained and written again."""
         self.event("roll_back", step=step, rows=len(read_rows(self._folder / METRICS)))
         self.lineage += 1
         self.last_step = min(self.last_step, step)
 
     def has_evaluation(self, step: int) -> bool:
         """True if `step` was evaluated and no later roll-back undid that step."""
-        steps = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
+        targets = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
         lineages = [int(number(row, "lineage", 0)) for row in rows]
-        return any(all(target >= step for target in steps[lineage:]) for lineage in lineages)
+        # targets[lineage:] are the roll-backs after the evaluation.
+        return any(all(target >= step for target in targets[lineage:]) for lineage in lineages)
 
     def evaluation(
         self,
@@ -144,9 +148,10 @@ class RunLog:
         figures: Mapping[str, float],
         policy_steps: Sequence[int],
     ) -> None:
-        """Write an evaluation: mean reward (`accuracy`), avg@k and pass@k, and a few answers.
+        """Write a held-out evaluation of `step` with the first NUM_ANSWERS answers.
 
-        `policy_steps` are the steps of the oldest and of the newest weights that were used.
+        `accuracy` is the mean reward; `figures` has avg@k and pass@k. `policy_steps` are the steps
+        of the oldest and the newest weights that sampled the answers.
         """
         self._files[EVALUATIONS].append(
             {
@@ -168,7 +173,10 @@ class RunLog:
     def close_run(
         self, weights_folder: Path, accounting: Mapping[str, int], last_reports: Mapping[str, int]
     ) -> None:
-        """Write the summary, plot and HTML report, and print the closing report."""
+        """Write summary.json, reward.png and report.html of a complete run; print the results.
+
+        See `report.write_summary` for the arguments.
+        """
         summary = report.write_summary(
             self._folder, accounting=accounting, last_reports=last_reports, verdict=self.verdict()
         )
@@ -176,7 +184,7 @@ class RunLog:
         self._terminal.close(report.closing_text(self._folder, summary, weights_folder))
 
     def write_report(self) -> None:
-        """Write reward.png and report.html, if a step was taken."""
+        """Write reward.png and report.html unless there is no step yet; a failure is a note."""
         if not self._newest_rows:
             return
         try:
@@ -196,21 +204,22 @@ def published_weights(folder: Path) -> set[str]:
 
 
 def abandoned_weights(folder: Path, step: int) -> set[str]:
-    """Return the weights_id of every publication newer than the step of a later resume.
+    """Return the weights_id of every publication that was newer than the step of a later resume.
 
     `step` is the step of the current resume, which no event records yet. A weights_id that was
     published again afterwards is not abandoned.
     """
-    published: dict[str, float] = {}  # weights_id -> step, in the current lineage
+    published: dict[str, float] = {}  # weights_id -> step
     abandoned: set[str] = set()
     for row in [*read_rows(folder / EVENTS), {"event": "resume", "step": step}]:
         if row["event"] == "publish":
-            published[str(row["weights_id"])] = number(row, "step")
+            weights_id = str(row["weights_id"])
+            published[weights_id] = number(row, "step")
+            abandoned.discard(weights_id)
         elif row["event"] == "resume":
-            undone = {key for key, made_at in published.items() if made_at > number(row, "step")}
-            abandoned |= undone
-            published = {key: made_at for key, made_at in published.items() if key not in undone}
-    return abandoned - published.keys()
+            resumed = number(row, "step")
+            abandoned |= {key for key, published_at in published.items() if published_at > resumed}
+    return abandoned
 
 
 def _roll_backs(events: Sequence[Row]) -> list[Row]:
@@ -221,7 +230,7 @@ def _last_written_step(rows: Sequence[Row], events: Sequence[Row]) -> int:
     """Return the newest step in the metrics that no roll-back undid; 0 if there is none."""
     last = int(number(rows[-1], "step")) if rows else 0
     roll_backs = _roll_backs(events)
-    # Compare row counts rather than times, because the clock may be set back.
+    # No row was written since the roll-back. Times cannot tell: the clock may be set back.
     if roll_backs and number(roll_backs[-1], "rows", 0) == len(rows):
         return min(last, int(number(roll_backs[-1], "step")))
     return last

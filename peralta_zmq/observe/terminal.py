@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 MAX_TABLE_ROWS = 12
 FRAME_LINES = 9  # title, rules, header, a verdict of up to three lines, and one spare line
-REPEAT_SECONDS = 60.0  # plain lines: minimum time between two verdicts of the same kind
+REPEAT_SECONDS = 60.0  # minimum time between two lines with the same kind of verdict
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates of a progress; drawn in place or not
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
@@ -44,15 +44,20 @@ logger = logging.getLogger(__name__)
 
 
 class Terminal:
-    """Display of a run on `stream` (default: standard output). Use with `with`."""
+    """Display of a run on `stream` (default: standard output). Use with `with`.
+
+    If the stream is a terminal, a table is redrawn in place ("live"); otherwise every step, note
+    and change of the verdict is one line. The verdict is a sentence on the run's bottleneck or
+    fault.
+    """
 
     def __init__(self, max_steps: int, stream: TextIO | None = None, *, run: str = "") -> None:
         self._max_steps, self._run = max_steps, run
         self._stream = stream or sys.stdout
         self._rows: deque[Row] = deque(maxlen=WINDOW + 1)
         self._content: RenderableType = Text("waiting for the first step")
-        self._printed: dict[str, float] = {}  # kind of verdict -> unix seconds
-        self._kind = ""  # of the newest verdict
+        self._printed: dict[str, float] = {}  # kind of verdict (see `_is_new`) -> unix seconds
+        self._kind = ""  # kind of the newest verdict
         console = Console(file=self._stream, highlight=False)
         is_live = self._stream.isatty() and not console.is_dumb_terminal
         self._live = Live(self._content, console=console, auto_refresh=False) if is_live else None
@@ -80,7 +85,7 @@ class Terminal:
         return Progress(description, total, show=self._show_progress, in_place=in_place)
 
     def step(self, row: Row, verdict: Verdict | None = None) -> None:
-        """Show one row of metrics.jsonl, and the verdict when its kind has changed."""
+        """Show one row of metrics.jsonl, and the verdict; as a line only if its kind changed."""
         self._rows.append(row)
         if not self._live:
             self._print(self._step_line(row))
@@ -113,7 +118,10 @@ class Terminal:
             self._print(text)
 
     def _is_new(self, verdict: Verdict, now: float) -> bool:
-        """True if the verdict changed kind and was not printed in the last minute."""
+        """True if the kind of verdict changed and was not printed in the last minute.
+
+        The kind is the sentence without its numbers.
+        """
         kind, previous = re.sub(r"([0-9.]+[hms]?)+", "", verdict.sentence), self._kind
         self._kind = kind
         if kind == previous or now - self._printed.get(kind, -math.inf) < REPEAT_SECONDS:
@@ -122,7 +130,7 @@ class Terminal:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line; after a write error, discard further output; the run continues."""
+        """Print a line; after a write error, discard further output, so that the run continues."""
         try:
             self._stream.write(f"{text}\n")
             self._stream.flush()
@@ -221,7 +229,7 @@ def progress_on(description: str, total: int, stream: TextIO | None = None) -> P
 
 
 def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items; show a progress display if the iterator has a length hint."""
+    """Yield the items; show a progress display if `items` has a length hint."""
     with progress_on(description, length_hint(items)) as progress:
         for count, item in enumerate(items):
             progress.update(count)

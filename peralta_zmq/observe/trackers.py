@@ -1,10 +1,11 @@
 """Experiment trackers: copies of the run's metrics in TensorBoard, trackio or Weights & Biases.
 
-Each tracker works in its own thread, so that a slow or failing one costs training one log line.
-Nothing leaves this machine unless the user enables it (WANDB_MODE, TRACKIO_SPACE_ID and the like).
+Each tracker works in its own thread, so that a slow or failing tracker does not delay training. No
+data leaves this machine unless the user sets an environment variable such as WANDB_MODE or
+TRACKIO_SPACE_ID.
 """
 
-# the packages annotate themselves only in part
+# the packages annotate their functions only in part
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportUnknownLambdaType=false
 
@@ -26,19 +27,17 @@ from typing import Any, TypeAlias
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
 
-PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
+PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}  # to import
 PROJECT = "peralta_zmq"
-MAX_PENDING_ROWS = 1000
-CLOSE_SECONDS = 20.0  # that the end of a run waits for a tracker
-AXES = ("step", "time")  # x axes of the curves, not curves
+MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more mean that it hangs
+CLOSE_SECONDS = 20.0  # maximum wait for a tracker at the end of a run
+AXES = ("step", "time")  # x axes of the curves; not logged as curves
 Numbers: TypeAlias = dict[str, float]
-logger = logging.getLogger(__name__)
-
-
-# Called with step, numbers, and the time of the step in unix seconds (NaN: now).
+# Log the numbers of a step: called with step, numbers by name, and unix seconds (NaN: now).
 LogNumbers: TypeAlias = Callable[[int, Numbers, float], None]
-# Called with the first step that will be logged; leaving the context flushes and closes.
+# Open a tracker's package: called with the first step to log; leaving the context closes it.
 OpenTracker: TypeAlias = Callable[[int], AbstractContextManager[LogNumbers]]
+logger = logging.getLogger(__name__)
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -54,7 +53,7 @@ def check_trackers(names: Iterable[str]) -> None:
 def open_trackers(
     names: Iterable[str], *, folder: Path, run_id: str, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """A tracker for each name; `settings` are recorded with the run."""
+    """Return a tracker for each name, not started yet; `settings` are recorded with the run."""
     packages: dict[str, OpenTracker] = {
         "tensorboard": lambda first_step: _tensorboard(folder, first_step),
         "trackio": lambda first_step: _trackio(run_id, settings),
@@ -64,7 +63,7 @@ def open_trackers(
 
 
 class Tracker:
-    """Logs rows in a thread; stops after a failure. Use with `with`."""
+    """Thread that logs rows with one package; ends at the first failure. Use with `with`."""
 
     def __init__(self, name: str, open_tracker: OpenTracker) -> None:
         self._name, self._open = name, open_tracker
@@ -73,7 +72,7 @@ class Tracker:
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
     def log(self, step: int, row: Mapping[str, object]) -> None:
-        """Queue the finite numbers of a row; never waits, never raises."""
+        """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises."""
         numbers = {key: number(row, key) for key in row if key not in AXES}
         numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
         self._put((step, numbers, number(row, "time")))
@@ -114,7 +113,7 @@ class Tracker:
 
 @contextmanager
 def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
-    """Event files in RUN/tensorboard; steps trained again replace the earlier ones."""
+    """Write event files in RUN/tensorboard; steps from `first_step` on replace earlier ones."""
     from tensorboardX import SummaryWriter
 
     # With the default suffix, two sessions started in the same second would share a file.
@@ -134,11 +133,11 @@ def _tensorboard(folder: Path, first_step: int) -> Generator[LogNumbers]:
 
 @contextmanager
 def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
-    """A local project, shown by `trackio show`; its output goes to standard error."""
+    """Write to a local project, which `trackio show` displays; it prints to standard error."""
     import trackio
 
     if not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys():
-        # It would query Hugging Face for the token's owner, even for a local run.
+        # trackio would query Hugging Face for the token's owner, even for a local run.
         trackio.Run._get_username = lambda run: None
     with redirect_stdout(sys.stderr):
         run = trackio.init(PROJECT, name=run_id, config=dict(settings), resume="allow")
@@ -149,15 +148,15 @@ def _trackio(run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
 
 @contextmanager
 def _wandb(folder: Path, run_id: str, settings: Mapping[str, Any]) -> Generator[LogNumbers]:
-    """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
+    """Write a run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
     os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of wandb's errors
     import wandb
 
     names = {"project": PROJECT, "id": run_id, "name": run_id, "dir": str(folder)}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
-    # Evaluations arrive after later steps, and wandb's own step only increases.
+    # An evaluation arrives after later steps, but wandb's built-in step must increase.
     run.define_metric("*", step_metric="step")
     yield lambda step, numbers, time: run.log({**numbers, "step": step})
     run.finish()

@@ -149,7 +149,10 @@ def _solved(state: RunState) -> Iterator[Verdict]:
 
 
 def _equal_groups(state: RunState) -> tuple[float, float]:
-    """Return the share of groups with equal rewards (0 if rows are too few) and the mean reward."""
+    """Return the share of groups with equal rewards and the mean reward.
+
+    The share is 0 if there are fewer than MIN_ROWS rows.
+    """
     shares = [number(row, "frac_reward_zero_std", 0.0) for row in state.rows]
     reward = fmean(number(row, "reward", 0.5) for row in state.rows)
     return fmean(shares) if len(shares) >= MIN_ROWS else 0.0, reward
@@ -224,7 +227,7 @@ def _journal(state: RunState) -> Iterator[Verdict]:
 
 
 def _balance(state: RunState) -> Iterator[Verdict]:
-    """Report whether the trainer or the generators wait. Always yields at least one verdict."""
+    """Report whether the trainer or the generators wait; yields at least one verdict."""
     if len(state.rows) < MIN_ROWS:
         yield Verdict("too few steps to name a bottleneck", "", "ok")
         return
@@ -283,7 +286,7 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
 
 
 def _slow_generator(state: RunState) -> str:
-    """Return a clause on the slowest generator; empty if it is not much slower than the median."""
+    """Describe the slowest generator; empty unless it is much slower than the median."""
     speeds = [generator.speed for generator in state.generators]
     if not speeds or min(speeds) >= SLOW * median(speeds):
         return ""

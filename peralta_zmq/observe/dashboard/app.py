@@ -184,8 +184,8 @@ def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIA
 class AccessControl:
     """ASGI middleware that refuses writes, foreign Host headers, and requests without the token.
 
-    The check of the Host header prevents DNS rebinding: a malicious web page open in the user's
-    browser could otherwise let its own domain name resolve to this machine and read the responses.
+    Checking the Host header prevents DNS rebinding: a malicious web page in the user's browser
+    could let its own domain name resolve to this machine and then read the responses.
     """
 
     app: ASGIApp

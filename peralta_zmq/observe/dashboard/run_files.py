@@ -1,4 +1,8 @@
-"""Incremental reading of a run folder: each refresh reads only the added lines, in limited time."""
+"""Incremental reading of a run folder, and the status of the run.
+
+Each refresh reads only the lines that were added since the previous one, in limited time. The files
+may be written by a trainer on another machine, and may be replaced when a run is started again.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ else:
 CONFIG = "config.toml"
 LOCK = "lock"  # held by the trainer
 NUM_ROWS = 64  # newest rows kept for the verdict and the cards
-NUM_EVENTS, NUM_SAMPLES = 400, 200
-FREQUENT_EVENTS = ("publish", "drop")  # in a deque of their own, so that others are kept longer
-BLOCK = 4 << 20  # bytes of one read; longer lines are skipped
-# Only the last MAX_BYTES of a longer file are read.
+NUM_EVENTS, NUM_SAMPLES = 400, 200  # newest rows kept
+FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events
+BLOCK = 4 << 20  # bytes of one read; a longer line is skipped
+# Bytes at the end of a file that are read; earlier rows of a longer file are ignored.
 MAX_BYTES = {METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20, SAMPLES: 16 << 20}
 ENDED = {"finished", "stopped"}  # statuses
 NOT_RUNNING = {*ENDED, "crashed", "silent"}  # reports of generators are no longer received
-REFRESH_SECONDS = 0.8  # after which refresh() leaves the remaining data for the next call
+REFRESH_SECONDS = 0.8  # then refresh() leaves the remaining data for the next call
 
 
 def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
@@ -49,7 +53,10 @@ def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
 
 
 class RunFiles:
-    """Contents of a run folder. `live` is True if this process is the trainer of the run."""
+    """Contents of a run folder.
+
+    `live` is True if this process is the trainer of the run. `samples` are numbered from 1.
+    """
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
         self.folder, self.live = folder, live
@@ -58,7 +65,7 @@ class RunFiles:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget all contents, so that all files are read from the start."""
+        """Discard all contents, so that all files are read from the start."""
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
@@ -69,13 +76,13 @@ class RunFiles:
 
     @property
     def generation(self) -> str:
-        """Changes when data sent earlier is no longer valid."""
+        """Text that changes when data sent to a browser earlier is no longer valid."""
         first = f"{self.table.value('step', 0)}-{self.table.value('time', 0)}"
         return f"{first}-{self._num_resets}-{self.table.rewinds}"
 
     @property
     def loading(self) -> bool:
-        """True if metrics.jsonl has more rows than were read."""
+        """True if metrics.jsonl has rows that were not read yet."""
         return self._tails[METRICS].pending > 0
 
     @property
@@ -91,11 +98,11 @@ class RunFiles:
         return max((time for time in times if math.isfinite(time)), default=math.nan)
 
     def is_held(self) -> bool | None:
-        """True if a trainer holds the folder's lock; None if this machine cannot determine it."""
+        """Check if a trainer holds the folder's lock; None if the lock cannot be read."""
         return True if self.live else is_held(self.folder / LOCK)
 
     def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
-        """Read the added lines, for about `seconds`; reread all files if one was replaced."""
+        """Read added lines for about `seconds`; if a file was replaced, read all files again."""
         deadline = time.monotonic() + seconds
         if any(tail.is_replaced() for tail in self._tails.values()):
             self._num_resets += 1
@@ -175,7 +182,7 @@ def _is_complete(run: RunFiles) -> bool:
 
 
 class Tail:
-    """Reads each complete line of a growing JSON-lines file once."""
+    """Reader of a growing JSON-lines file that returns each complete line once."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = path, max_bytes

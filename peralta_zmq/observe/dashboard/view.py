@@ -46,7 +46,7 @@ from peralta_zmq.observe.verdict import verdict
 
 Json: TypeAlias = dict[str, Any]
 
-NUM_CHANGE = 20  # the change of the mean reward compares this number of newest steps
+NUM_CHANGE = 20  # steps; the mean reward is compared with that of as many steps before
 MAX_EVENTS, MAX_MARKERS, MAX_GENERATORS = 60, 80, 200  # newest entries in one update
 MAX_SAMPLES = 12  # newest groups in one response
 MAX_ROLLOUTS, MAX_TEXT = 64, 6000  # rollouts of one group; characters of one text
@@ -75,8 +75,8 @@ ICON = re.compile(r'<link rel="icon"[^>]*>\n')
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     """Return the state of a run and the chart points added since the update with `cursor`.
 
-    A cursor says what the page has: the run's generation (see RunFiles) and the numbers of steps
-    and evaluations. If it is invalid or outdated, `reset` is True and all points are sent.
+    A cursor identifies the points that the page has: RunFiles.generation, number of steps, number
+    of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
     """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
     sent = (len(run.table.steps), len(run.evaluations))
@@ -300,7 +300,7 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
 
 
 def _reward_change(run: RunFiles) -> str:
-    """Compare the mean reward of the newest steps with that of as many steps before."""
+    """Return the mean reward of the newest steps minus the mean of as many steps before."""
     rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
     finite = rewards[np.isfinite(rewards)]
     half = len(finite) // 2
