@@ -58,7 +58,7 @@ class HttpBackend:
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
         """Raises ConnectionError if resuming may help, another OSError if not."""
-        headers = {**self._headers, "Range": f"bytes={start}-"}
+        headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
         )
@@ -66,7 +66,7 @@ class HttpBackend:
             try:
                 connection.request("GET", f"/{path}", headers=headers)
                 response = connection.getresponse()
-                self._check_status(response.status, path)
+                self._check_status(response.status, path, start)
                 while chunk := response.read(CHUNK):
                     yield chunk
                 if response.length:  # read(n) does not raise for a connection that ends early
@@ -74,12 +74,12 @@ class HttpBackend:
             except http.client.HTTPException as error:
                 raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
-    def _check_status(self, status: int, path: str) -> None:
+    def _check_status(self, status: int, path: str, start: int) -> None:
         if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
         if status == HTTPStatus.UNAUTHORIZED:
             raise PermissionError(f"{self.address} requires the password in weights.token_file")
-        if status != HTTPStatus.PARTIAL_CONTENT:
+        if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
