@@ -1,11 +1,21 @@
-"""Batch collection: receive groups, admit or drop, journal, acknowledge and count them."""
+"""Batch collection: receive groups until a batch is full; admit or drop, journal and count each.
+
+What happens to a group (all rollouts of one problem, sent in one message) in this file:
+
+    receive      the group, decoded and validated, and its message (frame)
+    admit        add it to the batch, or drop it, for example if stale (learning/admission.py)
+    journal      append the message, or the reason of the drop, to the write-ahead log
+    commit       write the log to disk, with one fsync for many groups
+    acknowledge  announce to the sender what is received, durable and consumed
+
+A sender is one start of one generator; it numbers its groups (their sequence) from 0. A group is
+settled when its outcome, such as trained or stale, is decided; the ledger counts the outcomes.
+"""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from peralta_zmq import wire
@@ -13,14 +23,8 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import JournalError
-from peralta_zmq.learning.admission import (
-    ADMITTED,
-    OUTCOMES,
-    Admission,
-    AdmissionDecision,
-    Ledger,
-    staleness,
-)
+from peralta_zmq.learning import admission as admissions
+from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
@@ -30,15 +34,12 @@ from peralta_zmq.trainer.session import Session, StatusPublisher
 
 # A commit is due at either limit. Larger limits save fsyncs, but generators keep groups longer.
 COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
-# Each announcement lists all n live generators and is sent to all of them, which costs O(n^2).
+# Each announcement lists all n live senders and is sent to all of them, which costs O(n^2).
 # Announcements that only acknowledge groups are ACKNOWLEDGE_SECONDS * n^2 apart: 20 ms for n = 100.
 ACKNOWLEDGE_SECONDS, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 WARNING_SECONDS = 20.0  # interval of warnings while no group is admitted
 MAX_SAMPLES_AHEAD = 1 << 20  # a group that claims a larger jump of its sample index is ignored
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = (
-    1.0,
-    60.0,
-)  # delay between attempts to commit to a full disk
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # between attempts to commit to a full disk
 
 
 class BatchCollector:
@@ -71,7 +72,7 @@ class BatchCollector:
         )
         self._session, self._receiver = session, receiver
         self._generators, self._evaluations = generators, evaluations
-        self._size = 0  # sum of size_of over the batch
+        self._size = 0  # of the batch, in the unit of step_size
 
     @property
     def is_full(self) -> bool:
@@ -96,8 +97,7 @@ class BatchCollector:
                 return [], depth
             received = self._receiver.receive(timeout=0.005)
             if received is None:
-                self._commit_if_due()
-                self._acknowledge(step)
+                self._commit_and_acknowledge_if_due(step)
                 queued = False
                 received = self._receiver.receive(timeout=0.2)
             idle = received is None
@@ -106,7 +106,8 @@ class BatchCollector:
                 last_warning = self._warn_if_idle(last_group, last_warning)
                 continue
             depth += queued
-            if self.add(*received, step=step) != "mismatched":
+            group, frame = received
+            if self.add(group, frame, step=step) != "mismatched":
                 last_group = last_warning = time.monotonic()
         self.journal.begin_commit()
         groups = self.take_batch()
@@ -114,7 +115,7 @@ class BatchCollector:
         return groups, depth
 
     def take_batch(self) -> list[RolloutGroup]:
-        """Hand over the batch to the step that begins, and start an empty one."""
+        """Return the batch to the step that begins, and start an empty one."""
         groups, self.batch, self._size = self.batch, [], 0
         self.acknowledgements.begin_step(len(groups))
         return groups
@@ -125,36 +126,41 @@ class BatchCollector:
         self._generators.mark_alive(group.sender, step=step)
         decision = self.admission.admit(group, step=step)
         if decision in ADMITTED:
-            self.journal.append(step, frame)
+            self.journal.append(step, frame)  # durable after the next commit
             self.batch.append(group)
             self._size += size_of(self._session.config, group)
             self.curriculum.update(group, decision)
         elif decision != "duplicate":
             self._drop(group, decision, step=step)
-        self._commit_if_due()
-        self._acknowledge(step)
+        self._commit_and_acknowledge_if_due(step)
         return decision
 
     def _drop(self, group: RolloutGroup, reason: AdmissionDecision, *, step: int) -> None:
-        if reason == "evaluated":
+        sender, sequence = group.sender, group.sequence
+        if reason == "evaluated":  # answers to a held-out problem
             self._evaluations.receive(group)
         elif reason != "filtered":
-            self._session.run_log.event(
-                "drop", sender=group.sender, sequence=group.sequence, outcome=reason, step=step,
-                staleness=staleness(group, step=step),
-            )  # fmt: skip
+            age = admissions.staleness(group, step=step)
+            fields = {"sender": sender, "sequence": sequence, "outcome": reason}
+            self._session.run_log.event("drop", **fields, step=step, staleness=age)
         self.curriculum.update(group, reason)
-        self.acknowledgements.add_consumed(group.sender)
+        self.acknowledgements.add_consumed(sender)
         dropped = DroppedGroup(
-            group.sender, group.sequence, reason, group.min_sequence, group.problem_id,
-            group.mean_reward, group.sample_index,
-        )  # fmt: skip
-        self.journal.append(step, json.dumps(asdict(dropped)).encode(), DROPPED)
+            sender,
+            sequence,
+            reason,
+            min_sequence=group.min_sequence,
+            problem_id=group.problem_id,
+            mean_reward=group.mean_reward,
+            sample_index=group.sample_index,
+        )
+        self.journal.append(step, dropped.encode(), DROPPED)
 
-    def _commit_if_due(self) -> None:
-        journal = self.journal
-        if journal.num_waiting >= COMMIT_GROUPS or journal.waited >= COMMIT_SECONDS:
+    def _commit_and_acknowledge_if_due(self, step: int) -> None:
+        if self.journal.num_waiting >= COMMIT_GROUPS or self.journal.waited >= COMMIT_SECONDS:
             self.commit()
+        if time.monotonic() >= self.acknowledgements.next_publish:
+            self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
     def commit(self) -> None:
         """Make all journaled groups durable; report and retry while the disk is full.
@@ -198,7 +204,7 @@ class BatchCollector:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.admission.ledger = Ledger(state["ledger"])
+        self.admission.ledger = admissions.Ledger(state["ledger"])
         self.admission.duplicates = state["duplicates"]
         self.curriculum.pools.restore(state["pools"])
         self.curriculum.next_sample_index = state["next_sample_index"]
@@ -210,10 +216,9 @@ class BatchCollector:
         seen = {sender: ledger.highest(sender) for sender in ledger.senders}
         made = ledger.made + self._generators.num_outstanding(seen)
         made = max(made, self._session.run_log.made_before)
-        outcomes = {name: ledger.outcomes[name] for name in OUTCOMES}
         return {
             "made": made,
-            **outcomes,
+            **{outcome: ledger.outcomes[outcome] for outcome in admissions.OUTCOMES},
             "in_flight": made - ledger.total,
             "duplicates": self.admission.duplicates,
         }
@@ -226,12 +231,8 @@ class BatchCollector:
             **{f"dropped/{reason}": outcomes[reason] for reason in reasons},
             "dropped/duplicate": self.admission.duplicates,
             "dropped/invalid": sum(self._receiver.refused.values()),
-            **{f"curriculum/{pool}": n for pool, n in pools.sizes().items() if pools.active},
+            **{f"curriculum/{pool}": size for pool, size in pools.sizes().items() if pools.active},
         }
-
-    def _acknowledge(self, step: int) -> None:
-        if time.monotonic() >= self.acknowledgements.next_publish:
-            self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=not self.is_full)
 
     def _warn_if_idle(self, last_group: float, last_warning: float) -> float:
         """Warn if no usable group arrived for long; return the time of the last warning."""
@@ -239,14 +240,16 @@ class BatchCollector:
         if now - last_warning < WARNING_SECONDS:
             return last_warning
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
-        self._session.run_log.note(
-            no_rollouts_text(now - last_group, self._receiver.address, dropped)
-        )
+        text = no_rollouts_text(now - last_group, self._receiver.address, dropped)
+        self._session.run_log.note(text)
         return now
 
 
 class Curriculum:
-    """Sampling state that received groups update: difficulty pools and the next sample index."""
+    """Sampling state that received groups update: difficulty pools and the next sample index.
+
+    The sample index numbers the samplings of a problem in the run; generators share the indices.
+    """
 
     def __init__(self, pools: DifficultyPools, run_log: RunLog) -> None:
         self.pools = pools
@@ -258,17 +261,21 @@ class Curriculum:
         if group.sample_index <= self.next_sample_index + MAX_SAMPLES_AHEAD:
             self.next_sample_index = max(self.next_sample_index, group.sample_index + 1)
         if outcome in (*ADMITTED, "filtered"):
-            returned = self.pools.update(group.problem_id, group.mean_reward)
-            if returned:
-                self._run_log.event("pool_refilled", problems=returned)
+            num_returned = self.pools.update(group.problem_id, group.mean_reward)
+            if num_returned:
+                self._run_log.event("pool_refilled", problems=num_returned)
                 self._run_log.note(
                     "no problem is left between curriculum.hard_threshold and easy_threshold; "
-                    f"all {returned} are sampled again"
+                    f"all {num_returned} are sampled again"
                 )
 
 
 class Acknowledgements:
-    """Announces to each live generator which of its groups are received, durable and consumed."""
+    """Announces to each live sender which of its groups are received, durable and consumed.
+
+    A group is durable when a restart of the trainer would restore it from disk, and consumed when
+    a step with it has begun or it was dropped.
+    """
 
     def __init__(
         self,
@@ -277,8 +284,8 @@ class Acknowledgements:
         generators: GeneratorRegistry,
         curriculum: Curriculum,
     ) -> None:
-        self.durable: dict[str, int] = {}  # sender -> last sequence on disk
-        self._consumed: dict[str, int] = {}  # sender -> last sequence in a begun step or dropped
+        self.durable: dict[str, int] = {}  # sender -> all groups up to this sequence are durable
+        self._consumed: dict[str, int] = {}  # sender -> number of consumed groups, minus 1
         self._groups_in_step = 0  # of the newest step
         self.next_publish = 0.0  # monotonic seconds: earliest time of the next acknowledgement
         self._status, self._admission = status, admission
@@ -287,7 +294,10 @@ class Acknowledgements:
     def publish(
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
     ) -> None:
-        """Announce the steps taken and begun, and the acknowledgements of all live generators."""
+        """Announce the steps taken and begun, and the acknowledgements of all live senders.
+
+        `waiting`: the trainer waits for groups; `done`: the run is complete.
+        """
         ledger, live = self._admission.ledger, self._generators.live()
         self._status.publish(
             step=step,
@@ -323,7 +333,7 @@ class Acknowledgements:
 
 
 def no_rollouts_text(seconds: float, address: str, dropped: Sequence[str]) -> str:
-    """Text of the warning that no group is admitted; `dropped` are generators above the bound."""
+    """Text of the warning that no group is admitted; `dropped` names mismatched generators."""
     names = ", ".join(dropped)
     others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
     start = f"Start a generator: bin/generator{files_given()}"

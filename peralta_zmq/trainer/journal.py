@@ -1,14 +1,18 @@
-"""The write-ahead log of received groups, one file per optimizer step.
+"""The journal: a write-ahead log of the groups that the trainer received, one file per step.
 
-A step's groups are durable before the step is published, recorded or saved. A restart restores the
-newest checkpoint and replays the journal from there. A record is: bytes of content (u32), crc32 of
-kind and content (u32), kind (u8), content.
+A group holds all rollouts of one problem. The groups of an optimizer step are durable (written and
+fsynced) before the step is published, recorded or saved. A restart restores the newest checkpoint
+and trains the journaled groups after it again. Dropped groups are journaled too, without rollouts.
+
+Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
+The last file may end in a torn record, the rest of a write that a kill or power cut interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -16,7 +20,7 @@ import shlex
 import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """A group's message as received (GROUP), or a DroppedGroup as JSON (DROPPED)."""
+    """A group's message as received (kind GROUP), or an encoded DroppedGroup (kind DROPPED)."""
 
     kind: int
     content: bytes
@@ -42,26 +46,36 @@ class JournalRecord(NamedTuple):
 class DroppedGroup:
     """A group that is in no batch: its identity, its outcome and its data for the curriculum."""
 
-    sender: str
-    sequence: int
-    outcome: str
-    min_sequence: int = 0
+    sender: str  # one start of a generator, NAME/INCARNATION
+    sequence: int  # number of the group among the groups of the sender
+    outcome: str  # why it was dropped, one of admission.OUTCOMES
+    min_sequence: int = 0  # the sender sends no lower sequence any more
     problem_id: str = ""
     mean_reward: float = 0.0
-    sample_index: int = -1
+    sample_index: int = -1  # number of the problem's turn in the run; -1: unknown
+
+    def encode(self) -> bytes:
+        """The content of its record."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> DroppedGroup:
+        """The inverse of `encode`. Raises ValueError or TypeError for anything else."""
+        return cls(**json.loads(content))
 
 
 class Journal:
     """Buffers records and commits them to `folder/step_N.msgpack`. Use with `closing`.
 
-    A failed commit loses nothing: the next one writes the same records again.
+    A commit writes all waiting records and makes them durable. A failed commit loses nothing: the
+    next one writes the same records again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._step = -1
         self._descriptor = -1
-        self._size: int | None = None  # bytes of whole records in the step's file, once known
+        self._size: int | None = None  # of the whole records in the step's file; None: unknown
         self._waiting: list[bytes] = []  # encoded, not yet committed
         self._waiting_since = 0.0  # monotonic seconds
         self._executor = ThreadPoolExecutor(1, "journal")
@@ -69,7 +83,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, content: bytes, kind: int = GROUP) -> None:
-        """Add a record of a step; the next `commit` makes it durable."""
+        """Add a record of a step to the waiting ones; the next `commit` makes it durable."""
         assert self._pending_write is None, "a commit ends before the next append"
         if step != self._step:
             assert not self._waiting, "a step ends with a commit"
@@ -81,7 +95,7 @@ class Journal:
         self._waiting.append(header + content)
 
     def begin_commit(self) -> None:
-        """Write the waiting records in a thread; the caller's `commit` waits for it."""
+        """Start to commit in a thread; the caller ends it with `commit`."""
         if self._waiting:
             self._pending_write = self._executor.submit(self._write, b"".join(self._waiting))
 
@@ -97,7 +111,7 @@ class Journal:
         try:
             if write is not None and isinstance(write.exception(), OSError):
                 self.close()
-                write = None  # write again: the disk may have room by now
+                write = None  # write again below: the disk may have room by now
             if write is not None:
                 write.result()
             else:
@@ -112,11 +126,11 @@ class Journal:
         return True
 
     def read(self, step: int) -> list[JournalRecord]:
-        """The whole records of a step; a torn tail is cut off the file and reported.
+        """Return the whole records of a step; truncate and report a torn record at the end.
 
         Makes the records of the last step durable: the process that wrote them may have been killed
-        before its fsync. Raises JournalError if that fails, or if the file is damaged rather than
-        torn: there are later steps, or whole records after the bad bytes.
+        before its fsync. Raises JournalError if that fails, or if the bad bytes are not a torn end:
+        there are whole records after them or files of later steps.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -134,7 +148,7 @@ class Journal:
         return records
 
     def check_last(self, step: int, fault: str) -> None:
-        """Raise JournalError with the fault of this step's file if there are later steps."""
+        """Raise JournalError, with this fault of the step's file, if there are later steps."""
         if later := [other for other in self.steps() if other > step]:
             raise JournalError(
                 f"{self.file_of(step)} {fault}, and there are later steps; put a copy back, or "
@@ -159,7 +173,7 @@ class Journal:
         """Remove the files of steps before `oldest`."""
         for step in self.steps():
             if step < oldest:
-                with contextlib.suppress(OSError):  # a file that stays only takes space
+                with contextlib.suppress(OSError):  # a file that is left only takes space
                     self.file_of(step).unlink()
 
     def move_after(self, step: int, target: Path) -> None:
@@ -182,7 +196,7 @@ class Journal:
         return file_of(self._folder, step)
 
     def _truncate(self, file: Path, size: int) -> None:
-        """Cut the file to `size` bytes and make these durable."""
+        """Truncate the file to `size` bytes and make them durable."""
         try:
             with file.open("r+b") as opened:
                 opened.truncate(size)
@@ -198,7 +212,7 @@ class Journal:
             atomic_files.sync_folder(self._folder)
         if self._size is None:
             self._size = os.fstat(self._descriptor).st_size
-        os.ftruncate(self._descriptor, self._size)  # removes the rest of a failed commit
+        os.ftruncate(self._descriptor, self._size)  # removes what a failed commit has written
         if os.write(self._descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         failpoint("journal.written")

@@ -1,7 +1,8 @@
-"""The trainer: collects groups from generators, takes optimizer steps, publishes weights.
+"""The trainer's main loop: collect a batch of groups, take an optimizer step, publish the weights.
 
-After a kill at any moment, the next start continues from the newest checkpoint and the journal; no
-received group is lost or trained twice (see recovery.py).
+A group holds all rollouts of one problem; generators send groups over the network. Every group is
+written to a journal, a write-ahead log, before the step that uses it is published, so that after a
+kill the next start loses no group and trains none twice (see recovery.py).
 """
 
 from __future__ import annotations
@@ -23,39 +24,24 @@ from peralta_zmq.learning.step_metrics import by_environment
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import evaluation
+from peralta_zmq.trainer import evaluation, policy, session
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, LogprobMismatchMonitor
-from peralta_zmq.trainer.policy import (
-    COMPLETE_SECONDS,
-    STOP_SECONDS,
-    PolicyPublisher,
-    final_weights,
-    open_policy,
-    open_store,
-)
 from peralta_zmq.trainer.ranks import join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
-from peralta_zmq.trainer.session import (
-    Session,
-    StopSignal,
-    open_dashboard,
-    open_run_folder,
-    open_sockets,
-    run_id_of,
-)
 
-# Limits, whichever comes first, of the warning that no group has two different rewards.
+# The warning that no group has two different rewards appears at the first of these limits.
 NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 
 
 def run(config: Config) -> None:
     """Train to `train.max_steps`, continuing an earlier session of the run if there is one.
 
-    Under torchrun this process is one of several ranks: rank 0 is the trainer, the others are its
-    followers. Raises ConfigError, TaskError, WireError, StoreError or JournalError if a setting, a
-    file, a port or a folder cannot be used; nothing is written in that case.
+    Under torchrun this process is one of several ranks: rank 0 is the trainer, the other ranks
+    compute their share of each step. Raises ConfigError, TaskError, WireError, StoreError or
+    JournalError if a setting, a file, a port or a folder cannot be used; nothing is written in
+    that case.
     """
     config, ranks = join(config)
     models.keep_memory()
@@ -72,33 +58,34 @@ def run(config: Config) -> None:
 
 
 class Trainer:
-    """One session of a run."""
+    """One session of a run: from the start of the trainer to its end."""
 
     def __init__(self, config: Config, stack: ExitStack, ranks: Ranks = SINGLE) -> None:
         """Open all resources; `stack` closes them. Writes nothing before the folder is locked."""
-        stop = StopSignal()
-        previous_config = earlier_config(config, config.run_folder)
+        stop = session.StopSignal()
+        self._previous_config = earlier_config(config, config.run_folder)
         check_trackers(config.run.report_to)
         train = open_environments(config, "train")
         held_out = open_environments(config, "eval", limit=config.eval.num_examples)
         stack.enter_context(closing(held_out))
         evaluation.check_size(config, held_out)
         pools = _open_pools(config, train)
-        self.policy = open_policy(config, [*train.problems, *held_out.problems], ranks)
-        run_id = run_id_of(config.run_folder, config.run.name)
-        receiver, status_receiver, status = open_sockets(
+        self.policy = policy.open_policy(config, [*train.problems, *held_out.problems], ranks)
+        worker_info = self.policy.worker_info
+        run_id = session.run_id_of(config.run_folder, config.run.name)
+        receiver, status_receiver, status = session.open_sockets(
             config,
             stack,
             run_id=run_id,
             vocab_size=self.policy.vocab_size,
-            worker_info=self.policy.worker_info,
+            worker_info=worker_info,
             train_set_digest=train.digest,
         )
-        store = open_store(config)
-        run_log, journal = open_run_folder(config, stack, store, run_id, stop)
-        self.session = Session(config, run_id, run_log, status, stop)
-        self.publishing = PolicyPublisher(self.session, store, self.policy, stack)
-        self.generators = GeneratorRegistry(status_receiver, run_log, self.policy.worker_info)
+        store = policy.open_store(config)
+        run_log, journal = session.open_run_folder(config, stack, store, run_id, stop)
+        self.session = session.Session(config, run_id, run_log, status, stop)
+        self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
+        self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)
         self.collector = BatchCollector(
             self.session, receiver, journal, self.generators, pools, self.evaluations
@@ -106,16 +93,7 @@ class Trainer:
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = LogprobMismatchMonitor(config, run_log, self.collector.admission)
         self.recorder = StepRecorder(run_log, self.policy.tokenizer)
-        self.recovery = Recovery(
-            self.session,
-            previous_config,
-            self.policy,
-            self.collector,
-            self.checkpoints,
-            self.publishing,
-            train_again=self.train_again,
-        )
-        open_dashboard(config, stack, run_log)
+        session.open_dashboard(config, stack, run_log)
         stop.install()  # until here a signal ends the process at once: there is no progress to save
 
     @property
@@ -131,9 +109,17 @@ class Trainer:
 
     def recover(self) -> None:
         """Continue from the state that earlier sessions saved in the run folder."""
-        recovered = self.recovery.run()
+        recovery = Recovery(
+            self.session,
+            self._previous_config,
+            self.policy,
+            self.collector,
+            self.checkpoints,
+            self.publishing,
+            train_again=self.train_again,
+        )
         config = self.session.config.eval
-        if recovered and self.session.run_log.resuming and not config.skip_eval_on_resume:
+        if recovery.run() and self.session.run_log.resuming and not config.skip_eval_on_resume:
             self.evaluations.request(self.step)
 
     def evaluate_base(self) -> None:
@@ -170,15 +156,14 @@ class Trainer:
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:
-        """Take the next optimizer step on a batch.
+        """Take the next optimizer step on a batch and journal its groups.
 
-        On return the groups of the batch are on disk. `learning_rate`, if not None, replaces that
-        of the schedule.
+        `learning_rate`, if not None, replaces that of the schedule.
         """
         run_log = self.session.run_log
         result = self.policy.learner.learn(groups, learning_rate=learning_rate)
         failpoint("trainer.learned")
-        self.collector.commit()  # before the step is announced or published
+        self.collector.commit()  # the groups are in the journal before the step is published
         if reason := result.skip_reason:
             run_log.event("skip", step=self.step, reason=reason)
             run_log.note(f"step {self.step} skipped: {reason}")
@@ -188,7 +173,7 @@ class Trainer:
 
     def publish(self) -> float:
         """Publish the newest step in the background; returns the seconds that the copy took."""
-        # One keyframe serves all requests up to now.
+        # A keyframe (all weights instead of a delta) serves every generator that requested one.
         keyframe, self.generators.keyframe_requested = self.generators.keyframe_requested, False
         return self.publishing.publish(self.step, keyframe=keyframe)
 
@@ -208,7 +193,7 @@ class Trainer:
         self.recorder.record(self.step, groups, row, advantages=result.advantages)
 
     def train_again(self, groups: Sequence[RolloutGroup], learning_rate: float) -> None:
-        """Take a step of an earlier session again, on its groups from the journal."""
+        """Repeat a step of an earlier session with its groups, read from the journal."""
         result = self.learn(groups, learning_rate=learning_rate)
         self.record(groups, result, step_time=0.0)
 
@@ -217,9 +202,8 @@ class Trainer:
         step, run_log = self.step, self.session.run_log
         self.collector.commit()
         self.checkpoints.save()
+        self.publishing.wait()
         is_complete = step >= self.session.config.train.max_steps
-        stopping = self.session.stop.requested or not is_complete
-        self.publishing.wait(STOP_SECONDS if stopping else COMPLETE_SECONDS)
         if is_complete:
             self.evaluations.abandon()
             self.collector.acknowledgements.publish(step, started_step=step, done=True)
@@ -232,14 +216,13 @@ class Trainer:
             return
         self.generators.wait_for_final_statuses(step=step)
         run_log.end("complete", step=step)
-        run_log.close_run(
-            final_weights(self.session.config, self.policy, self.publishing.store),
-            self.collector.accounting(),
-            self.generators.num_made,
+        weights_folder = policy.final_weights(
+            self.session.config, self.policy, self.publishing.store
         )
+        run_log.close_run(weights_folder, self.collector.accounting(), self.generators.num_made)
 
     def _between_groups(self, idle: bool) -> None:
-        """Background work of the collector: record publications, serve a keyframe request."""
+        """Background work of the collector; `idle` is True while no group arrives."""
         self.publishing.record_reports()
         self.session.run_log.check_stall()
         # While groups arrive, the next step publishes the keyframe soon enough.
@@ -248,7 +231,10 @@ class Trainer:
 
 
 class StepRecorder:
-    """Writes metrics and one sample group per step; warns once if no group has a signal."""
+    """Writes metrics and one sample group per step; warns once if no group has a signal.
+
+    A group has a signal if its rollouts have different rewards.
+    """
 
     def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
         self._run_log, self._tokenizer = run_log, tokenizer
@@ -263,7 +249,10 @@ class StepRecorder:
         *,
         advantages: Sequence[Sequence[float]],
     ) -> None:
-        """Write the step unless it is recorded; `advantages` has one sequence per group."""
+        """Write the metrics `row` of a step, unless the step was recorded by an earlier session.
+
+        `advantages` has one sequence per group, with one number per rollout.
+        """
         full = {"step": step, "time": time.time(), **row}
         if self._run_log.step(full, self._sample(step, groups[0], advantages[0])):
             self._warn_without_signal(step, groups, row["frac_reward_zero_std"])
@@ -272,7 +261,7 @@ class StepRecorder:
         self, step: int, group: RolloutGroup, advantages: Sequence[float]
     ) -> dict[str, object]:
         first = group.rollouts[0]
-        prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]
+        prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # up to the first sampled one
         return {
             "step": step,
             "problem": group.problem_id,
@@ -308,7 +297,10 @@ class StepRecorder:
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:
-    """Create the pools. Raises ConfigError if an announcement has fewer bits than problems."""
+    """Create the difficulty pools of the training problems.
+
+    Raises ConfigError if the trainer's announcement, which has a bit per problem, is too short.
+    """
     curriculum = config.curriculum
     pools = DifficultyPools(
         [problem.id for problem in train.problems],

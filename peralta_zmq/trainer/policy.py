@@ -33,8 +33,8 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS, Version
 from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
 
-COMPLETE_SECONDS = 60.0  # timeout for the last version of a complete run
-STOP_SECONDS = 2.0  # timeout for the last version when a stop is requested
+COMPLETE_SECONDS = 60.0  # timeout for the newest version
+STOP_SECONDS = 2.0  # the same when a stop is requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class PolicyPublisher:
             on_published=self.announce,
         )
         self._publisher = WeightPublisher(writer, dtype=models.DTYPES[weights.dtype])
-        stack.callback(self._close)
+        stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def set_lineage(self, lineage: int) -> None:
         """Set the lineage of all later versions."""
@@ -170,8 +170,12 @@ class PolicyPublisher:
             "weights/write_seconds": report.write_seconds,
         }
 
-    def wait(self, timeout: float) -> None:
-        """Wait until the newest copy is published; report it if the timeout passes."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the newest copy is published; report it if the timeout passes.
+
+        Without a timeout it is COMPLETE_SECONDS, or STOP_SECONDS if a stop is requested.
+        """
+        timeout = self._timeout() if timeout is None else timeout
         if not self._publisher.wait(timeout):
             self._session.run_log.note(f"the last version is not published after {timeout:.0f} s")
         self.record_reports()
@@ -209,9 +213,8 @@ class PolicyPublisher:
             bytes=version.size,
         )
 
-    def _close(self) -> None:
-        stopping = self._session.stop.requested
-        self._publisher.close(STOP_SECONDS if stopping else COMPLETE_SECONDS)
+    def _timeout(self) -> float:
+        return STOP_SECONDS if self._session.stop.requested else COMPLETE_SECONDS
 
 
 # Exporting folders that other libraries load.

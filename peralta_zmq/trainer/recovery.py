@@ -13,7 +13,6 @@ What becomes of the state of a killed trainer:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 
@@ -26,7 +25,7 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, steps_in
-from peralta_zmq.trainer.policy import COMPLETE_SECONDS, Policy, PolicyPublisher
+from peralta_zmq.trainer.policy import Policy, PolicyPublisher
 from peralta_zmq.trainer.session import Session
 
 
@@ -203,7 +202,7 @@ class Recovery:
             or newest.weights_id in self._collector.admission.abandoned
         ):
             self._publishing.publish(step)
-            self._publishing.wait(COMPLETE_SECONDS)
+            self._publishing.wait()
         else:
             self._publishing.announce(newest)
 
@@ -247,7 +246,7 @@ def _decode(
     file = collector.journal.file_of(step)
     try:
         if record.kind == DROPPED:
-            dropped = DroppedGroup(**json.loads(record.content))
+            dropped = DroppedGroup.decode(record.content)
             if dropped.outcome not in OUTCOMES:
                 raise ValueError(f"unknown outcome {dropped.outcome!a:.40}")
             return dropped

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -410,7 +410,7 @@ def test_lost_and_duplicate_groups_are_counted_after_a_restart(
 ) -> None:
     saved_by(opened, ledger=Ledger(), duplicates=3)
     dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
-    opened.collector.journal.append(1, json.dumps(asdict(dropped)).encode(), DROPPED)
+    opened.collector.journal.append(1, dropped.encode(), DROPPED)
     opened.collector.journal.commit()
     opened.recover()
     counts = opened.collector.accounting()
