@@ -1,4 +1,8 @@
-"""Checkpoints of the trainer: tensors as safetensors, progress as JSON, no pickle."""
+"""Checkpoints: the state of the trainer after a step, as safetensors and JSON, without pickle.
+
+`checkpoints/step_N` has the tensors, the JSON progress and a manifest with their sha256. The folder
+appears as a whole, so a kill never leaves a checkpoint half-written.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
 
 TENSORS, PROGRESS = "state.safetensors", "progress.json"
@@ -30,8 +35,8 @@ class Checkpoint:
     """The state of a trainer after a step; a restored run equals an uninterrupted one."""
 
     step: int
-    tensors: dict[str, torch.Tensor]  # fp32 masters, optimizer state, RNG
-    progress: dict[str, Any]  # JSON: ledger, curriculum, base of the adapters
+    tensors: dict[str, torch.Tensor]  # fp32 weights, optimizer state, RNG
+    progress: dict[str, Any]  # JSON: counts of groups, curriculum, base model of the adapters
 
 
 class CheckpointWriter:
@@ -43,7 +48,7 @@ class CheckpointWriter:
         self.update_progress()
 
     def update_progress(self) -> None:
-        """Take the JSON part of the next checkpoint; call it right after each step.
+        """Take the progress of the next checkpoint; call it right after each step.
 
         Groups that are received later belong to the next step.
         """
@@ -63,19 +68,16 @@ class CheckpointWriter:
 
         Raises JournalError if it cannot be written.
         """
-        step, rules = self._policy.learner.step, self._session.config.checkpoint
-        if step == self.saved_step:
+        learner, settings = self._policy.learner, self._session.config.checkpoint
+        if learner.step == self.saved_step:
             return
         folder = self._session.folder / "checkpoints"
-        save(
-            folder,
-            Checkpoint(step, self._policy.learner.state(), self._progress),
-            run_id=self._session.run_id,
-            keep_last=rules.keep_last,
-            keep_interval=rules.keep_interval,
-        )
-        self.saved_step = step
-        if not rules.keep_journal:
+        saved = Checkpoint(learner.step, learner.state(), self._progress)
+        keep_last, keep_interval = settings.keep_last, settings.keep_interval
+        run_id = self._session.run_id
+        save(folder, saved, run_id=run_id, keep_last=keep_last, keep_interval=keep_interval)
+        self.saved_step = learner.step
+        if not settings.keep_journal:
             self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
 
 
@@ -119,19 +121,11 @@ def _prunable(
     return [checkpoints[step] for step in older if not keep_interval or step % keep_interval]
 
 
-def restore(folder: Path, *, run_id: str) -> Checkpoint | None:
-    """Remove half-written folders, then return the newest checkpoint that verifies, if any.
-
-    Raises JournalError if it belongs to another run, or if there are some but none verifies.
-    """
-    atomic_files.sweep(folder)
-    return newest(folder, run_id=run_id)
-
-
 def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint up to step `until` that verifies; changes nothing.
+    """Read the newest checkpoint that verifies, of at most step `until`; None if there is none.
 
-    Raises JournalError as `restore` does.
+    A checkpoint verifies if its files have the sizes and sha256 of its manifest. Raises
+    JournalError if the checkpoint belongs to another run, or if there are some but none verifies.
     """
     checkpoints = atomic_files.steps_in(folder)
     paths = [path for step, path in checkpoints.items() if until is None or step <= until]
@@ -152,6 +146,30 @@ def newest(folder: Path, *, run_id: str, until: int | None = None) -> Checkpoint
     return None
 
 
+def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
+    def content(name: str) -> bytes:
+        return b"".join(atomic_files.read_verified(path, name, manifest))
+
+    progress = cast("dict[str, Any]", json.loads(content(PROGRESS)))
+    tensors = safetensors.torch.load(content(TENSORS))
+    return Checkpoint(int(manifest.about["step"]), tensors, progress)
+
+
+def restore(
+    learner: PolicyLearner, checkpoint: Checkpoint, *, run_folder: Path, remedy: str
+) -> None:
+    """Restore weights, optimizer and RNG. Raises JournalError, with this remedy, if they differ.
+
+    They differ if the settings name a model or an optimizer that the checkpoint was not made with.
+    """
+    try:
+        learner.restore(checkpoint.step, checkpoint.tensors)
+    except ValueError as error:
+        raise JournalError(
+            f"checkpoint of step {checkpoint.step} in {run_folder} does not fit ({error}); {remedy}"
+        ) from None
+
+
 def move_after(folder: Path, step: int, target: Path) -> None:
     """Move the checkpoints of later steps to another folder, the newest first.
 
@@ -165,12 +183,3 @@ def move_after(folder: Path, step: int, target: Path) -> None:
         if later > step:
             os.rename(checkpoints[later], target / checkpoints[later].name)
     atomic_files.sync_folder(folder)
-
-
-def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
-    def content(name: str) -> bytes:
-        return b"".join(atomic_files.read_verified(path, name, manifest))
-
-    progress = cast("dict[str, Any]", json.loads(content(PROGRESS)))
-    tensors = safetensors.torch.load(content(TENSORS))
-    return Checkpoint(int(manifest.about["step"]), tensors, progress)

@@ -1,7 +1,8 @@
-"""A trainer of several processes: rank 0 leads, each rank computes its share of each step.
+"""A trainer of several processes (ranks): rank 0 leads, each rank computes a share of each step.
 
-Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The followers have
-the model; rank 0 sends them its settings, the groups of each step and the tensors of a checkpoint.
+Rank 0 is the trainer: it has the sockets, the journal and the weights folder. The other ranks are
+followers: they only have the model. Rank 0 sends them commands with its settings, the groups of
+rollouts of each step, and the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 
 
 class RankPlacement(NamedTuple):
-    """The rank of this process, in the trainer and on its machine."""
+    """The rank of this process, in the trainer and on its machine; fields as in VARIABLES."""
 
     rank: int
     num_ranks: int
@@ -54,7 +55,7 @@ def placement_of(environment: Mapping[str, str]) -> RankPlacement:
 def join(config: Config) -> tuple[Config, Ranks]:
     """Connect to the other ranks, if there are any; returns rank 0's settings and the ranks.
 
-    A follower keeps only its own device and `train.num_workers`.
+    Of its own settings a follower keeps only the device and `train.num_workers`.
     Raises ConfigError for a device that ranks cannot share, RankError if a rank is missing.
     """
     placement = placement_of(os.environ)
@@ -90,17 +91,17 @@ def check_shared(config: Config, device: torch.device) -> None:
 
 
 def shutdown(ranks: Ranks) -> None:
-    """End the followers. Called by rank 0."""
+    """End the followers; rank 0 calls it after its last step."""
     if isinstance(ranks, DistributedRanks):
         ranks.send_command({"do": "end"})
         ranks.close()
 
 
 class LeadingLearner:
-    """The learner of rank 0 with several ranks: each call is forwarded to the other ranks.
+    """The learner of rank 0 if there are several ranks; forwards each call to the followers.
 
-    Without sharding every rank holds the whole weights. With sharding `model` gets them after each
-    step, for evaluation and publication.
+    With sharded parameters (`ranks.lockstep`) each rank holds a part of the weights. Rank 0's
+    `model` then gets all of them after each step, for evaluation and publication.
     """
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
@@ -115,7 +116,7 @@ class LeadingLearner:
     def learn(
         self, groups: Sequence[RolloutGroup], *, learning_rate: float | None = None
     ) -> StepResult:
-        """Take the next step on all ranks. Raises like `Learner.learn`, and RankError."""
+        """Take the next step on all ranks. Raises as `Learner.learn`, or RankError."""
         frames = [wire.encode_group(group) for group in groups]
         self._ranks.send_command({"do": "learn", "learning_rate": learning_rate}, frames)
         result = self._learner.learn(groups, learning_rate=learning_rate)
@@ -123,13 +124,13 @@ class LeadingLearner:
         return result
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`Learner.state`: whole tensors, which any number of ranks can restore."""
+        """As `Learner.state`: whole tensors, which any number of ranks can restore."""
         if self._ranks.lockstep:
             self._ranks.send_command({"do": "state"})
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore `state` on all ranks. Raises ValueError, with nothing changed."""
+        """Restore `state` on all ranks. Raises ValueError, with nothing changed, if it differs."""
         self._learner.restore(step, tensors)
         specs = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
@@ -147,11 +148,11 @@ class LeadingLearner:
                 self._parameters[name].copy_(tensor)
 
 
-PolicyLearner: TypeAlias = Learner | LeadingLearner  # what the trainer's loop calls
+PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the trainer's loop calls
 
 
 def lead_ranks(learner: Learner, ranks: Ranks, model: models.Model) -> PolicyLearner:
-    """The learner that the loop calls: `learner` itself, or all ranks' with several ranks."""
+    """Return `learner` itself if this is the only rank, else the learner that leads all ranks."""
     return LeadingLearner(learner, ranks, model) if isinstance(ranks, DistributedRanks) else learner
 
 
@@ -169,7 +170,7 @@ def run_follower(config: Config, ranks: DistributedRanks) -> None:
         while (command := ranks.receive_command()).fields["do"] != "end":
             _execute(command, learner, ranks, vocab_size=int(model.config.vocab_size))
     except TrainingError:
-        return  # raised on all ranks; rank 0 reports it
+        return  # every rank raises it, and rank 0 reports it
     except PeraltaError as error:
         raise type(error)(f"rank {ranks.rank}: {error}") from None
     ranks.close()

@@ -1,22 +1,30 @@
-"""Recovery of a trainer at its start: restore the newest checkpoint, replay the journal after it.
+"""Recovery of the trainer at its start: what it does after a kill, and after every other end.
 
-What becomes of the state of a killed trainer:
+A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups
+(all rollouts of one problem), with one file per step. The lineage counts roll-backs to an earlier
+step; weights of undone steps are abandoned, and groups that were sampled from them are not trained.
 
-- Checkpoint of step C: restored. It holds weights, optimizer, RNG, ledger and curriculum.
-- Journal of steps C+1 to N: trained again, bit-identically on CPUs. Rows of metrics.jsonl that
-  exist already are not written twice.
-- Journal of step N+1, not yet a full batch: its groups become the first of the next batch.
-- Groups in the sockets: lost here. The generators send them again, since the trainer never
-  announced them as durable.
-- Weights folder: if its newest version is not of step N, step N is published again.
+A start brings the trainer to step N, the newest step that the run folder holds:
+
+1. With checkpoint.resume_step, once: roll back to that checkpoint by moving later files away.
+2. Restore the newest checkpoint: weights, optimizer, RNG, counts of groups, curriculum; of step C.
+3. Train the steps C+1 to N again from the journal, bit-identically on CPUs. Steps that are in
+   metrics.jsonl already are not written twice. Journaled groups of step N+1, which are not a full
+   batch yet, become the first groups of the next batch.
+4. Update the records: steps that the journal has lost, versions published just before the kill.
+5. Publish the weights of step N, unless the weights folder has them; announce them.
+
+Groups that were in the sockets at a kill are lost there. Their generators send them again, because
+the trainer has not announced them as durable.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from peralta_zmq import build, wire
+from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
 from peralta_zmq.errors import JournalError, WireError
 from peralta_zmq.learning.admission import ADMITTED, OUTCOMES
@@ -29,182 +37,174 @@ from peralta_zmq.trainer.policy import Policy, PolicyPublisher
 from peralta_zmq.trainer.session import Session
 
 
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """Brings a newly opened trainer to the newest step that the run folder holds."""
 
-    def __init__(
-        self,
-        session: Session,
-        previous_config: Config,  # settings of the previous session
-        policy: Policy,
-        collector: BatchCollector,
-        checkpoints: checkpoint.CheckpointWriter,
-        publishing: PolicyPublisher,
-        *,
-        train_again: Callable[[Sequence[RolloutGroup], float], None],
-    ) -> None:
-        self._session, self._config, self._run_log = session, session.config, session.run_log
-        self._policy, self._learner = policy, policy.learner
-        self._collector, self._checkpoints, self._publishing = collector, checkpoints, publishing
-        self._train_again = train_again  # on the groups of a journaled step, with its learning rate
-        self._previous_config = previous_config
+    session: Session
+    previous_config: Config  # settings of the previous session
+    policy: Policy
+    collector: BatchCollector
+    checkpoints: checkpoint.CheckpointWriter
+    publishing: PolicyPublisher
+    train_again: Callable[[Sequence[RolloutGroup], float], None]  # with the learning rate
 
     def run(self) -> bool:
         """Recover the newest step; return False if a stop was requested during the replay.
 
         Raises JournalError if checkpoint and journal contradict each other or are of another run.
         """
+        run_log = self.session.run_log
         self._roll_back()
         self._restore_checkpoint()
-        restored = self._learner.step
+        restored_step = self.policy.learner.step
         if not self._replay_journal():
             return False
-        step = self._learner.step
-        self._rewind_run_log(step)
-        self._publishing.set_lineage(self._run_log.lineage)
-        self._publishing.record_unrecorded()
-        self._collector.admission.abandoned = abandoned_weights(self._session.folder, step)
+        step = self.policy.learner.step
+        self._undo_lost_steps(step)
+        self.publishing.set_lineage(run_log.lineage)
+        self.publishing.record_unrecorded()
+        self.collector.admission.abandoned = abandoned_weights(self.session.folder, step)
         self._return_problems(step)
-        self._report(step, restored)
+        self._report(step, restored_step)
         self._publish(step)
         return True
 
-    # Step 1, only with checkpoint.resume_step: return to an older checkpoint.
+    # 1. Roll back.
 
     def _roll_back(self) -> None:
         """Move checkpoints and journal files of later steps away, once per requested step."""
-        step = self._config.checkpoint.resume_step
-        target = self._session.folder / f"rolled_back_to_{step:06d}"
-        if step < 0:
+        step, run_log = self.session.config.checkpoint.resume_step, self.session.run_log
+        target = self.session.folder / f"rolled_back_to_{step:06d}"
+        if step < 0:  # not requested
             return
         if target.exists():
-            self._run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
+            run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
-        unfinished = target.with_name(
-            f".tmp-{target.name}"
-        )  # exists already if a roll-back was killed
+        unfinished = target.with_name(f".tmp-{target.name}")  # may be left by a killed roll-back
         (unfinished / "checkpoints").mkdir(parents=True, exist_ok=True)
         (unfinished / "journal").mkdir(exist_ok=True)
-        checkpoint.move_after(
-            self._session.folder / "checkpoints", step, unfinished / "checkpoints"
-        )
-        self._collector.journal.move_after(step, unfinished / "journal")
-        self._run_log.rewind(step)
+        checkpoint.move_after(self.session.folder / "checkpoints", step, unfinished / "checkpoints")
+        self.collector.journal.move_after(step, unfinished / "journal")
+        run_log.rewind(step)
         os.rename(unfinished, target)
-        self._run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
+        run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
 
-    # Step 2: the checkpoint.
+    # 2. Restore the newest checkpoint.
 
     def _restore_checkpoint(self) -> None:
-        folder = self._session.folder
-        saved = checkpoint.restore(folder / "checkpoints", run_id=self._session.run_id)
+        folder = self.session.folder
+        atomic_files.sweep(folder / "checkpoints")  # removes half-written checkpoints
+        saved = checkpoint.newest(folder / "checkpoints", run_id=self.session.run_id)
         if saved is None:
             self._check_journal_start()
             return
-        try:
-            self._policy.learner.restore(saved.step, saved.tensors)
-        except ValueError as error:
-            raise JournalError(
-                f"checkpoint of step {saved.step} in {folder} does not fit ({error}); "
-                "choose another --run.name, or the model and optimizer it was made with"
-            ) from None
-        base, own_base = saved.progress.get("adapts"), self._policy.manifest_fields.get("adapts")
-        if base != own_base:
+        remedy = "choose another --run.name, or the model and optimizer it was made with"
+        checkpoint.restore(self.policy.learner, saved, run_folder=folder, remedy=remedy)
+        saved_base = saved.progress.get("adapts")  # LoRA: digest of the base model
+        base = self.policy.manifest_fields.get("adapts")
+        if saved_base != base:
             raise JournalError(
                 f"the checkpoint in {folder} has adapters for {saved.progress.get('adapts_name')} "
-                f"({base}), but model.name is another model ({own_base}); choose another --run.name"
+                f"({saved_base}), but model.name is another model ({base}); "
+                "choose another --run.name"
             )
-        self._collector.restore(saved.progress)
-        self._checkpoints.saved_step = saved.step
-        self._checkpoints.update_progress()
+        self.collector.restore(saved.progress)
+        self.checkpoints.saved_step = saved.step
+        self.checkpoints.update_progress()
 
     def _check_journal_start(self) -> None:
         """Raise JournalError if the journal starts after step 1: a checkpoint is missing then."""
-        folder = self._session.folder / "journal"
-        next_step = self._run_log.last_step + 1  # if the journal is empty: pruned at a checkpoint
+        folder = self.session.folder / "journal"
+        # An empty journal was pruned at a checkpoint of the last step.
+        next_step = self.session.run_log.last_step + 1
         if (first := min(steps_in(folder), default=next_step)) > 1:
             raise JournalError(
                 f"{folder} begins with step {first}, and there is no checkpoint before it; put "
-                f"{self._session.folder}/checkpoints back, or delete the run to start over"
+                f"{self.session.folder}/checkpoints back, or delete the run to start over"
             )
 
-    # Step 3: the journal.
+    # 3. Train the journaled steps again.
 
     def _replay_journal(self) -> bool:
         """Train the journaled steps again, with the learning rates of the previous session.
 
-        (A change of `train.max_steps` changes the schedule.) Returns False if a stop is requested;
-        the next start replays the remaining steps. Raises JournalError if the settings changed and
-        no checkpoint can be written.
+        A change of `train.max_steps` changes the learning rates of new steps only. Returns False if
+        a stop is requested; the next start replays the remaining steps. Raises JournalError if the
+        settings changed and no checkpoint can be written.
         """
-        schedule = build.learning_rate_schedule(self._previous_config)
-        begin = self._learner.step
-        end = max(self._collector.journal.steps(), default=begin)
-        with self._run_log.progress("replaying", end - begin) as progress:
+        learner, run_log = self.policy.learner, self.session.run_log
+        learning_rate = build.learning_rate_schedule(self.previous_config)
+        begin = learner.step
+        end = max(self.collector.journal.steps(), default=begin)
+        with run_log.progress("replaying", end - begin) as progress:
             while load_journaled_batch(
-                self._collector, self._session, self._learner.step + 1, self._policy.vocab_size
+                self.collector, self.session, learner.step + 1, self.policy.vocab_size
             ):
-                if self._learner.step >= self._previous_config.train.max_steps:
+                if learner.step >= self.previous_config.train.max_steps:
                     break  # a complete batch after the previous last step: train it as a new step
-                if self._session.stop.requested:
+                if self.session.stop.requested:
                     return False
-                groups = self._collector.take_batch()
-                self._train_again(groups, schedule(self._learner.step + 1))
-                progress.update(self._learner.step - begin)
-        if self._previous_config != self._config:
+                self.train_again(self.collector.take_batch(), learning_rate(learner.step + 1))
+                progress.update(learner.step - begin)
+        if self.previous_config != self.session.config:
             try:
-                self._checkpoints.write()  # the old schedule is never replayed again
+                self.checkpoints.write()  # no later start needs the previous schedule
             except JournalError as error:
                 raise JournalError(
                     f"{error}; make room for it: changed settings take effect only after a "
                     "checkpoint of the steps trained so far"
                 ) from None
-            write_resolved(self._config, self._session.folder)
+            write_resolved(self.session.config, self.session.folder)
         return True
 
-    # Step 4: run log, difficulty pools and weights.
+    # 4. Update the records.
 
-    def _rewind_run_log(self, step: int) -> None:
+    def _undo_lost_steps(self, step: int) -> None:
         """Roll back recorded steps that the journal has lost; they are trained on new groups."""
-        if (last := self._run_log.last_step) > step:
-            self._run_log.rewind(step)
-            self._run_log.note(
+        run_log = self.session.run_log
+        if (last := run_log.last_step) > step:
+            run_log.rewind(step)
+            run_log.note(
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
 
     def _return_problems(self, step: int) -> None:
         """Return the configured fractions of the excluded problems to the normal pool."""
-        curriculum, seed = self._config.curriculum, self._config.run.seed + step
-        easy_fraction, hard_fraction = curriculum.easy_fraction, curriculum.hard_fraction
-        returned = self._collector.curriculum.pools.return_to_normal(
-            easy_fraction=easy_fraction, hard_fraction=hard_fraction, seed=seed
+        config = self.session.config
+        num_returned = self.collector.curriculum.pools.return_to_normal(
+            easy_fraction=config.curriculum.easy_fraction,
+            hard_fraction=config.curriculum.hard_fraction,
+            seed=config.run.seed + step,
         )
-        if returned:
-            self._run_log.event("pool_returned", problems=returned)
+        if num_returned:
+            self.session.run_log.event("pool_returned", problems=num_returned)
 
-    def _report(self, step: int, restored: int) -> None:
-        run_log, config = self._run_log, self._config
-        is_complete, replayed = step >= config.train.max_steps, step - restored
-        if is_complete:
-            run_log.note(f"run complete: {step} steps; delete {self._session.folder} to start over")
-        elif run_log.resuming:
-            run_log.note(f"resumed: step={step} checkpoint={restored} replayed={replayed}")
-        if not is_complete and not self._session.stop.requested:
+    def _report(self, step: int, restored_step: int) -> None:
+        run_log, num_replayed = self.session.run_log, step - restored_step
+        if step >= self.session.config.train.max_steps:
+            run_log.note(f"run complete: {step} steps; delete {self.session.folder} to start over")
+            return
+        if run_log.resuming:
+            run_log.note(f"resumed: step={step} checkpoint={restored_step} replayed={num_replayed}")
+        if not self.session.stop.requested:
             event = "resume" if run_log.resuming else "start"
-            run_log.event(event, step=step, checkpoint=restored, replayed=replayed)
+            run_log.event(event, step=step, checkpoint=restored_step, replayed=num_replayed)
+
+    # 5. Publish the weights.
 
     def _publish(self, step: int) -> None:
         """Publish the weights, or announce the newest version if it has them."""
-        newest = self._publishing.store.newest()
+        newest = self.publishing.store.newest()
         if (
             newest is None
-            or (newest.step, newest.lineage) != (step, self._run_log.lineage)
-            or newest.weights_id in self._collector.admission.abandoned
+            or (newest.step, newest.lineage) != (step, self.session.run_log.lineage)
+            or newest.weights_id in self.collector.admission.abandoned
         ):
-            self._publishing.publish(step)
-            self._publishing.wait()
+            self.publishing.publish(step)
+            self.publishing.wait()
         else:
-            self._publishing.announce(newest)
+            self.publishing.announce(newest)
 
 
 def load_journaled_batch(
@@ -217,22 +217,22 @@ def load_journaled_batch(
     """
     groups: list[RolloutGroup] = []
     for record in collector.journal.read(step):
-        entry = _decode(collector, session, step, record, vocab_size)
-        if isinstance(entry, DroppedGroup):
-            outcome = entry.outcome
+        group = _decode(collector, session, step, record, vocab_size)
+        if isinstance(group, DroppedGroup):
+            outcome = group.outcome
             is_new = collector.admission.ledger.settle(
-                entry.sender, entry.sequence, outcome, min_sequence=entry.min_sequence
+                group.sender, group.sequence, outcome, min_sequence=group.min_sequence
             )
         else:
-            groups.append(entry)
-            outcome = collector.admission.admit(entry, step=step)
+            groups.append(group)
+            outcome = collector.admission.admit(group, step=step)
             is_new = outcome in ADMITTED
         if not is_new:
             raise JournalError(
                 f"the checkpoint and the journal of step {step} in {session.folder} "
                 "disagree: a group is in both; move the newer of the two away"
             )
-        collector.curriculum.update(entry, outcome)
+        collector.curriculum.update(group, outcome)
     collector.restore_batch(groups)
     if not collector.is_full:
         collector.journal.check_last(step, "is missing or lacks groups")

@@ -190,13 +190,8 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
     until = earliest - 1 if first is None else first - 1
     saved = checkpoint.newest(folder / "checkpoints", run_id=run_id, until=until)
     if saved is not None:
-        try:
-            learner.restore(saved.step, saved.tensors)
-        except ValueError as error:
-            raise JournalError(
-                f"checkpoint of step {saved.step} in {folder} does not fit ({error}); "
-                "replay with the model and optimizer it was made with"
-            ) from None
+        remedy = "replay with the model and optimizer it was made with"
+        checkpoint.restore(learner, saved, run_folder=folder, remedy=remedy)
     if learner.step + 1 < earliest:
         raise JournalError(
             f"{folder}/journal begins with step {earliest} and no checkpoint fits before it; "

@@ -282,7 +282,7 @@ def test_lora_checkpoint_resumes_bit_for_bit(tmp_path: Path, dropout: str) -> No
     expected = [learner.learn(some_groups(step)).metrics["loss"] for step in (2, 3)]
     torch.manual_seed(5)  # a new process has another state
     other = build.make_learner(config, again := build.load_policy(config, models.EMBEDDED))
-    restored = checkpoint.restore(tmp_path, run_id="run")
+    restored = checkpoint.newest(tmp_path, run_id="run")
     assert restored is not None
     other.restore(restored.step, restored.tensors)
     assert [other.learn(some_groups(step)).metrics["loss"] for step in (2, 3)] == expected

@@ -328,6 +328,15 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
     assert not (opened.session.folder / "checkpoints").exists()
 
 
+def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
+    saved_by(opened, ledger=Ledger())
+    folder = opened.session.folder / "checkpoints"
+    for name in (".tmp-step_000020-99", ".trash-step_000005-99"):
+        (folder / name).mkdir()
+    opened.recover()
+    assert os.listdir(folder) == ["step_000000"]
+
+
 def test_checkpoint_of_another_model_is_refused(opened: Trainer) -> None:
     saved_by(opened, ledger=Ledger(), **{"model/model.norm.weight": torch.zeros(3)})
     with pytest.raises(JournalError, match=r"does not fit.*norm\.weight.*--run\.name"):

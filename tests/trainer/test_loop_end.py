@@ -111,7 +111,7 @@ def test_stopped_run_writes_its_plot_and_report(tmp_path: Path, stack: ExitStack
     trainer.finish()
     assert (trainer.session.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
     page = (trainer.session.folder / "report.html").read_text("utf-8")
-    assert '"status": "stopped"' in page and '"num_steps": 1,' in page
+    assert '"status": "stopped"' in page
 
 
 def test_verdict_is_printed_while_the_trainer_waits_for_groups(
