@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from peralta_zmq import wire
@@ -245,16 +246,16 @@ class BatchCollector:
         return now
 
 
+@dataclass(slots=True)
 class Curriculum:
     """Sampling state that received groups update: difficulty pools and the next sample index.
 
     The sample index numbers the samplings of a problem in the run; generators share the indices.
     """
 
-    def __init__(self, pools: DifficultyPools, run_log: RunLog) -> None:
-        self.pools = pools
-        self.next_sample_index = 0  # greater than the sample index of every received group
-        self._run_log = run_log
+    pools: DifficultyPools
+    run_log: RunLog
+    next_sample_index: int = 0  # greater than the sample index of every received group
 
     def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
         """Update the state with one group, received or read from the journal."""
@@ -263,13 +264,14 @@ class Curriculum:
         if outcome in (*ADMITTED, "filtered"):
             num_returned = self.pools.update(group.problem_id, group.mean_reward)
             if num_returned:
-                self._run_log.event("pool_refilled", problems=num_returned)
-                self._run_log.note(
+                self.run_log.event("pool_refilled", problems=num_returned)
+                self.run_log.note(
                     "no problem is left between curriculum.hard_threshold and easy_threshold; "
                     f"all {num_returned} are sampled again"
                 )
 
 
+@dataclass(slots=True)
 class Acknowledgements:
     """Announces to each live sender which of its groups are received, durable and consumed.
 
@@ -277,19 +279,16 @@ class Acknowledgements:
     a step with it has begun or it was dropped.
     """
 
-    def __init__(
-        self,
-        status: StatusPublisher,
-        admission: Admission,
-        generators: GeneratorRegistry,
-        curriculum: Curriculum,
-    ) -> None:
-        self.durable: dict[str, int] = {}  # sender -> all groups up to this sequence are durable
-        self._consumed: dict[str, int] = {}  # sender -> number of consumed groups, minus 1
-        self._groups_in_step = 0  # of the newest step
-        self.next_publish = 0.0  # monotonic seconds: earliest time of the next acknowledgement
-        self._status, self._admission = status, admission
-        self._generators, self._curriculum = generators, curriculum
+    status: StatusPublisher
+    admission: Admission
+    generators: GeneratorRegistry
+    curriculum: Curriculum
+    durable: dict[str, int] = field(default_factory=dict[str, int])
+    """Sender -> all of its groups up to this sequence are durable."""
+    consumed: dict[str, int] = field(default_factory=dict[str, int])
+    """Sender -> number of its consumed groups, minus 1."""
+    groups_in_step: int = 0  # of the newest step
+    next_publish: float = 0.0  # monotonic seconds: earliest time of the next acknowledgement
 
     def publish(
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
@@ -298,37 +297,37 @@ class Acknowledgements:
 
         `waiting`: the trainer waits for groups; `done`: the run is complete.
         """
-        ledger, live = self._admission.ledger, self._generators.live()
-        self._status.publish(
+        ledger, live = self.admission.ledger, self.generators.live()
+        self.status.publish(
             step=step,
             started_step=started_step,
             received={sender: ledger.settled(sender) for sender in live},
             durable={sender: self.durable.get(sender, -1) for sender in live},
             highest_received={sender: ledger.highest(sender) for sender in live},
-            consumed={sender: self._consumed.get(sender, -1) for sender in live},
+            consumed={sender: self.consumed.get(sender, -1) for sender in live},
             waiting=waiting,
             done=done,
-            groups_in_step=self._groups_in_step,
-            next_sample_index=self._curriculum.next_sample_index,
-            excluded=self._curriculum.pools.excluded,
+            groups_in_step=self.groups_in_step,
+            next_sample_index=self.curriculum.next_sample_index,
+            excluded=self.curriculum.pools.excluded,
         )
         seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_SECONDS * len(live) ** 2)
         self.next_publish = time.monotonic() + seconds
 
     def begin_step(self, num_groups: int) -> None:
         """Count all received groups as consumed: a step with `num_groups` of them begins."""
-        self._consumed, self._groups_in_step = self._received(), num_groups
+        self.consumed, self.groups_in_step = self._received(), num_groups
 
     def add_consumed(self, sender: str) -> None:
         """Count one dropped group as consumed."""
-        self._consumed[sender] = self._consumed.get(sender, -1) + 1
+        self.consumed[sender] = self.consumed.get(sender, -1) + 1
 
     def mark_durable(self) -> None:
         """Count all received groups as durable."""
         self.durable = self._received()
 
     def _received(self) -> dict[str, int]:
-        ledger = self._admission.ledger
+        ledger = self.admission.ledger
         return {sender: ledger.settled(sender) for sender in ledger.senders}
 
 

@@ -1,7 +1,8 @@
-"""Evaluation on the held-out problems.
+"""Evaluation of the weights on the held-out problems.
 
-The trainer evaluates the first and the last step itself; generators evaluate the steps between
-while the training continues.
+The trainer evaluates the first and the last step with its own engine, while nothing else happens.
+The generators evaluate steps between, while the training continues: the trainer announces the step
+to evaluate, and they send their answers as groups of rollouts that are not trained on.
 """
 
 from __future__ import annotations
@@ -26,59 +27,57 @@ class EvaluationCoordinator:
 
     def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
         self._session, self._held_out, self._policy = session, held_out, policy
-        self._current: Evaluation | None = None  # evaluation in progress by the generators
+        self._current: Evaluation | None = None  # in progress on the generators
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the trainer's own model, unless this step is evaluated already.
+        """Evaluate the trainer's own weights, unless this step was evaluated before.
 
         Returns False, with nothing recorded, if a stop is requested before the last answer.
         """
         config, run_log = self._session.config, self._session.run_log
-        if not run_log.has_evaluation(step):
-            problems = self._held_out.problems
-            run_log.event("evaluate", step=step)
-            with run_log.progress(f"evaluating step {step}", len(problems)) as progress:
-                answers = evaluate(
-                    self._policy.engine, self._policy.tokenizer, problems, self._held_out.reward,
-                    sampling=build.make_eval_sampling(config, seed=config.run.seed),
-                    num_generations=config.eval.rollouts_per_example,
-                    report_progress=progress.update,
-                    between_steps=self._cancel_on_stop,
-                )  # fmt: skip
-            if self._session.stop.requested:
-                return False
-            self._record(step, answers, [step])
-            run_log.event("evaluated", step=step)
+        if run_log.has_evaluation(step):
+            return True
+        problems = self._held_out.problems
+        run_log.event("evaluate", step=step)
+        with run_log.progress(f"evaluating step {step}", len(problems)) as progress:
+            answers = evaluate(
+                self._policy.engine,
+                self._policy.tokenizer,
+                problems,
+                self._held_out.reward,
+                sampling=build.make_eval_sampling(config, seed=config.run.seed),
+                num_generations=config.eval.rollouts_per_example,
+                report_progress=progress.update,
+                between_steps=self._cancel_on_stop,
+            )
+        if self._session.stop.requested:
+            return False
+        self._record(step, answers, [step])
+        run_log.event("evaluated", step=step)
         return True
 
     def request(self, step: int) -> None:
-        """Ask the generators to evaluate the weights of `step` while training continues.
+        """Request an evaluation of the weights of `step` from the generators.
 
-        The trainer itself evaluates step 0 and the last step.
+        Ignored for step 0 and the last step, which the trainer itself evaluates.
         """
         config = self._session.config
         if 0 < step < config.train.max_steps and not self._session.run_log.has_evaluation(step):
             self.abandon()
-            self._current = Evaluation(
-                step, self._held_out.problems,
-                rollouts_per_example=config.eval.rollouts_per_example,
-            )  # fmt: skip
+            num_rollouts, problems = config.eval.rollouts_per_example, self._held_out.problems
+            self._current = Evaluation(step, problems, rollouts_per_example=num_rollouts)
             self._announce()
 
     def receive(self, group: RolloutGroup) -> None:
         """Add a generator's answers to one held-out problem; record a complete evaluation."""
-        current = self._current
+        current, tokenizer = self._current, self._policy.tokenizer
         if current is None or group.evaluation_step != current.step:
             return
         if not current.expects(group.problem_id, len(group.rollouts)):
             return
-        answers = [
-            (
-                models.text_of(self._policy.tokenizer, rollout.token_ids[rollout.loss_mask]),
-                rollout.reward,
-            )
-            for rollout in group.rollouts
-        ]
+        completions = [rollout.token_ids[rollout.loss_mask] for rollout in group.rollouts]
+        texts = [models.text_of(tokenizer, token_ids) for token_ids in completions]
+        answers = list(zip(texts, group.rewards, strict=True))
         current.add(group.problem_id, answers, policy_step=group.policy_step)
         if current.complete:
             self._current = None
@@ -86,7 +85,7 @@ class EvaluationCoordinator:
         self._announce()
 
     def abandon(self) -> None:
-        """Drop an incomplete evaluation and report it."""
+        """End an incomplete evaluation of the generators and report it."""
         if (current := self._current) is not None:
             self._current = None
             self._announce()
@@ -100,25 +99,28 @@ class EvaluationCoordinator:
             self._policy.engine.cancel()
 
     def _announce(self) -> None:
-        step = self._current.step if self._current else -1
-        answered = self._current.answered if self._current else b""
+        current = self._current
+        step, answered = (current.step, current.answered) if current else (-1, b"")
         self._session.status.publish(evaluation_step=step, answered=answered)
 
     def _record(
-        self, step: int, answers: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]
+        self, step: int, results: Sequence[tuple[Problem, list[Answer]]], policy_steps: list[int]
     ) -> None:
+        """Record the answers to each problem; `policy_steps` are the steps of their weights."""
         rewards: dict[str, list[list[float]]] = {}
-        for problem, of_problem in answers:
-            rewards.setdefault(problem.task, []).append([answer.reward for answer in of_problem])
+        for problem, answers in results:
+            rewards.setdefault(problem.task, []).append([answer.reward for answer in answers])
         self._session.run_log.evaluation(
-            step, [of_problem[0] for _, of_problem in answers],
-            accuracy=fmean(answer.reward for _, of_problem in answers for answer in of_problem),
-            figures=eval_metrics(rewards), policy_steps=(min(policy_steps), max(policy_steps)),
-        )  # fmt: skip
+            step,
+            [answers[0] for _, answers in results],
+            accuracy=fmean(answer.reward for _, answers in results for answer in answers),
+            figures=eval_metrics(rewards),
+            policy_steps=(min(policy_steps), max(policy_steps)),
+        )
 
 
 def check_size(config: Config, held_out: Environments) -> None:
-    """Raise ConfigError if an announcement has fewer bits than there are examples."""
+    """Raise ConfigError for more examples than the trainer's announcement has bits."""
     num_problems = len(held_out.problems)
     if num_problems > MAX_POSITIONS and config.eval.interval < config.train.max_steps:
         raise ConfigError(

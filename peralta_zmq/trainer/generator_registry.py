@@ -1,6 +1,9 @@
 """The generators that work for the trainer: liveness, reported statistics, logprob mismatch.
 
-A sender is one start of a generator, `NAME/INCARNATION`.
+A sender is one start of a generator, `NAME/INCARNATION`; the incarnation is random bytes that each
+start draws. A sender is live until nothing was received from it for 30 s. The logprob mismatch is
+the difference between the logprobs that a generator sent and those that the trainer computes for
+the same tokens and weights; a large one means wrong weights or kernels.
 """
 
 from __future__ import annotations
@@ -15,18 +18,22 @@ from peralta_zmq.learning.step_metrics import WINDOW, Mismatch, MismatchStatisti
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.terminal import worker_info_text
 
-SILENCE_SECONDS = 30.0  # without a message until a sender counts as gone
+SILENCE_SECONDS = 30.0  # without a message until a sender is not live any more
 SAME_NAME_SECONDS = 2.0  # shorter than the restart of a generator with the same name
 FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
 # Bounds on the memory that invented sender names can fill.
 MAX_LIVE = 4096  # live senders; more are not registered
-MAX_STARTS = 64  # live senders of one name; the longest silent one is removed
-MAX_FINAL_STATUSES = 1 << 16
+MAX_STARTS = 64  # live senders of one name; a new one replaces the longest silent one
+MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
+# Fields of a generator's status that become metrics.
 STATISTICS = ("tokens_per_s", "blocked_frac", "queue_frac", "reload_s", "step", "unscored")
 
 
 class GeneratorRegistry:
-    """Registers senders, keeps their newest status in `statuses`, records join and leave events."""
+    """Registers senders and their newest status; records when they join and leave.
+
+    `statuses` has the newest status by sender, also of senders that are not live any more.
+    """
 
     def __init__(
         self,
@@ -34,13 +41,15 @@ class GeneratorRegistry:
         run_log: RunLog,
         trainer_info: Mapping[str, str],
     ) -> None:
+        """`trainer_info` describes this machine, to report how a generator's machine differs."""
         self.statuses: dict[str, wire.GeneratorStatus] = {}
-        self.keyframe_requested = False  # by a generator that cannot load the newest version
+        # A generator cannot load the newest weights from a delta and needs a whole version.
+        self.keyframe_requested = False
         # Sender of a final status -> groups that it has made, also those of earlier sessions.
         self.num_made = dict(run_log.last_reports)
         self._receiver, self._run_log, self._trainer_info = receiver, run_log, trainer_info
         self._last_message: dict[str, float] = {}  # live sender -> monotonic seconds
-        # Liveness is measured up to here: nothing is received while the trainer computes.
+        # The clock of liveness stops here while the trainer computes and receives nothing.
         self._received_until = time.monotonic()
         self._with_info: set[str] = set()  # live senders whose worker info is recorded
 
@@ -79,28 +88,25 @@ class GeneratorRegistry:
     ) -> None:
         """Register a message of a sender; record its join and its worker info once.
 
-        The info comes with the status, which may arrive after the first group.
+        `worker_info` describes the sender's machine. It comes with the status, which may arrive
+        after the first group.
         """
-        name, facts = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
-        is_new = sender not in self._last_message
-        if is_new:
-            starts = [other for other in self._last_message if other.rpartition("/")[0] == name]
+        name, fields = sender.rpartition("/")[0], {**_sender_fields(sender), "step": step}
+        if sender not in self._last_message:
+            starts = {s: at for s, at in self._last_message.items() if s.startswith(f"{name}/")}
             if len(starts) >= MAX_STARTS:
-                self._remove(min(starts, key=self._last_message.__getitem__))
+                self._remove(min(starts, key=starts.__getitem__))
             if len(self._last_message) >= MAX_LIVE:
                 return
-            self._with_info &= self._last_message.keys()
-            self._run_log.event("join", **facts, worker_info=dict(worker_info or {}))
-            live = self.live(within=SAME_NAME_SECONDS)
-            if any(other.startswith(f"{name}/") for other in live):
+            self._run_log.event("join", **fields)
+            if any(self._received_until - at < SAME_NAME_SECONDS for at in starts.values()):
                 self._run_log.note(
                     f"two generators are called {name}; if both run, give one --generator.name"
                 )
         if worker_info and sender not in self._with_info:
             self._with_info.add(sender)
+            self._run_log.event("worker_info", **fields, worker_info=dict(worker_info))
             self._run_log.note(worker_info_text(name, worker_info, trainer=self._trainer_info))
-            if not is_new:
-                self._run_log.event("worker_info", **facts, worker_info=dict(worker_info))
         self._last_message[sender] = time.monotonic()
 
     def _record_final(self, sender: str, made: int) -> None:
@@ -109,16 +115,16 @@ class GeneratorRegistry:
             self.num_made[sender] = made
             self._run_log.event("last_report", **_sender_fields(sender), made=made)
 
-    def live(self, *, within: float = SILENCE_SECONDS) -> list[str]:
-        """Senders with a message in the last `within` seconds; removes silent ones."""
-        now = self._received_until
-        silent = [s for s, at in self._last_message.items() if now - at >= SILENCE_SECONDS]
-        for sender in silent:
-            self._remove(sender)
-        return [sender for sender, at in self._last_message.items() if now - at < within]
+    def live(self) -> list[str]:
+        """Senders with a message in the last SILENCE_SECONDS; removes the silent ones."""
+        for sender, received_at in list(self._last_message.items()):
+            if self._received_until - received_at >= SILENCE_SECONDS:
+                self._remove(sender)
+        return list(self._last_message)
 
     def _remove(self, sender: str) -> None:
         del self._last_message[sender]
+        self._with_info.discard(sender)
         self._run_log.event("leave", **_sender_fields(sender))
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
@@ -143,8 +149,8 @@ class GeneratorRegistry:
 class LogprobMismatchMonitor:
     """Reports senders whose logprobs differ from the trainer's; drops their groups if configured.
 
-    `update` follows every step. `flag` follows new steps only, not replayed ones: groups that an
-    earlier session admitted stay admitted.
+    Call `update` after every step, and `flag` after new steps only, not after steps that a restart
+    trains again: groups that an earlier session admitted stay admitted.
     """
 
     def __init__(self, config: Config, run_log: RunLog, admission: Admission) -> None:
@@ -158,7 +164,7 @@ class LogprobMismatchMonitor:
         self._statistics.record(mismatch)
 
     def flag(self, *, step: int) -> None:
-        """Report each sender above the bound, once."""
+        """Report each sender above train.max_mismatch_kl, once."""
         for sender in self._statistics.flag_senders():
             name, mean = sender.rpartition("/")[0], self._statistics.flagged[sender]
             fields = {**_sender_fields(sender), "step": step, "mismatch_kl": mean}

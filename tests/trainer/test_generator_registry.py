@@ -169,7 +169,7 @@ def test_final_statuses_are_awaited_until_the_timeout(
 
 
 def infos(folder: Path) -> list[tuple[object, object]]:
-    return [(row["event"], row["worker_info"]) for row in read_rows(folder / EVENTS)]
+    return [(row["event"], row.get("worker_info")) for row in read_rows(folder / EVENTS)]
 
 
 def test_join_is_recorded_once_with_the_worker_info(
@@ -178,7 +178,7 @@ def test_join_is_recorded_once_with_the_worker_info(
     empty = opened(stack, tmp_path)
     for _ in range(3):
         empty.mark_alive("ann/00", step=1, worker_info=INFO)
-    assert infos(tmp_path) == [("join", INFO)]
+    assert infos(tmp_path) == [("join", None), ("worker_info", INFO)]
     printed = capsys.readouterr().out
     assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
 
@@ -191,13 +191,13 @@ def test_worker_info_after_the_first_group_is_recorded(
     assert "generator ann" not in capsys.readouterr().out
     empty.mark_alive("ann/00", step=1, worker_info=INFO)
     empty.mark_alive("ann/00", step=1)
-    assert infos(tmp_path) == [("join", {}), ("worker_info", INFO)]
+    assert infos(tmp_path) == [("join", None), ("worker_info", INFO)]
     assert "generator ann" in capsys.readouterr().out
 
 
 def test_each_start_of_a_generator_joins(empty: GeneratorRegistry, tmp_path: Path) -> None:
-    empty.mark_alive("ann/00", step=1, worker_info=INFO)
-    empty.mark_alive("ann/01", step=1, worker_info=INFO)
+    empty.mark_alive("ann/00", step=1)
+    empty.mark_alive("ann/01", step=1)
     assert events(tmp_path) == ["join", "join"]
 
 
