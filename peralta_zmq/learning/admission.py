@@ -1,4 +1,21 @@
-"""Admission of rollout groups to training: rejects duplicates and stale groups, counts outcomes."""
+"""Admission of rollout groups to training: which groups are trained, and what became of each.
+
+A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for an
+optimizer step; the first row that applies is the decision:
+
+    invalid     the decoder rejected the content of the message
+    abandoned   sampled from weights that a roll-back of the run has undone
+    evaluated   completions of held-out problems, for an evaluation
+    mismatched  the sender is flagged: its logprobs differ too much from the trainer's
+    stale       sampled from weights that are more than `max_off_policy_steps` steps old
+    filtered    mean reward exactly 0 or 1, with `online_difficulty_filtering`
+    no_signal   in the batch, but all rewards are equal, so every advantage is 0
+    trained     in the batch
+
+A duplicate is dropped without a new decision. A lost group never arrived, and its sender will not
+send it again. A sender is one start of one generator; it numbers its groups 0, 1, ...: the
+sequence. A group is settled when it has one of these outcomes; `Ledger` records them.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +26,89 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from peralta_zmq.rollout import RolloutGroup
 
-Outcome: TypeAlias = Literal[
-    "trained", "no_signal", "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid",
-    "lost",
-]  # fmt: skip
+Admitted: TypeAlias = Literal["trained", "no_signal"]  # in the batch
+Dropped: TypeAlias = Literal[
+    "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid", "lost"
+]
+Outcome: TypeAlias = Admitted | Dropped
 AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
-OUTCOMES: tuple[str, ...] = get_args(Outcome)
-ADMITTED = ("trained", "no_signal")  # in the batch; no_signal: all rewards of the group are equal
-MAX_ABOVE = 1024  # settled sequences above a gap per sender; bounds memory when sequences jump
-MAX_ABOVE_ALL = 1 << 17  # limit of the sum over all senders; about 100 bytes per sequence
-MAX_SENDERS = 1 << 16  # generator starts in memory; the least recently active is dropped first
+ADMITTED: tuple[str, ...] = get_args(Admitted)
+OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
+MAX_ABOVE = 1024  # settled sequences above a gap, per sender; bounds memory if sequences jump
+MAX_ABOVE_ALL = 1 << 17  # settled sequences above a gap, all senders; about 100 bytes each
+MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decides which groups are trained, and records every decision in the ledger."""
+
+    max_off_policy_steps: int
+    online_difficulty_filtering: bool = False
+    """Drop groups whose mean reward is exactly 0 or 1."""
+    ledger: Ledger = field(default_factory=lambda: Ledger())
+    abandoned: set[str] = field(default_factory=set[str])
+    """weights_ids of the weights that a roll-back has undone."""
+    flagged: set[str] = field(default_factory=set[str])
+    """Senders whose logprob mismatch exceeds the configured bound."""
+    duplicates: int = 0  # groups received again
+
+    def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
+        """Decide on the group for optimizer step `step`, and settle it in the ledger."""
+        decision = self._decide(group, step)
+        sequence, min_sequence = group.sequence, group.min_sequence
+        if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
+            return decision
+        self.duplicates += 1
+        return "duplicate"
+
+    def _decide(self, group: RolloutGroup, step: int) -> Outcome:
+        """The first outcome whose condition holds."""
+        # Weights of step `step` or later do not exist yet, unless a roll-back has undone them.
+        is_abandoned = group.newest_step >= step or group.weights_id in self.abandoned
+        conditions: dict[Outcome, bool] = {
+            "invalid": not group.rollouts,
+            "abandoned": is_abandoned,
+            "evaluated": group.evaluation_step >= 0,
+            "mismatched": group.sender in self.flagged,
+            "stale": staleness(group, step=step) > self.max_off_policy_steps,
+            "filtered": self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0),
+            "no_signal": not group.has_signal,
+            "trained": True,
+        }
+        return next(outcome for outcome, holds in conditions.items() if holds)
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Optimizer steps between the oldest weights of the group and those that `step` updates."""
+    """Age in steps of the oldest weights in the group when optimizer step `step` trains it.
+
+    0 if they are the newest weights, those of `step` - 1.
+    """
     return max(0, step - 1 - group.policy_step)
 
 
 class Ledger:
-    """The settled groups of each sender (one start of one generator), and their outcomes.
+    """The settled groups of each sender, and the number of groups with each outcome.
 
-    Per sender, all sequences up to `settled(sender)` are settled, and some above a gap. Every
-    settled group has exactly one outcome, so the outcomes sum to `total`.
+    Groups can arrive out of order: of each sender, all sequences up to `settled(sender)` are
+    settled, and possibly some larger ones above a gap. Every settled group has exactly one outcome,
+    so the outcomes sum to `total`.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
-        saved = saved or {"senders": {}, "outcomes": {}}
+        saved = saved or {"senders": {}, "outcomes": {}, "forgotten": 0}
         senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
-        self._forgotten = int(saved.get("forgotten", 0))  # groups of senders dropped from memory
-        # Both dicts are ordered by activity, the least recently active sender first; `_above` has
-        # only senders with a gap.
+        self._forgotten = int(saved["forgotten"])  # settled groups of senders that were dropped
+        # By sender, the least recently active one first: the sequence up to which all groups are
+        # settled, and the settled sequences above the gap (only of senders with a gap).
         self._settled = {sender: settled for sender, (settled, _) in senders.items()}
         self._above = {sender: set(above) for sender, (_, above) in senders.items() if above}
 
     def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
-        """Settle a group with this outcome; False if it was settled before.
+        """Settle a group with this outcome; False, with nothing changed, for a settled group.
 
-        The sender sends nothing below `min_sequence` any more: missing groups there are lost.
+        The sender sends no group below `min_sequence` any more, so missing ones become lost.
         """
         settled, above = self.settled(sender), self._above.get(sender, set())
         if sequence <= settled or sequence in above:
@@ -62,7 +124,7 @@ class Ledger:
         while settled + 1 in above:
             settled += 1
             above.remove(settled)
-        self._settled.pop(sender, None)  # moves it to the end of the order
+        self._settled.pop(sender, None)  # to re-insert it as the most recently active
         self._settled[sender] = settled
         self._above.pop(sender, None)
         if above:
@@ -72,7 +134,7 @@ class Ledger:
 
     @property
     def made(self) -> int:
-        """Groups that the senders have made, up to the highest sequence received from each."""
+        """Groups that the senders have produced: up to the highest sequence settled of each."""
         return self._forgotten + sum(self.highest(sender) + 1 for sender in self._settled)
 
     def settled(self, sender: str) -> int:
@@ -109,7 +171,7 @@ class Ledger:
         return sum(map(len, self._above.values()))
 
     def _limit_memory(self) -> None:
-        """Close the gaps of the least recent sender, or forget it, if a limit is exceeded."""
+        """Above a limit, close the gap of the least recently active sender, or drop the sender."""
         if self._num_above() > MAX_ABOVE_ALL:
             oldest = next(iter(self._above))
             above = self._above.pop(oldest)
@@ -122,42 +184,3 @@ class Ledger:
     def _count_lost(self, count: int) -> None:
         if count:  # a zero would appear in checkpoints and metrics
             self.outcomes["lost"] += count
-
-
-@dataclass(slots=True)
-class Admission:
-    """Decides which groups are trained, and records every decision in the ledger."""
-
-    max_off_policy_steps: int
-    online_difficulty_filtering: bool = False
-    """Drop groups whose mean reward is exactly 0 or 1."""
-    ledger: Ledger = field(default_factory=Ledger)
-    abandoned: set[str] = field(default_factory=set[str])
-    """weights_ids that a roll-back abandoned; groups sampled from them are not trained."""
-    flagged: set[str] = field(default_factory=set[str])
-    """Senders whose logprob mismatch is above the bound; their groups are not trained."""
-    duplicates: int = 0
-
-    def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
-        """Decide on the group for optimizer step `step`, and settle it in the ledger."""
-        decision = self._decide(group, step)
-        sequence, min_sequence = group.sequence, group.min_sequence
-        if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
-            return decision
-        self.duplicates += 1
-        return "duplicate"
-
-    def _decide(self, group: RolloutGroup, step: int) -> AdmissionDecision:
-        if not group.rollouts:
-            return "invalid"  # the decoder rejected its content
-        if group.newest_step >= step or group.weights_id in self.abandoned:
-            return "abandoned"
-        if group.evaluation_step >= 0:
-            return "evaluated"
-        if group.sender in self.flagged:
-            return "mismatched"
-        if staleness(group, step=step) > self.max_off_policy_steps:
-            return "stale"
-        if self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0):
-            return "filtered"
-        return "trained" if group.has_signal else "no_signal"

@@ -23,7 +23,6 @@ from statistics import fmean
 
 import numpy as np
 
-from peralta_zmq.errors import UserCodeError
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
@@ -35,16 +34,13 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 def advantages_of(
     groups: Sequence[RolloutGroup], advantage: AdvantageFunction
 ) -> list[list[float]]:
-    """Compute the advantages of each group's rollouts.
-
-    Raises UserCodeError if the function does not return one finite number per rollout.
-    """
+    """Compute the advantages of each group's rollouts."""
     rewards = [group.rewards for group in groups]
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
     option = inspect.signature(advantage).parameters.get("group_adv_norm")
     if option is None or option.default:
-        return [_checked(advantage, r, n) for r, n in zip(rewards, lengths, strict=True)]
-    advantages = iter(_checked(advantage, [*chain(*rewards)], [*chain(*lengths)]))
+        return list(map(advantage, rewards, lengths))
+    advantages = iter(advantage([*chain(*rewards)], [*chain(*lengths)]))
     return [list(islice(advantages, len(group))) for group in rewards]
 
 
@@ -94,26 +90,6 @@ def token_whitening(
 def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:
     weighted = (value * length for value, length in zip(values, lengths, strict=True))
     return math.fsum(weighted) / sum(lengths)
-
-
-def _checked(
-    advantage: AdvantageFunction, rewards: Sequence[float], lengths: Sequence[int]
-) -> list[float]:
-    advantages = advantage(rewards, lengths)
-    function = getattr(advantage, "func", advantage)
-    name = f"advantage '{function.__module__}.{function.__qualname__}'"
-    if len(advantages) != len(rewards):
-        raise UserCodeError(
-            f"{name} returned {len(advantages)} advantages for {len(rewards)} rewards; "
-            "return one for each, in their order"
-        )
-    for value in advantages:
-        if not math.isfinite(value):
-            raise UserCodeError(
-                f"{name} returned the advantage {value} for the rewards "
-                f"{list(rewards)!r:.200}; return finite numbers"
-            )
-    return advantages
 
 
 # Filters

@@ -27,7 +27,7 @@ from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning.advantages import AdvantageFunction, Filter, apply_filters
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.learning.losses import TokenLoss, Tokens, call_loss, name_of
+from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import (
     Batch,
     Oversize,
@@ -287,8 +287,7 @@ def take_step(
     The loss divides by the totals of all micro-batches, so the split into micro-batches and ranks
     does not change the gradient. All ranks skip a step whose gradient norm is not finite.
     Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those of the loss.
-    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`. Raises
-    ConfigError when the loss does not return a scalar and a dict of scalars.
+    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`.
     """
     step_tokens, step_sequences, num_batches = _totals(batches, ranks)
     sums: dict[str, float] = {}
@@ -315,7 +314,7 @@ def take_step(
             teacher_logprobs=batch.teacher_logprobs,
             entropy=entropy,
         )
-        value, loss_metrics = call_loss(loss, tokens)
+        value, loss_metrics = loss(tokens)
         value.backward()
         summands = {
             "entropy": estimate_entropy(tokens),  # replaced by a loss that computes it
@@ -373,7 +372,8 @@ def _skip_reason(loss: TokenLoss, value: float, num_not_finite: float) -> str:
         return f"{num_not_finite:.0f} logprobs of the policy are not finite"
     if not math.isfinite(value):
         return f"the loss is {value} although every logprob of the policy is finite"
-    return f"the gradient of loss '{name_of(loss)}' is not finite although its value is {value:.6g}"
+    name = getattr(getattr(loss, "func", loss), "__name__", "loss")
+    return f"the gradient of loss '{name}' is not finite although its value is {value:.6g}"
 
 
 def _mean_metrics(updates: Sequence[StepResult]) -> dict[str, float]:

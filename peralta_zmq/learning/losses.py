@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,26 +59,6 @@ class Tokens:
 
 Metrics: TypeAlias = dict[str, Tensor]
 TokenLoss: TypeAlias = Callable[[Tokens], tuple[Tensor, Metrics]]
-
-
-def call_loss(loss: TokenLoss, tokens: Tokens) -> tuple[Tensor, Metrics]:
-    """Call a loss, which may be a user's function. Raises ConfigError for an invalid result."""
-    name = name_of(loss)
-    result = cast("object", loss(tokens))
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise ConfigError(f"loss '{name}' must return a scalar and a dict of metrics")
-    value, metrics = cast("tuple[object, dict[str, object]]", result)
-    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
-        raise ConfigError(f"loss '{name}' must return a scalar that depends on tokens.logprobs")
-    for metric, number in metrics.items():
-        if not isinstance(number, Tensor) or number.ndim:
-            raise ConfigError(f"metric '{metric}' of loss '{name}' must be a scalar tensor")
-    return value, cast("Metrics", metrics)
-
-
-def name_of(loss: TokenLoss) -> str:
-    """Name of the loss function, without the options bound to it."""
-    return getattr(getattr(loss, "func", loss), "__name__", "loss")
 
 
 # Losses

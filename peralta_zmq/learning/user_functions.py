@@ -8,17 +8,19 @@ previous steps. The losses, advantages and filters of this package are called di
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from peralta_zmq.errors import PeraltaError, UserCodeError, described
+from peralta_zmq.learning.losses import Metrics, Tokens
 
 FunctionKind: TypeAlias = Literal["loss", "advantage", "filter"]
 
@@ -73,24 +75,44 @@ def _exit_after_timeout(function: str) -> Generator[None]:
         timer.cancel()
 
 
-def _check_loss(name: str, result: Any, tokens: Any) -> Any:
-    """The result of a loss. Raises UserCodeError if it is not finite although all logprobs are."""
-    value = result[0] if isinstance(result, tuple) and result else result
-    if (
-        isinstance(value, torch.Tensor)
-        and not bool(value.isfinite().all())
-        and bool(tokens.logprobs.isfinite().all())
-    ):
+def _check_loss(name: str, result: Any, tokens: Tokens) -> tuple[Tensor, Metrics]:
+    """The scalar and the metrics of a loss. Raises UserCodeError for any other result."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise UserCodeError(f"loss '{name}' must return a scalar and a dict of metrics")
+    value, metrics = cast("tuple[object, dict[str, object]]", result)
+    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+        raise UserCodeError(f"loss '{name}' must return a scalar that depends on tokens.logprobs")
+    for metric, number in metrics.items():
+        if not isinstance(number, Tensor) or number.ndim:
+            raise UserCodeError(f"metric '{metric}' of loss '{name}' must be a scalar tensor")
+    if not value.isfinite() and bool(tokens.logprobs.isfinite().all()):
         raise UserCodeError(
-            f"loss '{name}' returned {value.tolist()} although all logprobs are finite; "
+            f"loss '{name}' returned {value.item()} although all logprobs are finite; "
             "fix the function"
         )
-    return result
+    return value, cast("Metrics", metrics)
 
 
-def _check_advantages(name: str, result: Any, *_: object) -> list[float]:
-    """The advantages as a list; the function may return an array or a tensor."""
-    return [float(advantage) for advantage in result]
+def _check_advantages(
+    name: str, result: Any, rewards: Sequence[float], lengths: Sequence[int]
+) -> list[float]:
+    """The advantages as a list; the function may return an array or a tensor.
+
+    Raises UserCodeError unless they are one finite number per reward.
+    """
+    advantages = [float(advantage) for advantage in result]
+    if len(advantages) != len(rewards):
+        raise UserCodeError(
+            f"advantage '{name}' returned {len(advantages)} advantages for {len(rewards)} rewards; "
+            "return one for each, in their order"
+        )
+    for advantage in advantages:
+        if not math.isfinite(advantage):
+            raise UserCodeError(
+                f"advantage '{name}' returned the advantage {advantage} for the rewards "
+                f"{list(rewards)!r:.200}; return finite numbers"
+            )
+    return advantages
 
 
 def _check_filter(name: str, result: Any, *_: object) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from sample_data import group_of
 
-from peralta_zmq.errors import UserCodeError
 from peralta_zmq.learning.advantages import (
     advantages_of,
     group_mean,
@@ -114,24 +113,3 @@ def test_whitening_with_group_adv_norm_normalizes_per_group() -> None:
     first, second = advantages_of(GROUPS, whiten)
     assert first == pytest.approx([1, -1])
     assert second == pytest.approx([2**0.5, -(2**0.5), 0])
-
-
-def no_number(rewards: Any, lengths: Any) -> list[float]:
-    return [math.nan] * len(rewards)
-
-
-def too_few(rewards: Any, lengths: Any, *, shown: int = 1) -> list[float]:
-    return [0.0] * shown
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (no_number, "no_number' returned the advantage nan for the rewards"),
-        (too_few, "too_few' returned 1 advantages for 2 rewards"),
-        (functools.partial(too_few, shown=4), "too_few' returned 4 advantages for 2 rewards"),
-    ],
-)
-def test_invalid_advantages_error_names_the_function(function: Any, words: str) -> None:
-    with pytest.raises(UserCodeError, match=words):
-        advantages_of(GROUPS, function)
