@@ -13,30 +13,40 @@ only. Any process can be killed and restarted alone.
     |       <== announcements (PUB/SUB: step, weight version, acknowledgements) == |
     '-- apply <- verify <- newest STABLE <-- weights/step_N/ {model, manifest, STABLE} <-- publish
 
-Files in the order in which a rollout passes through them, about an hour of reading:
+From sampling to the loss, in the order in which a rollout passes; about an hour of reading. These
+files are enough: a folder, and a file named in parentheses, does what its line says.
 
-    rollout.py              data types: Problem, Completion, Rollout, RolloutGroup
-    generator/loop.py       choose problems, sample, score, send
-    generator/trainer_connection.py  send groups and resend them until they are journaled
-    wire/messages.py        encode, decode and validate a group
-    wire/sockets.py         send and receive groups
-    trainer/collector.py    admit or drop groups, journal and acknowledge them
-    learning/admission.py   decide whether a group is stale, a duplicate, without signal
-    trainer/loop.py         collect a batch, learn, publish, record, save
-    learning/learner.py     one step: filter, pack, logprobs, loss, backward, optimizer
-    learning/advantages.py  filters, and advantages from rewards
-    learning/packing.py     groups -> prefix trees and micro-batches
-    models/scoring.py       logprobs of packed tokens: the forward pass
-    learning/losses.py      loss functions
+    rollout.py               data types: Problem, Completion, Rollout, RolloutGroup
+    generator/loop.py        choose a problem, sample K completions, score them, send one group
+    engines/                 sample tokens with their logprobs; new weights apply between tokens
+    environments/            problems, and reward functions with a timeout
+    generator/trainer_connection.py  resend each group until the trainer has it on disk
+    wire/messages.py         a group as one msgpack frame (message_fields.py checks each field)
+    wire/sockets.py          ZeroMQ PUSH/PULL; an invalid message is counted and dropped
+    trainer/collector.py     admit a group or drop it; append it to the write-ahead log (journal.py)
+    learning/admission.py    the decision: duplicate, stale, abandoned, without signal, or trained
+    trainer/loop.py          per step: collect a batch, learn, publish weights, record, checkpoint
+    learning/learner.py      per step: pack, reference logprobs, loss, backward, optimizer update
+    learning/advantages.py   filters, and advantages from the rewards of a group
+    learning/packing.py      groups -> prefix trees (store a shared prompt once) -> micro-batches
+    models/scoring.py        forward pass over prefix trees: one logprob per generated token
+    learning/losses.py       loss functions; a new one is a function here and a line in registry.py
 
-The way back of the weights: weights/publisher.py, weights/store.py, weights/subscriber.py and
-generator/weight_sync.py. registry.py lists the plug-ins; build.py makes objects from the settings.
+Other questions:
+
+    how weights return       weights/version_writer.py writes a version, store.py marks it STABLE,
+                             loader.py verifies it, generator/weight_sync.py loads it in place
+    what happens on restart  trainer/recovery.py: newest checkpoint, then the journal
+    where settings go        config/ reads them, build.py makes objects from them
+    how to extend it         registry.py: protocols and names of tasks, engines, losses, filters
+    how runs are watched     observe/: metrics, terminal, dashboard, the bottleneck in one sentence
+    how runs are started     bin/, operate/: on this machine or over ssh; bin/doctor checks machines
 
 Layers (tests/test_layers.py); a module imports its own package and the layers named:
 
     0 types    rollout errors atomic_files http_server: standard library and numpy
     1 leaves   config registry wire weights models learning environments observe: layer 0
-    2 engines  layer 0 and models
+    2 engines  layer 0, models, registry (for the protocol of an engine)
     3 build    layers 0 to 2
     4 loops    generator, trainer: layers 0 to 3, never each other
     5 outside  operate and the programs in bin/: types, config, observe, wire; the rest lazily

@@ -103,8 +103,7 @@ def load_policy(config: Config, folder: Path) -> models.Model:
         lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
         if section.dropout:
             torch.manual_seed(config.run.seed)  # a resumed run restores the state of a checkpoint
-        trained = lora.trained_parameters(model).values()
-        num_trained = sum(parameter.numel() for parameter in trained)
+        num_trained = sum(tensor.numel() for tensor in lora.trained_parameters(model).values())
         logger.info("lora rank=%d trained=%d", section.rank, num_trained)
     return model
 
@@ -325,8 +324,7 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
     """
     if config.eval.rollouts_per_example > 1:
         return make_sampling(config, seed=seed)
-    length = config.sampling.max_completion_length
-    return Sampling(temperature=0.0, max_completion_length=length)
+    return Sampling(temperature=0.0, max_completion_length=config.sampling.max_completion_length)
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:

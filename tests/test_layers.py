@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tools.structure import ROLLOUT_PATH
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
@@ -120,6 +123,15 @@ def is_forbidden(module: str, imported: Import) -> bool:
 def test_top_level_has_the_documented_entries() -> None:
     entries = {path.stem for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"}
     assert entries == {"__init__", "build", "engines", "operate"} | TYPES | LEAVES | LOOPS
+
+
+def test_reading_list_is_the_measured_path_of_a_rollout() -> None:
+    text = ast.get_docstring(TREES["__init__"]) or ""
+    text = text.partition("a rollout passes")[2].partition("Other questions")[0]
+    listed = re.findall(r"^    (\S+?)/?  +\S", text, re.MULTILINE)
+    assert tuple(listed) == ROLLOUT_PATH
+    assert all((ROOT / PACKAGE / path).exists() for path in ROLLOUT_PATH)
+    assert len(ROLLOUT_PATH) <= 15
 
 
 def test_modules_import_only_lower_layers() -> None:
