@@ -34,7 +34,7 @@ from peralta_zmq.engines.native import NativeEngine, decoder, linears
 from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Int32Array, Request, Sampling
-from peralta_zmq.weights.tensors import MappedTensors, check_finite
+from peralta_zmq.weights.tensor_set import MappedTensors, check_finite
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform

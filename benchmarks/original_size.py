@@ -33,7 +33,7 @@ from peralta_zmq.engines.native import NativeEngine
 from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.tensors import check_finite
+from peralta_zmq.weights.tensor_set import check_finite
 from peralta_zmq.weights.version import Version
 from peralta_zmq.weights.version_writer import VersionWriter
 

@@ -14,7 +14,7 @@ from peralta_zmq.weights.publisher import WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS, Version
 from peralta_zmq.weights.version_writer import PublishReport
 

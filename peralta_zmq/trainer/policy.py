@@ -25,7 +25,7 @@ from peralta_zmq.observe.run_log import published_weights
 from peralta_zmq.rollout import Problem
 from peralta_zmq.trainer.ranks import PolicyLearner, lead_ranks
 from peralta_zmq.trainer.session import Session
-from peralta_zmq.weights import tensors as sets
+from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.pruning import Retention
 from peralta_zmq.weights.publisher import WeightPublisher
@@ -234,9 +234,9 @@ def export_adapter(config: Config, folder: Path, model_folder: Path, model: mode
     `model_folder` is that of the base model. Replaces an earlier export. Raises OSError.
     """
     dtype = models.DTYPES[config.weights.dtype]
-    adapter = sets.copy_set(lora.published_weights(model), dtype)
+    adapter = tensor_set.copy_set(lora.published_weights(model), dtype)
     companions, manifest_fields = companion_files(config, model_folder, model)
-    files = {lora.WEIGHTS_FILE: sets.file_of(adapter, {}), **companions}
+    files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
     atomic_files.remove_folder(folder / "adapter")
     atomic_files.write_folder(folder / "adapter", files, manifest_fields)
     return write_merged(
@@ -256,8 +256,8 @@ def write_merged(
 
     Copies config and tokenizer from `model_folder`. Raises OSError.
     """
-    merged = sets.copy_set(lora.MergedWeights(base, adapter), dtype)
-    files = {WEIGHTS: sets.file_of(merged, {}), **models.companion_files(model_folder)}
+    merged = tensor_set.copy_set(lora.MergedWeights(base, adapter), dtype)
+    files = {WEIGHTS: tensor_set.file_of(merged, {}), **models.companion_files(model_folder)}
     atomic_files.remove_folder(target)
     atomic_files.write_folder(target, files, {})
     return target

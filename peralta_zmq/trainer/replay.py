@@ -27,7 +27,7 @@ from peralta_zmq.trainer.policy import write_merged
 from peralta_zmq.trainer.session import run_id_of
 from peralta_zmq.weights.replica import export_step, load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
-from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS
 
 USAGE = """\

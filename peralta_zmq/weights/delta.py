@@ -23,7 +23,7 @@ import zstandard
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from peralta_zmq.weights.tensors import CHUNK, specs_of
+from peralta_zmq.weights.tensor_set import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # END: a name of length 0
 LEVEL = 1

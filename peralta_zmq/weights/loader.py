@@ -16,7 +16,7 @@ import torch
 
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import ChainError, StoreError
-from peralta_zmq.weights import tensors as sets
+from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
@@ -158,7 +158,7 @@ class VersionLoader:
         """The version in the replica; StoreError and a quarantine if a weight is not finite."""
         tensors = self.replica.tensors()
         try:
-            sets.check_finite(tensors)
+            tensor_set.check_finite(tensors)
         except ValueError as error:
             self._store.quarantine(version)
             raise StoreError(f"version {version.number}: {error}") from None

@@ -20,8 +20,7 @@ from pathlib import Path
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights import delta
-from peralta_zmq.weights import tensors as sets
+from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
@@ -37,9 +36,9 @@ class LocalReplica:
         self.version: Version | None = None
         self.mapped = False  # by a model; then the weights file must be replaced, not patched
 
-    def tensors(self) -> sets.MappedTensors:
+    def tensors(self) -> tensor_set.MappedTensors:
         """Views of the weights file; their values change when a delta is applied."""
-        return sets.MappedTensors(self.folder / WEIGHTS)
+        return tensor_set.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
         """The version that an earlier process left here; None if its weights do not verify."""
@@ -48,7 +47,7 @@ class LocalReplica:
             stable = hashlib.sha256(text).hexdigest().encode()
             manifest = atomic_files.parse_manifest(text, stable=stable, where=STATE)
             version = Version.from_manifest(Path(folder_name(manifest.about["number"])), manifest)
-            if sets.digest_of(self.tensors()) == version.field("result"):
+            if tensor_set.digest_of(self.tensors()) == version.field("result"):
                 self.version = version
         return self.version
 
@@ -119,17 +118,17 @@ class LocalReplica:
         """Apply a fetched delta or keyframe; returns the crc32 of each tensor."""
         if link.kind == "delta":
             chunks = atomic_files.read_chunks(fetched / DELTA)
-            target = sets.MappedTensors(self.folder / WEIGHTS, writable=True)
+            target = tensor_set.MappedTensors(self.folder / WEIGHTS, writable=True)
             return delta.apply(delta.reader_of(chunks), target)
         for file in fetched.iterdir():
             os.replace(file, self.folder / file.name)
-        return sets.checksums_of(self.tensors())
+        return tensor_set.checksums_of(self.tensors())
 
     def _check(self, link: Version, checksums: Mapping[str, int]) -> None:
         specs = self.tensors().specs
-        if link.field("model") not in (None, sets.fingerprint(specs)):
+        if link.field("model") not in (None, tensor_set.fingerprint(specs)):
             raise ValueError("the weights are of another model than the manifest names")
-        if link.field("result") not in (None, sets.set_digest(checksums, specs)):
+        if link.field("result") not in (None, tensor_set.set_digest(checksums, specs)):
             raise ValueError("the weights do not have the digest in the manifest")
 
 

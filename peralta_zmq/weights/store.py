@@ -23,8 +23,7 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, GoneError, StoreError
-from peralta_zmq.weights import delta
-from peralta_zmq.weights import tensors as sets
+from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.version import (
     DELTA,
@@ -128,16 +127,19 @@ class WeightStore:
         fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
         StoreError if the backend is missing, full or read-only; nothing partial remains.
         """
-        specs = sets.specs_of(tensors)
+        specs = tensor_set.specs_of(tensors)
         try:
             if (run_id := self.run_id) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
-            free, needed = self.backend.free_bytes(), MIN_FREE_VERSIONS * sets.file_size(specs)
+            free, needed = (
+                self.backend.free_bytes(),
+                MIN_FREE_VERSIONS * tensor_set.file_size(specs),
+            )
             if free < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
             number = max([step, *(used + 1 for used in self.numbers())])  # never a used number
             identity = {"format": FORMAT, "run_id": run_id, "number": number, "step": step}
-            fields = {**(about or {}), **identity, "model": sets.fingerprint(specs)}
+            fields = {**(about or {}), **identity, "model": tensor_set.fingerprint(specs)}
             failpoint("publish.identity")
             version = _write_version(self.backend, fields, tensors, companions, base, stream)
         except OSError as error:
@@ -276,20 +278,20 @@ def _write_version(
 ) -> Version:
     """Write a delta to `base` if possible and small enough, else a keyframe."""
     checksums: dict[str, int] = {}  # crc32 of each tensor, filled while the weights are written
-    specs = sets.specs_of(tensors)
+    specs = tensor_set.specs_of(tensors)
     name = folder_name(fields["number"])
 
     def write(files: Mapping[str, Content], **more: str | int | None) -> Version:
         def about() -> dict[str, Any]:  # called when all files are written
-            return {**fields, **more, "result": sets.set_digest(checksums, specs)}
+            return {**fields, **more, "result": tensor_set.set_digest(checksums, specs)}
 
         manifest = backend.write_folder(name, files, about)
         return Version.from_manifest(backend.path(name), manifest)
 
-    if base is not None and sets.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
+    if base is not None and tensor_set.specs_of(base[1]) == specs and not delta.unsuitable(tensors):
         parent, parent_tensors = base
         pieces = _at_most(
-            int(MAX_DELTA_SHARE * sets.file_size(specs)),
+            int(MAX_DELTA_SHARE * tensor_set.file_size(specs)),
             delta.encode(parent_tensors, tensors, checksums),
         )
         with contextlib.suppress(_DeltaTooLargeError):
@@ -300,7 +302,7 @@ def _write_version(
                 depth=parent.depth + 1,
                 base=parent.field("result"),
             )
-    pieces = stream(sets.file_of(tensors, checksums))
+    pieces = stream(tensor_set.file_of(tensors, checksums))
     return write({WEIGHTS: pieces, **companions}, kind="keyframe")
 
 

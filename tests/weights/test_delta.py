@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.weights import entropy_bits
-from peralta_zmq.weights import delta, tensors
-from peralta_zmq.weights.tensors import checksums_of
+from peralta_zmq.weights import delta, tensor_set
+from peralta_zmq.weights.tensor_set import checksums_of
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0x7FFF, 0xFFFF, 0xFFC1, 0x0001, 0x8001, 0x7F7F]
 PATTERNS = st.sampled_from(SPECIAL) | st.integers(0, 0xFFFF)
@@ -211,7 +211,7 @@ def test_memory_of_encode_and_apply_is_bounded() -> None:
     old = {"w": torch.randn(40 << 20, generator=random).bfloat16()}  # 80 MiB
     new = {"w": old["w"].clone()}
     new["w"][::25] *= 1.01
-    assert tensors.CHUNK <= 1 << 20
+    assert tensor_set.CHUNK <= 1 << 20
     tracemalloc.start()
     size = sum(len(piece) for piece in delta.encode(old, new, {}))
     pieces = delta.encode(old, new, {})

@@ -16,7 +16,7 @@ from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica, export_step, load_version
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.tensors import MappedTensors
+from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
 
 

@@ -19,7 +19,7 @@ from peralta_zmq.weights.loader import PendingWeights
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.tensors import CHUNK, check_finite
+from peralta_zmq.weights.tensor_set import CHUNK, check_finite
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
 
 NEVER = 1e9  # seconds
