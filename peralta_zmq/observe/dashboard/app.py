@@ -21,7 +21,7 @@ import mimetypes
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,6 @@ SERVER_OPTIONS: dict[
     "timeout_graceful_shutdown": 1,
 }
 COOKIE = "peralta_token"
-MAX_CURSOR = 200  # characters
 NUM_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Dashboard:
         """Serve in a daemon thread; an exception there is logged and ends only the thread."""
         thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
         thread.start()
-        self._thread = thread  # stays None if start() raises: close() cannot join that thread
+        self._thread = thread  # stays None if start() raises, because close() could not join it
 
     def run(self) -> None:
         """Serve in this thread until a signal."""
@@ -135,49 +134,74 @@ class Dashboard:
 
 def make_app(runs: Sequence[RunFiles], *, host: str, token: str | None) -> ASGIApp:
     """Return the ASGI application for `runs`, with access control for a server on `host`."""
+    api = Api(runs)
+    routes = [
+        Route("/api/runs", api.names),
+        Route("/api/runs/{number:int}", api.update),
+        Route("/api/runs/{number:int}/samples", api.samples),
+        Route("/metrics", api.metrics),
+        Route("/healthz", api.health),
+        *(Route(path, response) for path, response in _static_files().items()),
+    ]
+    app = Starlette(routes=routes, exception_handlers={Exception: api.failure})
+    return AccessControl(app, host=host, token=token)
 
-    def run_of(request: Request) -> RunFiles:
-        number = int(request.path_params["number"])
-        if number >= len(runs):
-            raise HTTPException(404, "no such run")
-        runs[number].refresh()
-        return runs[number]
 
-    async def names(request: Request) -> Response:
-        return _json({"runs": [run.name for run in runs]})
+class Api:
+    """Responses computed from the files of the runs."""
 
-    async def update(request: Request) -> Response:
-        cursor = request.query_params.get("cursor", "")[:MAX_CURSOR]
-        return _json(view.update(run_of(request), cursor=cursor, now=time.time()))
+    def __init__(self, runs: Sequence[RunFiles]) -> None:
+        self._runs = runs
+        self._logged: set[str] = set()  # types of exceptions
 
-    async def samples(request: Request) -> Response:
+    async def names(self, request: Request) -> Response:
+        """Return the names of the runs."""
+        return _json({"runs": [run.name for run in self._runs]})
+
+    async def update(self, request: Request) -> Response:
+        """Return the changes in one run since the update that returned the cursor."""
+        cursor = request.query_params.get("cursor", "")
+        return _json(view.update(self._run_of(request), cursor=cursor, now=time.time()))
+
+    async def samples(self, request: Request) -> Response:
+        """Return sampled groups of one run."""
         after = request.query_params.get("after", "0")
         if not after.isdecimal() or len(after) > 12:
             raise HTTPException(400, "after is not a number")
-        return _json({"samples": view.samples(run_of(request), after=int(after))})
+        return _json({"samples": view.samples(self._run_of(request), after=int(after))})
 
-    async def metrics(request: Request) -> Response:
-        text = prometheus.exposition({run.name: run.last for run in _refreshed(runs)})
+    async def metrics(self, request: Request) -> Response:
+        """Return the newest metrics of all runs, for Prometheus."""
+        text = prometheus.exposition({run.name: run.last for run in self._refreshed()})
         return PlainTextResponse(text, media_type=prometheus.CONTENT_TYPE)
 
-    async def health(request: Request) -> Response:
+    async def health(self, request: Request) -> Response:
+        """Return the newest step of each run, and the seconds since its newest row or event."""
         now = time.time()
         newest = {
             run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
-            for run in _refreshed(runs)
+            for run in self._refreshed()
         }
         return _json({"status": "ok", "runs": newest})
 
-    routes = [
-        Route("/api/runs", names),
-        Route("/api/runs/{number:int}", update),
-        Route("/api/runs/{number:int}/samples", samples),
-        Route("/metrics", metrics),
-        Route("/healthz", health),
-        *(Route(path, response) for path, response in _static_files().items()),
-    ]
-    app = Starlette(routes=routes, exception_handlers={Exception: _make_error_handler()})
-    return AccessControl(app, host=host, token=token)
+    async def failure(self, request: Request, error: Exception) -> Response:
+        """Log each type of exception once, because the page repeats its request every second."""
+        if (kind := type(error).__name__) not in self._logged:
+            self._logged.add(kind)
+            logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
+        return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
+
+    def _run_of(self, request: Request) -> RunFiles:
+        number = int(request.path_params["number"])
+        if number >= len(self._runs):
+            raise HTTPException(404, "no such run")
+        self._runs[number].refresh()
+        return self._runs[number]
+
+    def _refreshed(self) -> Sequence[RunFiles]:
+        for run in self._runs:
+            run.refresh()
+        return self._runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +234,7 @@ class AccessControl:
         return self._check_token(scope, headers) if self.token else None
 
     def _is_own_name(self, host: str) -> bool:
-        """True if `host`, a Host header, is a name that only this machine's owner controls."""
+        """True if no web page can make `host`, a Host header, resolve to this machine."""
         name = host.partition("]")[0].strip("[") if "[" in host else host.partition(":")[0]
         name = name.lower().removesuffix(".")
         if is_loopback(self.host) or not self.token:
@@ -274,28 +298,6 @@ def _listen(host: str, port: int) -> socket.socket:
                     "choose another"
                 ) from None
     raise ConfigError(f"dashboard.port {port} to {last} are all taken; choose another")
-
-
-def _refreshed(runs: Sequence[RunFiles]) -> Sequence[RunFiles]:
-    for run in runs:
-        run.refresh()
-    return runs
-
-
-def _make_error_handler() -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return a handler of exceptions in a route.
-
-    The handler logs each type of exception once, because the page repeats its request every second.
-    """
-    logged: set[str] = set()
-
-    async def handle(request: Request, error: Exception) -> Response:
-        if (kind := type(error).__name__) not in logged:
-            logged.add(kind)
-            logger.warning("dashboard request failed at %s (%.300r)", request.url.path, error)
-        return PlainTextResponse("internal error; see the log of the dashboard's process", 500)
-
-    return handle
 
 
 def _static_files() -> Mapping[str, Response]:

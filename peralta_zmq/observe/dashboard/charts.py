@@ -110,7 +110,7 @@ class Table:
             if self.steps and step <= self.steps[-1]:
                 self._rewind(step)
             self.steps.append(step)
-            # Derived numbers override metrics of the same name; MAX_COLUMNS must not exclude them.
+            # Derived numbers override metrics of the same name; MAX_COLUMNS cannot exclude them.
             derived = derived_numbers(row)
             for key in derived | row:
                 self._append(key, derived[key] if key in derived else number(row, key))
@@ -176,7 +176,7 @@ def charts_of(
     """Return all charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
 
     `evaluations` maps steps to held-out accuracy. `x` has steps, `columns` the values of each line.
-    Long columns are downsampled; a gap is NaN.
+    Long columns are downsampled; a missing value is NaN.
     """
     return [_points(chart, table, evaluations, after) for chart in CHARTS]
 

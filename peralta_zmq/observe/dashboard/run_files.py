@@ -59,7 +59,7 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
-        self.folder, self.live = folder, live
+        self.folder, self._live = folder, live
         self.name = name or folder.resolve().name
         self._num_resets = 0
         self._reset()
@@ -91,15 +91,16 @@ class RunFiles:
         return self.rows[-1] if self.rows else {}
 
     @property
+    def is_held(self) -> bool | None:
+        """True if a trainer holds the folder's lock; None if the lock cannot be read."""
+        return True if self._live else is_held(self.folder / LOCK)
+
+    @property
     def newest_time(self) -> float:
         """Unix seconds of the newest row or event; NaN if there is none."""
         newest = [self.last, *list(self.events)[-1:], *list(self.frequent_events)[-1:]]
         times = [number(row, "time") for row in newest]
         return max((time for time in times if math.isfinite(time)), default=math.nan)
-
-    def is_held(self) -> bool | None:
-        """Check if a trainer holds the folder's lock; None if the lock cannot be read."""
-        return True if self.live else is_held(self.folder / LOCK)
 
     def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
         """Read added lines for about `seconds`; if a file was replaced, read all files again."""
@@ -128,7 +129,7 @@ class RunFiles:
         """Return the summary of a completed run; empty if the run is not complete."""
         return _read_small_file(self.folder / SUMMARY)
 
-    def _add_metrics(self, rows: list[Row]) -> None:
+    def _add_metrics(self, rows: Sequence[Row]) -> None:
         self.table.extend(rows)
         for row in rows:
             while self.rows and number(self.rows[-1], "step") >= number(row, "step"):
@@ -169,10 +170,9 @@ def status_of(run: RunFiles, *, now: float) -> str:
     seconds = now - run.newest_time
     if not seconds > stall_limit(number(run.last, "step_time", 0.0)):
         return "training" if run.rows else "empty"
-    is_held = run.is_held()
-    if is_held:  # before the first step: its evaluation may take minutes
-        return "stalled" if run.rows else "empty"
-    return "silent" if is_held is None else "crashed"
+    if run.is_held:
+        return "stalled" if run.rows else "empty"  # an evaluation before step 1 may take minutes
+    return "silent" if run.is_held is None else "crashed"
 
 
 def _is_complete(run: RunFiles) -> bool:
