@@ -161,9 +161,7 @@ def _parts(group: RolloutGroup, size_of: str, *, repeats: int) -> Iterator[Claim
     parts: dict[str, Callable[[], object]] = {
         "unpack": lambda: message_fields.unpack(frame),
         "envelope": lambda: messages._read_fields(message, frame),  # pyright: ignore[reportPrivateUsage]
-        "rollouts": lambda: decode_rollouts(
-            columns, policy_step=group.policy_step, vocab_size=VOCAB_SIZE
-        ),
+        "rollouts": lambda: decode_rollouts(columns, group.policy_step, VOCAB_SIZE),
     }
 
     def microseconds(part: Callable[[], object]) -> float:

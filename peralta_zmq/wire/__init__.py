@@ -4,8 +4,8 @@ Generators PUSH groups of rollouts to the trainer's PULL socket. The trainer PUB
 on the next port, receives the generators' status on the port after that, and answers probes on the
 until an announcement acknowledges it as durable, and resends it if it was lost.
 
-    messages          RolloutGroup <-> bytes
-    message_fields    bounded unpacking, field types, limits, rules of a group
+    messages          RolloutGroup <-> bytes, and the rules of a group
+    message_fields    bounded msgpack maps with typed fields, shared by all messages
     sockets           socket options, addresses, RolloutSender and RolloutReceiver
     announcements     trainer -> generators: progress, acknowledgements
     generator_status  generator -> trainer: counters

@@ -6,34 +6,22 @@ WireError, or ValueError where the caller adds the name of the message.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
-import numpy as np
 
 from peralta_zmq.atomic_files import MAX_NAME
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import MAX_REWARD
 
 # Limits of any message.
 MAX_MESSAGE = 16 << 20  # bytes; libzmq closes the connection on more and drops what is queued
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_FACTS, MAX_FACT = 32, 128  # entries of a worker_info; characters of a key or a value
 LARGE = 1 << 18  # bytes of a message whose maps are counted before any of it is unpacked
-# Limits of a group.
-MAX_TOKENS = 1 << 20  # a shared prompt could make a small message large
-MAX_COUNT = 1 << 12  # rollouts, turns, changes of the policy step
-MAX_VALUES = 1 << 16  # named rewards of all rollouts
-MAX_STEP = 2**31 - 1
-LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
-
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
-UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")
 MessageT = TypeVar("MessageT")
 
 
@@ -92,25 +80,6 @@ def check_type(value: Any, expected: type, name: str) -> Any:
     if type(value) is not expected:
         raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
     return value
-
-
-class Schema:
-    """Required and optional fields of a message in a fixed order, each of exactly its type."""
-
-    def __init__(self, types: dict[str, type], **defaults: object) -> None:
-        self._types, self._defaults = types, defaults
-        self._get, self._expected = itemgetter(*types), list(types.values())
-
-    def read(self, message: dict[str, Any]) -> tuple[Any, ...]:
-        """The values in order. Raises KeyError or ValueError with the first wrong field."""
-        try:
-            values = self._get(message)
-        except KeyError:
-            values = self._get({**self._defaults, **message})
-        if [*map(type, values)] != self._expected:
-            for (name, expected), value in zip(self._types.items(), values, strict=True):
-                check_type(value, expected, name)
-        return values
 
 
 def fields_of(message: Any) -> dict[str, Any]:
@@ -190,67 +159,3 @@ def check_facts(facts: dict[str, str]) -> None:
         raise ValueError(f"worker_info of more than {MAX_FACTS} entries")
     if max(map(len, (*facts.keys(), *facts.values())), default=0) > MAX_FACT:
         raise ValueError(f"worker_info with an entry of more than {MAX_FACT} characters")
-
-
-# A group.
-
-
-def check_lengths(
-    turns: Sequence[int], spans: Sequence[int], prompt: bytes, tokens: bytes, logprobs: bytes
-) -> None:
-    """Raise ValueError unless the token and logprob buffers have the lengths that `spans` gives."""
-    contexts, completions = spans[::2], spans[1::2]
-    num_generated = sum(completions)
-    num_tokens = sum(contexts) + num_generated
-    if len(prompt) % 4:  # the vocabulary check would read other tokens than the decoder
-        raise ValueError("prompt is not whole tokens")
-    if not turns or not all(turns) or not all(contexts):
-        raise ValueError("a rollout without prompt or completion")
-    if 2 * sum(turns) != len(spans):
-        raise ValueError("turns and spans of unequal length")
-    if num_tokens > MAX_TOKENS:
-        raise ValueError(f"more than {MAX_TOKENS} tokens")
-    if len(prompt) * len(turns) + len(tokens) != 4 * num_tokens:
-        raise ValueError("tokens and spans of unequal length")
-    if len(logprobs) != 4 * num_generated:
-        raise ValueError("logprobs and spans of unequal length")
-    if not all(completions) or 4 * min(contexts) < len(prompt):  # rare
-        _check_each_rollout(turns, spans, len(prompt))
-
-
-def _check_each_rollout(turns: Sequence[int], spans: Sequence[int], prompt_bytes: int) -> None:
-    """Raise ValueError for a rollout without completion or shorter than the shared prompt."""
-    start = 0
-    for num_turns in turns:
-        end = start + 2 * num_turns
-        if not any(spans[start + 1 : end : 2]):
-            raise ValueError("a rollout without prompt or completion")
-        if 4 * sum(spans[start:end]) < prompt_bytes:
-            raise ValueError("a prompt that is longer than a rollout")
-        start = end
-
-
-def check_tokens(content: bytes, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside [0, vocab_size)."""
-    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
-    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax takes a third of the time of max
-        raise ValueError("token outside the vocabulary")
-
-
-def check_logprobs(content: bytes) -> None:
-    """Raise ValueError for a logprob that is not finite or above zero by more than rounding."""
-    logprobs = np.frombuffer(content, FLOAT)
-    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
-    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
-        raise ValueError("logprob is not finite")
-    if highest > LOGPROB_SLACK:
-        raise ValueError("logprob above zero")
-
-
-def check_rewards(values: Sequence[float]) -> None:
-    """Raise ValueError for a reward that is not finite or larger than MAX_REWARD."""
-    if math.hypot(*values) < MAX_REWARD:  # then each of them is: the usual case in one call
-        return
-    for value in values:
-        if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
-            raise ValueError(f"reward {value} is not finite, or out of bounds")

@@ -1,21 +1,15 @@
-"""A RolloutGroup as one frame: a msgpack map of little-endian buffers, ending with a checksum.
+"""A group on the wire: its format, `encode_group`, `decode_group` and the rules that it must meet.
 
-A prompt that all rollouts share is sent once. Values that are constant on context tokens (logprob
-0, policy step -1) are not sent. A turn is a span of context tokens and a span of generated tokens.
+A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
+one message. `incarnation`: 8 random bytes that a generator draws at its start. `sequence`: number
+of the group within the incarnation, from 0; the trainer acknowledges groups by it. `min_sequence`:
+the generator will send no group below it again. Policy step: optimizer steps of the weights that
+sampled a token. A turn is a span of context tokens, then a span of generated tokens.
 
-    format                      version of this format
-    run_id ... evaluation_step  the fields of RolloutGroup with these names (ENVELOPE)
-    turns          u2 [K]       turns of each of the K rollouts
-    spans          u4 [S, 2]    context tokens and generated tokens of each turn
-    prompt         i4 [P]       first tokens of every rollout; empty when they differ
-    tokens         i4           all other tokens
-    logprobs       f4 [G]       of the generated tokens
-    policy_steps   u4 [R, 2]    runs: policy step minus `policy_step`, number of generated tokens
-    rewards        f8 [K]
-    reward_names   each ended by NUL
-    reward_values  f8 [K, names], NaN = the rollout has no reward of this name
-    finish_reasons u1 [K]       index into FINISH_REASONS
-    crc32          u4           last four bytes of the frame, over all bytes before them
+The message is one frame: a msgpack map of `format` (version of this format), ENVELOPE (fields of
+RolloutGroup) and Columns (all rollouts of the group, as little-endian buffers). It ends with
+`crc32`: four bytes with the checksum of all bytes before them. A prompt that all rollouts share is
+sent once. Values that are constant on context tokens (logprob 0, policy step -1) are not sent.
 """
 
 from __future__ import annotations
@@ -24,45 +18,61 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from operator import attrgetter
+from itertools import accumulate
+from operator import attrgetter, itemgetter
 from struct import Struct, pack
 from struct import error as StructError
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import msgpack
 import numpy as np
 from isal.isal_zlib import crc32  # same values as zlib's; 0.5 us instead of 6 for 24 KiB
-from numpy.typing import NDArray
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import FinishReason, Rollout, RolloutGroup
+from peralta_zmq.rollout import MAX_REWARD, FinishReason, Rollout, RolloutGroup
 from peralta_zmq.wire import message_fields
+from peralta_zmq.wire.message_fields import check_type
 
 FORMAT = 3
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))
+MAX_TOKENS = 1 << 20  # a shared prompt could make a small message large
+MAX_COUNT = 1 << 12  # rollouts, turns, changes of the policy step
+MAX_VALUES = 1 << 16  # named rewards of all rollouts
+MAX_STEP = 2**31 - 1
 MAX_SAMPLE_INDEX = 2**53
+LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
 CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by their own CRC-32
-INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
-NO_STEP = pack("<i", -1)
+INT, UNSIGNED, FLOAT = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4")
 ENVELOPE = {
     "run_id": str, "generator_id": str, "incarnation": bytes, "sequence": int, "problem_id": str,
     "task": str, "policy_step": int, "weights_id": str,
     "min_sequence": int, "sample_index": int, "evaluation_step": int,
 }  # fmt: skip
-COLUMNS = {
-    "turns": bytes, "spans": bytes, "prompt": bytes, "tokens": bytes, "logprobs": bytes,
-    "policy_steps": bytes, "rewards": bytes, "reward_names": str, "reward_values": bytes,
-    "finish_reasons": bytes,
-}  # fmt: skip
-SCHEMA = message_fields.Schema(
-    {**ENVELOPE, **COLUMNS, "format": int, "crc32": bytes}, sample_index=-1, evaluation_step=-1
-)
-_envelope_of = attrgetter(*ENVELOPE)
 
 
-# Encoding.
+class Columns(NamedTuple):
+    """The rollouts of a group; K, S, G, R and N are the lengths named in the comments."""
+
+    turns: bytes  # u2 [K], number of turns of each of the K rollouts
+    spans: bytes  # u4 [S, 2], context tokens and generated tokens of each of the S turns
+    prompt: bytes  # i4, first tokens of every rollout; empty when they differ
+    tokens: bytes  # i4, all other tokens
+    logprobs: bytes  # f4 [G], of the G generated tokens
+    policy_steps: bytes  # u4 [R, 2], runs of equal steps: step - policy_step, number of tokens
+    rewards: bytes  # f8 [K]
+    reward_names: str  # N names, each ended by NUL
+    reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
+    finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
+
+
+OPTIONAL: dict[str, Any] = {
+    "sample_index": -1,
+    "evaluation_step": -1,
+}  # fields of ENVELOPE with a default
+FIELDS = {"format": int, **ENVELOPE, **get_type_hints(Columns), "crc32": bytes}
+FIELD_TYPES = list[type](FIELDS.values())
+_envelope_of, _values_of = attrgetter(*ENVELOPE), itemgetter(*FIELDS)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
@@ -80,49 +90,48 @@ def _encode(group: RolloutGroup) -> bytes:
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
-    envelope = _envelope_of(group)
+    envelope: dict[str, Any] = dict(zip(ENVELOPE, _envelope_of(group), strict=True))
     _check_envelope(envelope)
-    message_fields.check_rewards(group.rewards)
+    _check_rewards(group.rewards)
     turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
-    tokens = [_bytes(rollout.token_ids, INT) for rollout in rollouts]
+    tokens = [np.asarray(rollout.token_ids, INT).tobytes() for rollout in rollouts]
     prompt = tokens[0][: 4 * spans[0]]
     if not all([content.startswith(prompt) for content in tokens]):
         prompt = b""
     reward_names, reward_values = _encode_named_rewards(rollouts)
-    message: dict[str, Any] = dict(zip(ENVELOPE, envelope, strict=True))
-    message |= {
-        "format": FORMAT,
-        "turns": pack(f"<{len(turns)}H", *turns),
-        "spans": pack(f"<{len(spans)}I", *spans),
-        "prompt": prompt,
-        "tokens": b"".join([content[len(prompt) :] for content in tokens]),
-        "logprobs": logprobs,
-        "policy_steps": _encode_runs(policy_steps, group.policy_step),
-        "rewards": pack(f"<{len(rollouts)}d", *group.rewards),
-        "reward_names": reward_names,
-        "reward_values": reward_values,
-        "finish_reasons": bytes([FINISH_REASONS.index(each.finish_reason) for each in rollouts]),
-        "crc32": bytes(4),
-    }
+    finish_reasons = [FINISH_REASONS.index(rollout.finish_reason) for rollout in rollouts]
+    columns = Columns(
+        turns=pack(f"<{len(turns)}H", *turns),
+        spans=pack(f"<{len(spans)}I", *spans),
+        prompt=prompt,
+        tokens=b"".join([content[len(prompt) :] for content in tokens]),
+        logprobs=logprobs,
+        policy_steps=_encode_runs(policy_steps, group.policy_step),
+        rewards=pack(f"<{len(rollouts)}d", *group.rewards),
+        reward_names=reward_names,
+        reward_values=reward_values,
+        finish_reasons=bytes(finish_reasons),
+    )
+    _check_counts(columns)
+    message = {"format": FORMAT, **envelope, **columns._asdict(), "crc32": bytes(4)}
     frame = cast(bytes, msgpack.packb(message))[:-4]
     _check_size(message, num_bytes=len(frame) + 4, num_tokens=sum(spans))
     return frame + pack("<I", crc32(frame))
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The columns `turns` and `spans`, and logprobs and policy steps of all generated tokens."""
+    """The numbers of `turns` and `spans`; logprobs and policy steps of all generated tokens."""
     turns: list[int] = []
     spans: list[int] = []
     all_logprobs: list[bytes] = []
     all_policy_steps: list[bytes] = []
     for rollout in rollouts:
-        mask, first_span = rollout.loss_mask.tobytes(), len(spans)
-        logprobs = _bytes(rollout.logprobs, FLOAT)
-        policy_steps = _bytes(rollout.policy_steps, INT)
-        end, length = 0, len(mask)
-        while end < length:
-            start = mask.find(1, end) % (length + 1)  # -1 (not found) becomes the end
-            stop = mask.find(0, start) % (length + 1)
+        mask, first_span, end = rollout.loss_mask.tobytes(), len(spans), 0
+        logprobs = np.asarray(rollout.logprobs, FLOAT).tobytes()
+        policy_steps = np.asarray(rollout.policy_steps, INT).tobytes()
+        while end < len(mask):
+            start = mask.find(1, end) % (len(mask) + 1)  # -1 (not found) becomes the end
+            stop = mask.find(0, start) % (len(mask) + 1)
             spans += (start - end, stop - start)
             all_logprobs.append(logprobs[4 * start : 4 * stop])
             all_policy_steps.append(policy_steps[4 * start : 4 * stop])
@@ -133,15 +142,11 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
     return turns, spans, b"".join(all_logprobs), b"".join(all_policy_steps)
 
 
-def _bytes(array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
-    return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
-
-
 def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
-    """Policy steps of all generated tokens, run-length encoded; usually a single run."""
-    length = len(policy_steps) >> 2
+    """Run-length encode the policy steps of all generated tokens; usually they are equal."""
+    length = len(policy_steps) // 4
     if policy_steps == policy_steps[:4] * length:
-        return pack("<II", int.from_bytes(policy_steps[:4], "little") - oldest, length)
+        return pack("<2I", int.from_bytes(policy_steps[:4], "little") - oldest, length)
     steps = np.frombuffer(policy_steps, INT).astype(np.int64)
     starts = np.flatnonzero(np.diff(steps, prepend=-2))
     runs = np.stack([steps[starts] - oldest, np.diff(starts, append=length)], axis=1)
@@ -151,50 +156,24 @@ def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
 def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
     """The columns `reward_names` and `reward_values`."""
     names = dict.fromkeys([name for rollout in rollouts for name in rollout.rewards])
-    if not names:
-        return "", b""
     if any("\0" in name for name in names):
         raise ValueError("the name of a reward contains NUL")
-    for rollout in rollouts:
-        message_fields.check_rewards(tuple(rollout.rewards.values()))
+    _check_rewards([value for rollout in rollouts for value in rollout.rewards.values()])
     values = [rollout.rewards.get(name, math.nan) for rollout in rollouts for name in names]
     return "".join([f"{name}\0" for name in names]), pack(f"<{len(values)}d", *values)
 
 
 def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> None:
-    if num_bytes > message_fields.MAX_MESSAGE or num_tokens > message_fields.MAX_TOKENS:
+    """Raise ValueError if the receiver would refuse the message for its size."""
+    if num_bytes > message_fields.MAX_MESSAGE or num_tokens > MAX_TOKENS:
         raise ValueError(
             f"{num_bytes} bytes and {num_tokens} tokens exceed the limits of "
-            f"{message_fields.MAX_MESSAGE} and {message_fields.MAX_TOKENS}; "
+            f"{message_fields.MAX_MESSAGE} and {MAX_TOKENS}; "
             "lower sampling.max_completion_length or sampling.num_generations"
         )
-    if max(len(message["spans"]), len(message["policy_steps"])) > 8 * message_fields.MAX_COUNT:
-        raise ValueError(
-            f"more than {message_fields.MAX_COUNT} rollouts, turns or changes of the policy step"
-        )
-    if len(message["reward_values"]) > 8 * message_fields.MAX_VALUES:
-        raise ValueError(f"more than {message_fields.MAX_VALUES} named rewards")
     for name, value in message.items():
         if type(value) is str and len(value.encode()) > message_fields.MAX_TEXT:
             raise ValueError(f"{name} is longer than {message_fields.MAX_TEXT} bytes; shorten it")
-
-
-def _check_envelope(envelope: tuple[Any, ...]) -> None:
-    """Raise ValueError for a value of ENVELOPE out of bounds."""
-    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
-    min_sequence, sample_index, evaluation_step = last
-    message_fields.check_identity(generator_id, incarnation)
-    if not 0 <= min_sequence <= sequence:
-        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= policy_step <= message_fields.MAX_STEP:
-        raise ValueError("policy step out of bounds")
-    if not (
-        -1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= message_fields.MAX_STEP
-    ):
-        raise ValueError("sample_index or evaluation_step out of bounds")
-
-
-# Decoding.
 
 
 class InvalidGroupError(WireError):
@@ -215,40 +194,35 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     that the receiver can account for the group.
     """
     message = message_fields.unpack(frame)
+    envelope: dict[str, Any] = {}
     try:
         envelope, columns = _read_fields(message, frame)
+        rollouts = _decode_rollouts(columns, message["policy_step"], vocab_size)
     except MALFORMED as error:
-        raise WireError(_malformed(error)) from None
-    *identity, min_sequence, sample_index, evaluation_step = envelope
-    try:
-        rollouts = _decode_rollouts(columns, policy_step=envelope[6], vocab_size=vocab_size)
-    except MALFORMED as error:
-        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
-        raise InvalidGroupError(_malformed(error), group) from None
-    return RolloutGroup(
-        *identity,
-        rollouts=rollouts,
-        min_sequence=min_sequence,
-        sample_index=sample_index,
-        evaluation_step=evaluation_step,
-        summary=rollouts.summary,
-    )
+        reason = f"malformed group: {type(error).__name__}: {error}"
+        if not envelope:
+            raise WireError(reason) from None
+        group = RolloutGroup(**(envelope | OPTIONAL), rollouts=())
+        raise InvalidGroupError(reason, group) from None
+    return RolloutGroup(**envelope, rollouts=rollouts, summary=rollouts.summary)
 
 
-def _malformed(error: Exception) -> str:
-    return f"malformed group: {type(error).__name__}: {error}"
-
-
-def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The values of ENVELOPE and of COLUMNS."""
-    if (number := message_fields.check_type(message["format"], int, "format")) != FORMAT:
+def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
+    """The fields of ENVELOPE and the columns, each of exactly its type."""
+    if (number := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {number} is not {FORMAT}; use one version of the program")
-    values = SCHEMA.read(message)
+    try:
+        values = _values_of(message)
+    except KeyError:
+        values = _values_of({**OPTIONAL, **message})
+    if [*map(type, values)] != FIELD_TYPES:
+        for (name, expected), value in zip(FIELDS.items(), values, strict=True):
+            check_type(value, expected, name)
     if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
-    envelope, columns = values[:11], values[11:-2]
+    envelope = dict(zip(ENVELOPE, values[1:], strict=False))  # Columns and crc32 are left over
     _check_envelope(envelope)
-    return envelope, columns
+    return envelope, Columns(*values[len(ENVELOPE) + 1 : -1])
 
 
 @lru_cache(maxsize=1024)  # halves the cost of a count that was seen before
@@ -257,55 +231,43 @@ def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
     return Struct(f"<{count}{letter}").unpack
 
 
-def _decode_rollouts(
-    columns: tuple[Any, ...], *, policy_step: int, vocab_size: int
-) -> LazyRollouts:
-    turns, spans, prompt, tokens, logprobs, runs, rewards, names, values, finish_reasons = columns
-    if max(len(turns) >> 1, len(spans) >> 3) > message_fields.MAX_COUNT:
-        raise ValueError(f"more than {message_fields.MAX_COUNT} rollouts or turns")
-    turns = _unpacker(len(turns) >> 1, "H")(turns)
-    spans = _unpacker(len(spans) >> 2, "I")(spans)
-    message_fields.check_lengths(turns, spans, prompt, tokens, logprobs)
-    message_fields.check_tokens(prompt + tokens, vocab_size)
-    message_fields.check_logprobs(logprobs)
-    rewards = _unpacker(len(turns), "d")(rewards)
-    message_fields.check_rewards(rewards)
-    if len(finish_reasons) != len(rewards) or finish_reasons.strip(FINISH_CODES):
-        raise ValueError("unknown finish reasons, or not one for each rollout")
-    named = _decode_named_rewards(names, values, len(rewards)) if names or values else []
-    runs = _decode_runs(runs, policy_step, len(logprobs))
-    return LazyRollouts(
-        turns, spans, prompt, tokens, logprobs, policy_step, runs, rewards, named, finish_reasons
-    )
-
-
-def _decode_runs(content: bytes, policy_step: int, num_bytes: int) -> tuple[int, ...]:
-    """Policy steps above `policy_step`, each followed by its number of generated tokens."""
-    if len(content) > 8 * message_fields.MAX_COUNT:
-        raise ValueError(f"more than {message_fields.MAX_COUNT} changes of the policy step")
-    runs = _unpacker(len(content) >> 2, "I")(content)
-    if len(runs) % 2 or 4 * sum(runs[1::2]) != num_bytes:
+def _decode_rollouts(columns: Columns, policy_step: int, vocab_size: int) -> LazyRollouts:
+    """The rollouts, after all checks."""
+    _check_counts(columns)
+    turns = _unpacker(len(columns.turns) >> 1, "H")(columns.turns)
+    spans = _unpacker(len(columns.spans) >> 2, "I")(columns.spans)
+    _check_lengths(turns, spans, columns)
+    _check_tokens(columns.prompt + columns.tokens, vocab_size)
+    _check_logprobs(columns.logprobs)
+    runs = _unpacker(len(columns.policy_steps) >> 2, "I")(columns.policy_steps)
+    if len(runs) % 2 or 4 * sum(runs[1::2]) != len(columns.logprobs):
         raise ValueError("policy steps and spans of unequal length")
-    if policy_step + max(runs[::2]) > message_fields.MAX_STEP:
+    newest_step = policy_step + max(runs[::2])
+    if newest_step > MAX_STEP:
         raise ValueError("policy step out of bounds")
-    return runs
+    rewards = _unpacker(len(turns), "d")(columns.rewards)
+    _check_rewards(rewards)
+    if len(columns.finish_reasons) != len(turns) or columns.finish_reasons.strip(FINISH_CODES):
+        raise ValueError("unknown finish reasons, or not one for each rollout")
+    named_rewards: list[dict[str, float]] = [{} for _ in turns]
+    if columns.reward_names or columns.reward_values:
+        named_rewards = _decode_named_rewards(columns, len(turns))
+    summary = rewards, newest_step
+    return LazyRollouts(columns, turns, spans, runs, policy_step, named_rewards, summary)
 
 
-def _decode_named_rewards(text: str, values: bytes, count: int) -> list[dict[str, float]]:
-    """The named rewards of each rollout."""
-    *names, rest = text.split("\0")
-    if count * len(names) > message_fields.MAX_VALUES:
-        raise ValueError(f"more than {message_fields.MAX_VALUES} named rewards")
-    numbers = iter(_unpacker(count * len(names), "d")(values))
+def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]]:
+    """The named rewards of each of `count` rollouts."""
+    *names, rest = columns.reward_names.split("\0")
+    numbers = _unpacker(count * len(names), "d")(columns.reward_values)
     if rest:
         raise ValueError("the last reward name does not end with NUL")
-    named = [
-        {name: value for name in names if not math.isnan(value := next(numbers))}
-        for _ in range(count)
+    _check_rewards([number for number in numbers if not math.isnan(number)])
+    rows = [numbers[start : start + len(names)] for start in range(0, len(numbers), len(names))]
+    return [
+        {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
+        for row in rows
     ]
-    for rewards in named:
-        message_fields.check_rewards(tuple(rewards.values()))
-    return named
 
 
 @dataclass(slots=True, eq=False)
@@ -316,66 +278,128 @@ class LazyRollouts(Sequence[Rollout]):
     rollouts of a dropped group are never built.
     """
 
+    columns: Columns
     turns: tuple[int, ...]
     spans: tuple[int, ...]
-    prompt: bytes
-    tokens: bytes
-    logprobs: bytes
-    policy_step: int
-    runs: tuple[int, ...]  # policy step minus `policy_step`, then the number of tokens
-    rewards: tuple[float, ...]
-    named_rewards: list[dict[str, float]]  # empty when no reward has a name
-    finish_reasons: bytes
+    runs: tuple[int, ...]  # the column `policy_steps`
+    policy_step: int  # of the group
+    named_rewards: list[dict[str, float]]  # of each rollout
+    summary: tuple[tuple[float, ...], int]  # rewards, newest policy step; see RolloutGroup.summary
     _rollouts: tuple[Rollout, ...] | None = None
-
-    @property
-    def summary(self) -> tuple[tuple[float, ...], int]:
-        """Rewards and newest policy step, the argument `summary` of RolloutGroup."""
-        return self.rewards, self.policy_step + max(self.runs[::2])
 
     def __len__(self) -> int:
         return len(self.turns)
 
-    @overload
-    def __getitem__(self, index: int) -> Rollout: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Rollout, ...]: ...
-    def __getitem__(self, index: int | slice) -> Rollout | tuple[Rollout, ...]:
+    def __getitem__(self, index: Any) -> Any:  # int -> Rollout, slice -> tuple of them
         if self._rollouts is None:
             self._rollouts = _build_rollouts(self)
         return self._rollouts[index]
 
 
-def _build_rollouts(columns: LazyRollouts) -> tuple[Rollout, ...]:
-    """The rollouts as slices of the concatenated arrays of all rollouts."""
-    runs = zip(columns.runs[::2], columns.runs[1::2], strict=True)
-    generated_steps = b"".join(
-        [pack("<i", columns.policy_step + above) * count for above, count in runs]
-    )
-    token_pieces: list[bytes] = []
-    mask_pieces: list[bytes] = []
-    logprob_pieces: list[bytes] = []
-    step_pieces: list[bytes] = []
-    slices: list[slice] = []  # of each rollout in the concatenated arrays
-    spans = zip(columns.spans[::2], columns.spans[1::2], strict=True)
-    generated_at = tokens_at = end = 0  # positions: bytes of the columns, tokens of the result
-    for num_turns in columns.turns:
+def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
+    """The rollouts, as slices of arrays with the tokens of all rollouts."""
+    spans = zip(lazy.spans[::2], lazy.spans[1::2], strict=True)
+    turns = b"".join([bytes(context) + b"\1" * generated for context, generated in spans])
+    mask = np.frombuffer(turns, np.bool_)
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = np.frombuffer(lazy.columns.logprobs, FLOAT)
+    runs = zip(lazy.runs[::2], lazy.runs[1::2], strict=True)
+    sampled_by = b"".join([pack("<i", lazy.policy_step + above) * count for above, count in runs])
+    steps = np.full(len(mask), -1, np.int32)
+    steps[mask] = np.frombuffer(sampled_by, INT)
+    span_ends = [*accumulate(lazy.spans)]
+    ends = [span_ends[2 * turn - 1] for turn in accumulate(lazy.turns)]  # of each rollout
+    rollouts: list[Rollout] = []
+    start = first_byte = 0  # of the rollout: position in the arrays, byte in `tokens`
+    for index, end in enumerate(ends):
+        last_byte = first_byte + 4 * (end - start) - len(lazy.columns.prompt)
+        content = lazy.columns.prompt + lazy.columns.tokens[first_byte:last_byte]
+        ids = np.frombuffer(content, INT).astype(np.int32, copy=False)
+        part = slice(start, end)
+        reward, named = lazy.summary[0][index], lazy.named_rewards[index]
+        reason = FINISH_REASONS[lazy.columns.finish_reasons[index]]
+        arrays = ids, mask[part], logprobs[part], steps[part]
+        rollouts.append(Rollout(*arrays, reward, reason, named))
+        start, first_byte = end, last_byte
+    return tuple(rollouts)
+
+
+# Rules that a group must meet. Each check raises ValueError.
+
+
+def _check_envelope(envelope: dict[str, Any]) -> None:
+    message_fields.check_identity(envelope["generator_id"], envelope["incarnation"])
+    sequence, min_sequence = envelope["sequence"], envelope["min_sequence"]
+    if not 0 <= min_sequence <= sequence:
+        raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
+    if not 0 <= envelope["policy_step"] <= MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    sample_index, evaluation_step = envelope["sample_index"], envelope["evaluation_step"]
+    if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
+        raise ValueError("sample_index or evaluation_step out of bounds")
+
+
+def _check_counts(columns: Columns) -> None:
+    """Limit the memory that decoding needs."""
+    if max(4 * len(columns.turns), len(columns.spans), len(columns.policy_steps)) > 8 * MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} rollouts, turns or changes of the policy step")
+    if len(columns.reward_values) > 8 * MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} named rewards")
+
+
+def _check_lengths(turns: Sequence[int], spans: Sequence[int], columns: Columns) -> None:
+    """Tokens and logprobs must have the lengths that `spans` gives."""
+    contexts, completions = spans[::2], spans[1::2]
+    num_tokens, num_prompt_bytes = sum(spans), len(columns.prompt)
+    if num_prompt_bytes % 4:  # the vocabulary check would read other tokens than the decoder
+        raise ValueError("prompt is not whole tokens")
+    if not turns or not all(turns) or not all(contexts):
+        raise ValueError("a rollout without prompt or completion")
+    if 2 * sum(turns) != len(spans):
+        raise ValueError("turns and spans of unequal length")
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} tokens")
+    if num_prompt_bytes * len(turns) + len(columns.tokens) != 4 * num_tokens:
+        raise ValueError("tokens and spans of unequal length")
+    if len(columns.logprobs) != 4 * sum(completions):
+        raise ValueError("logprobs and spans of unequal length")
+    if not all(completions) or 4 * min(contexts) < num_prompt_bytes:  # rare
+        _check_each_rollout(turns, spans, num_prompt_bytes)
+
+
+def _check_each_rollout(turns: Sequence[int], spans: Sequence[int], num_prompt_bytes: int) -> None:
+    """Each rollout must have a completion and be at least as long as the shared prompt."""
+    start = 0
+    for num_turns in turns:
+        end = start + 2 * num_turns
+        if not any(spans[start + 1 : end : 2]):
+            raise ValueError("a rollout without prompt or completion")
+        if 4 * sum(spans[start:end]) < num_prompt_bytes:
+            raise ValueError("a prompt that is longer than a rollout")
         start = end
-        for context, generated in islice(spans, num_turns):
-            stop = generated_at + 4 * generated
-            mask_pieces += (bytes(context), b"\1" * generated)
-            logprob_pieces += (bytes(4 * context), columns.logprobs[generated_at:stop])
-            step_pieces += (NO_STEP * context, generated_steps[generated_at:stop])
-            generated_at, end = stop, end + context + generated
-        stop = tokens_at + 4 * (end - start) - len(columns.prompt)
-        token_pieces += (columns.prompt, columns.tokens[tokens_at:stop])
-        tokens_at = stop
-        slices.append(slice(start, end))
-    tokens = np.frombuffer(b"".join(token_pieces), INT).astype(np.int32, copy=False)
-    mask = np.frombuffer(b"".join(mask_pieces), np.bool_)
-    logprobs = np.frombuffer(b"".join(logprob_pieces), FLOAT).astype(np.float32, copy=False)
-    steps = np.frombuffer(b"".join(step_pieces), INT).astype(np.int32, copy=False)
-    named = columns.named_rewards or [{} for _ in slices]
-    reasons = [FINISH_REASONS[code] for code in columns.finish_reasons]
-    arrays = [(tokens[part], mask[part], logprobs[part], steps[part]) for part in slices]
-    return tuple(map(Rollout, *zip(*arrays, strict=True), columns.rewards, reasons, named))
+
+
+def _check_tokens(content: bytes, vocab_size: int) -> None:
+    """Token ids must be in [0, vocab_size)."""
+    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
+    if tokens.item(tokens.argmax()) >= vocab_size:  # argmax takes a third of the time of max
+        raise ValueError("token outside the vocabulary")
+
+
+def _check_logprobs(content: bytes) -> None:
+    """Logprobs must be finite and not above zero by more than rounding."""
+    logprobs = np.frombuffer(content, FLOAT)
+    highest, lowest = logprobs.item(logprobs.argmax()), logprobs.item(logprobs.argmin())
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
+        raise ValueError("logprob is not finite")
+    if highest > LOGPROB_SLACK:
+        raise ValueError("logprob above zero")
+
+
+def _check_rewards(values: Sequence[float]) -> None:
+    """Rewards must be finite and at most MAX_REWARD."""
+    if math.hypot(*values) < MAX_REWARD:  # then each of them is: the usual case in one call
+        return
+    for value in values:
+        if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
+            raise ValueError(f"reward {value} is not finite, or out of bounds")
