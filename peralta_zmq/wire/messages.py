@@ -1,15 +1,15 @@
 """A group on the wire: its format, `encode_group`, `decode_group` and the rules that it must meet.
 
 A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
-one message. `incarnation`: 8 random bytes that a generator draws at its start. `sequence`: number
-of the group within the incarnation, from 0; the trainer acknowledges groups by it. `min_sequence`:
-the generator will send no group below it again. Policy step: optimizer steps of the weights that
-sampled a token. A turn is a span of context tokens, then a span of generated tokens.
+one message. Its `incarnation` is 8 random bytes that the generator drew at its start, its
+`sequence` counts the groups of one incarnation from 0. `min_sequence`: no group below it will be
+sent again. A policy step is the number of optimizer steps of the weights that sampled a token. A
+turn is a span of context tokens, followed by a span of generated tokens.
 
-The message is one frame: a msgpack map of `format` (version of this format), ENVELOPE (fields of
-RolloutGroup) and Columns (all rollouts of the group, as little-endian buffers). It ends with
-`crc32`: four bytes with the checksum of all bytes before them. A prompt that all rollouts share is
-sent once. Values that are constant on context tokens (logprob 0, policy step -1) are not sent.
+The message is one frame: a msgpack map of `format` (its version), the fields of RolloutGroup in
+ENVELOPE, the Columns (little-endian buffers), and `crc32`, a checksum of all bytes before it. A
+prompt that all rollouts share is sent once. Values that are constant on context tokens (logprob 0,
+policy step -1) are not sent.
 """
 
 from __future__ import annotations
@@ -66,20 +66,14 @@ class Columns(NamedTuple):
     finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
 
 
-OPTIONAL: dict[str, Any] = {
-    "sample_index": -1,
-    "evaluation_step": -1,
-}  # fields of ENVELOPE with a default
-FIELDS = {"format": int, **ENVELOPE, **get_type_hints(Columns), "crc32": bytes}
+OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # with their defaults
+FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int, "crc32": bytes}
 FIELD_TYPES = list[type](FIELDS.values())
 _envelope_of, _values_of = attrgetter(*ENVELOPE), itemgetter(*FIELDS)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """One group as one frame.
-
-    Raises WireError for a group that the receiver would refuse.
-    """
+    """One group as one frame. Raises WireError for a group that the receiver would refuse."""
     try:
         return _encode(group)
     except (ValueError, OverflowError, StructError) as error:
@@ -90,7 +84,7 @@ def _encode(group: RolloutGroup) -> bytes:
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
-    envelope: dict[str, Any] = dict(zip(ENVELOPE, _envelope_of(group), strict=True))
+    envelope = _envelope_of(group)
     _check_envelope(envelope)
     _check_rewards(group.rewards)
     turns, spans, logprobs, policy_steps = _encode_turns(rollouts)
@@ -113,7 +107,7 @@ def _encode(group: RolloutGroup) -> bytes:
         finish_reasons=bytes(finish_reasons),
     )
     _check_counts(columns)
-    message = {"format": FORMAT, **envelope, **columns._asdict(), "crc32": bytes(4)}
+    message = dict(zip(FIELDS, (*envelope, *columns, FORMAT, bytes(4)), strict=True))
     frame = cast(bytes, msgpack.packb(message))[:-4]
     _check_size(message, num_bytes=len(frame) + 4, num_tokens=sum(spans))
     return frame + pack("<I", crc32(frame))
@@ -156,6 +150,8 @@ def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
 def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
     """The columns `reward_names` and `reward_values`."""
     names = dict.fromkeys([name for rollout in rollouts for name in rollout.rewards])
+    if not names:
+        return "", b""
     if any("\0" in name for name in names):
         raise ValueError("the name of a reward contains NUL")
     _check_rewards([value for rollout in rollouts for value in rollout.rewards.values()])
@@ -177,37 +173,41 @@ def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> 
 
 
 class InvalidGroupError(WireError):
-    """A valid envelope with invalid rollouts; `group` is the group without rollouts."""
+    """The rollouts are invalid; `group` has none of them, so that it can be accounted for."""
 
     def __init__(self, reason: str, group: RolloutGroup) -> None:
         super().__init__(reason)
         self.group = group
 
 
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, StructError)
-
-
 def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
     """The group in a frame; its Rollout objects are built when one is first accessed.
 
-    Raises WireError with the broken rule; InvalidGroupError if only the rollouts are invalid, so
-    that the receiver can account for the group.
+    Raises WireError with the broken rule, InvalidGroupError if only the rollouts are invalid.
     """
-    message = message_fields.unpack(frame)
-    envelope: dict[str, Any] = {}
+    message, envelope = message_fields.unpack(frame), ()
     try:
         envelope, columns = _read_fields(message, frame)
         rollouts = _decode_rollouts(columns, message["policy_step"], vocab_size)
-    except MALFORMED as error:
+    except (LookupError, TypeError, ValueError, OverflowError, StructError) as error:
         reason = f"malformed group: {type(error).__name__}: {error}"
         if not envelope:
             raise WireError(reason) from None
-        group = RolloutGroup(**(envelope | OPTIONAL), rollouts=())
+        *identity, min_sequence, _, _ = envelope
+        group = RolloutGroup(*identity, rollouts=(), min_sequence=min_sequence)
         raise InvalidGroupError(reason, group) from None
-    return RolloutGroup(**envelope, rollouts=rollouts, summary=rollouts.summary)
+    *identity, min_sequence, sample_index, evaluation_step = envelope
+    return RolloutGroup(
+        *identity,
+        rollouts=rollouts,
+        min_sequence=min_sequence,
+        sample_index=sample_index,
+        evaluation_step=evaluation_step,
+        summary=rollouts.summary,
+    )
 
 
-def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
+def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], Columns]:
     """The fields of ENVELOPE and the columns, each of exactly its type."""
     if (number := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {number} is not {FORMAT}; use one version of the program")
@@ -220,9 +220,9 @@ def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any],
             check_type(value, expected, name)
     if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:
         raise ValueError("checksum does not match")
-    envelope = dict(zip(ENVELOPE, values[1:], strict=False))  # Columns and crc32 are left over
+    envelope, columns = values[: len(ENVELOPE)], values[len(ENVELOPE) : -2]
     _check_envelope(envelope)
-    return envelope, Columns(*values[len(ENVELOPE) + 1 : -1])
+    return envelope, Columns(*columns)
 
 
 @lru_cache(maxsize=1024)  # halves the cost of a count that was seen before
@@ -249,15 +249,14 @@ def _decode_rollouts(columns: Columns, policy_step: int, vocab_size: int) -> Laz
     _check_rewards(rewards)
     if len(columns.finish_reasons) != len(turns) or columns.finish_reasons.strip(FINISH_CODES):
         raise ValueError("unknown finish reasons, or not one for each rollout")
-    named_rewards: list[dict[str, float]] = [{} for _ in turns]
-    if columns.reward_names or columns.reward_values:
-        named_rewards = _decode_named_rewards(columns, len(turns))
-    summary = rewards, newest_step
+    named_rewards, summary = _decode_named_rewards(columns, len(turns)), (rewards, newest_step)
     return LazyRollouts(columns, turns, spans, runs, policy_step, named_rewards, summary)
 
 
 def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]]:
     """The named rewards of each of `count` rollouts."""
+    if not columns.reward_names and not columns.reward_values:
+        return [{} for _ in range(count)]
     *names, rest = columns.reward_names.split("\0")
     numbers = _unpacker(count * len(names), "d")(columns.reward_values)
     if rest:
@@ -274,8 +273,7 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
 class LazyRollouts(Sequence[Rollout]):
     """The rollouts of a received group, built from its validated columns on first access.
 
-    Admission needs only the rewards and policy steps, so the socket is emptied sooner and the
-    rollouts of a dropped group are never built.
+    Admission needs only rewards and policy steps; rollouts of a dropped group are never built.
     """
 
     columns: Columns
@@ -316,10 +314,9 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
         content = lazy.columns.prompt + lazy.columns.tokens[first_byte:last_byte]
         ids = np.frombuffer(content, INT).astype(np.int32, copy=False)
         part = slice(start, end)
-        reward, named = lazy.summary[0][index], lazy.named_rewards[index]
         reason = FINISH_REASONS[lazy.columns.finish_reasons[index]]
-        arrays = ids, mask[part], logprobs[part], steps[part]
-        rollouts.append(Rollout(*arrays, reward, reason, named))
+        score = lazy.summary[0][index], reason, lazy.named_rewards[index]
+        rollouts.append(Rollout(ids, mask[part], logprobs[part], steps[part], *score))
         start, first_byte = end, last_byte
     return tuple(rollouts)
 
@@ -327,14 +324,14 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
 # Rules that a group must meet. Each check raises ValueError.
 
 
-def _check_envelope(envelope: dict[str, Any]) -> None:
-    message_fields.check_identity(envelope["generator_id"], envelope["incarnation"])
-    sequence, min_sequence = envelope["sequence"], envelope["min_sequence"]
+def _check_envelope(envelope: tuple[Any, ...]) -> None:
+    _, generator_id, incarnation, sequence, _, _, policy_step, _, *last = envelope
+    min_sequence, sample_index, evaluation_step = last
+    message_fields.check_identity(generator_id, incarnation)
     if not 0 <= min_sequence <= sequence:
         raise ValueError(f"min_sequence {min_sequence} is negative or above sequence {sequence}")
-    if not 0 <= envelope["policy_step"] <= MAX_STEP:
+    if not 0 <= policy_step <= MAX_STEP:
         raise ValueError("policy step out of bounds")
-    sample_index, evaluation_step = envelope["sample_index"], envelope["evaluation_step"]
     if not (-1 <= sample_index <= MAX_SAMPLE_INDEX and -1 <= evaluation_step <= MAX_STEP):
         raise ValueError("sample_index or evaluation_step out of bounds")
 
@@ -359,10 +356,9 @@ def _check_lengths(turns: Sequence[int], spans: Sequence[int], columns: Columns)
         raise ValueError("turns and spans of unequal length")
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"more than {MAX_TOKENS} tokens")
-    if num_prompt_bytes * len(turns) + len(columns.tokens) != 4 * num_tokens:
-        raise ValueError("tokens and spans of unequal length")
-    if len(columns.logprobs) != 4 * sum(completions):
-        raise ValueError("logprobs and spans of unequal length")
+    num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
+    if (num_token_bytes, len(columns.logprobs)) != (4 * num_tokens, 4 * sum(completions)):
+        raise ValueError("tokens, logprobs and spans of unequal length")
     if not all(completions) or 4 * min(contexts) < num_prompt_bytes:  # rare
         _check_each_rollout(turns, spans, num_prompt_bytes)
 
@@ -398,8 +394,7 @@ def _check_logprobs(content: bytes) -> None:
 
 def _check_rewards(values: Sequence[float]) -> None:
     """Rewards must be finite and at most MAX_REWARD."""
-    if math.hypot(*values) < MAX_REWARD:  # then each of them is: the usual case in one call
-        return
-    for value in values:
-        if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
-            raise ValueError(f"reward {value} is not finite, or out of bounds")
+    if not math.hypot(*values) < MAX_REWARD:  # one call for the usual case
+        for value in values:
+            if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
+                raise ValueError(f"reward {value} is not finite, or out of bounds")
