@@ -367,7 +367,9 @@ def open_environments(
             token = read_private_token(config.verifier.token_file, option="verifier.token_file")
             source = rewards = RemoteEnvironment(host, port, env=env.label, token=token)
         show = functools.partial(track, f"loading {env.label}")
-        loaded = load_problems(source, split, seed=config.run.seed, options=options, wrap=show)
+        loaded = load_problems(
+            source.problems, split, seed=config.run.seed, options=options, wrap=show
+        )
         loaded = loaded[: None if limit < 0 else limit]
         keys = config.curriculum.hash_keys
         problems += [labeled_problem(problem, env.label, keys) for problem in loaded]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,6 @@ def test_only_bounded_rewards_run_in_this_process() -> None:
     named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
     problem = Problem("1", "calculator", (), "2 + 3")
     for config, is_here in ((config_of(), True), (named, False)):
-        with build.make_reward_runner(config, task) as judge:
+        with closing(build.make_reward_runner(config, task)) as judge:
             assert judge.reward(problem, "5") == 1.0
             assert (judge._process is None) == is_here

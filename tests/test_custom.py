@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,11 @@ def test_filter_removes_repeated_tokens(tmp_path: Path) -> None:
 def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sums")
     task: Any = registry.resolve("task", config.task.name)
-    made = load_problems(task, "train", seed=0, options={"largest": 3})
+    made = load_problems(task.problems, "train", seed=0, options={"largest": 3})
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with build.make_reward_runner(config, task) as judge:
+    with closing(build.make_reward_runner(config, task)) as judge:
         assert judge.reward(problem, " 5 ") == {"right": 1.0, "short": 0.1}
         assert judge.reward(problem, "five") == {"right": 0.0, "short": 0.0}
 
@@ -121,6 +122,6 @@ def test_reward_setting_replaces_the_task_reward(tmp_path: Path) -> None:
     config = config_of(tmp_path, "terse")
     task: Any = registry.resolve("task", config.task.name)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with build.make_reward_runner(config, task) as judge:
+    with closing(build.make_reward_runner(config, task)) as judge:
         assert judge.reward(problem, "3 + 2") == 1.0
         assert judge.reward(problem, "3 + 2        ") == 0.5

@@ -173,8 +173,9 @@ class DifficultyPools:
 
     def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
         """Move random fractions of the easy and hard problems to normal; returns their number."""
+        fractions: dict[Pool, float] = {"easy": easy_fraction, "hard": hard_fraction}
         returned: list[str] = []
-        for pool, fraction in (("easy", easy_fraction), ("hard", hard_fraction)):
+        for pool, fraction in fractions.items():
             ids = self._ids_in(pool)
             rng = random.Random(f"return {pool} {seed}")
             returned += rng.sample(ids, round(fraction * len(ids)))

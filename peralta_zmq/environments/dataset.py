@@ -37,14 +37,6 @@ logger = logging.getLogger(__name__)
 # The environments of a run.
 
 
-class ProblemSource(Protocol):
-    """A task, or an environment on another machine."""
-
-    def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
-        """The problems of split 'train' or 'eval'."""
-        ...
-
-
 class RewardSource(Protocol):
     """Computes rewards, on this machine or on another one."""
 
@@ -85,26 +77,26 @@ class Environments:
 
 
 def load_problems(
-    task: ProblemSource,
+    problems: Callable[..., Iterator[Problem]],
     split: str,
     *,
     seed: int,
     options: Mapping[str, Any],
     wrap: Callable[[Iterator[Problem]], Iterator[Problem]] = iter,
 ) -> list[Problem]:
-    """All problems of a split; `wrap` may add a progress bar around the iterator.
+    """All problems of a split, from the function `problems` of a task or a remote environment.
 
-    `options` are the settings in [data]. Raises ConfigError for an option that the task does not
-    have, and TaskError if the split is empty.
+    `options` are the settings in [data]; `wrap` may add a progress bar around the iterator. Raises
+    ConfigError for an option that the task does not have, and TaskError if the split is empty.
     """
     try:
-        inspect.signature(task.problems).bind(split, seed, **options)
+        inspect.signature(problems).bind(split, seed, **options)
     except TypeError as error:
         raise ConfigError(f"[data] does not fit this task: {error}; remove the option") from None
-    problems = list(wrap(task.problems(split, seed, **options)))
-    if not problems:
+    loaded = list(wrap(problems(split, seed, **options)))
+    if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
-    return problems
+    return loaded
 
 
 def check_tokens(problems: Sequence[Problem], vocab_size: int) -> None:
@@ -159,7 +151,7 @@ def problems_from_files(
 
     def problems(
         split: Split,
-        seed: int,  # required by ProblemSource but unused: the curriculum shuffles
+        seed: int,  # a parameter of every task, but unused here: the curriculum shuffles
         *,
         train: str = train,
         eval: str = eval,

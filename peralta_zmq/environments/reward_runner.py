@@ -28,7 +28,7 @@ Reward: TypeAlias = "float | dict[str, float]"  # a dict holds named terms, whos
 
 
 class RewardRunner:
-    """Calls a reward function with `options`. Use with `with`, or call `close` at the end.
+    """Calls a reward function with `options`. Use with `closing`.
 
     `bounded` says that the function's run time is bounded: it is called in this process.
     """
@@ -70,12 +70,6 @@ class RewardRunner:
         if self._process is not None:
             self._process.kill()
             self._process = None
-
-    def __enter__(self) -> RewardRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _call(self, problem: Problem, text: str) -> Reward | str:
         """The reward, or the reason of a failure."""

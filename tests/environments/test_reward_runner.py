@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 @pytest.fixture
 def runner(task: ModuleType) -> Iterator[RewardRunner]:
-    with RewardRunner(task.reward, timeout_seconds=20) as runner:
+    with closing(RewardRunner(task.reward, timeout_seconds=20)) as runner:
         yield runner
 
 
@@ -92,7 +93,7 @@ def test_failing_reward_is_named_and_the_next_call_succeeds(runner: RewardRunner
 
 
 def test_hanging_reward_is_killed_and_its_process_replaced(task: ModuleType) -> None:
-    with RewardRunner(task.reward, timeout_seconds=1) as runner:
+    with closing(RewardRunner(task.reward, timeout_seconds=1)) as runner:
         with pytest.raises(RewardError, match=r"took longer than 1 s"):
             runner.reward(PROBLEM, "hang")
         assert not is_alive(pid_of(task))
@@ -137,7 +138,7 @@ def test_reward_process_exits_with_its_parent(task: ModuleType, tmp_path: Path) 
 
 def test_bounded_reward_runs_in_this_process() -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
-    with RewardRunner(calculator.reward, timeout_seconds=1, bounded=True) as runner:
+    with closing(RewardRunner(calculator.reward, timeout_seconds=1, bounded=True)) as runner:
         assert [runner.reward(problem, text) for text in ("3 + 2", "7")] == [1.0, 0.0]
         assert runner._process is None
 
@@ -145,7 +146,7 @@ def test_bounded_reward_runs_in_this_process() -> None:
 def test_bounded_reward_that_fails_is_an_error() -> None:
     broken = Problem("1", "calculator", (), "two")
     with (
-        RewardRunner(calculator.reward, timeout_seconds=1, bounded=True) as runner,
+        closing(RewardRunner(calculator.reward, timeout_seconds=1, bounded=True)) as runner,
         pytest.raises(RewardError, match="two"),
     ):
         runner.reward(broken, "2")
@@ -154,17 +155,17 @@ def test_bounded_reward_that_fails_is_an_error() -> None:
 def test_reward_that_cannot_be_imported_is_named(task: ModuleType) -> None:
     task.reward.__module__ = "no_such_task_at_all"
     with (
-        RewardRunner(task.reward, timeout_seconds=1) as runner,
+        closing(RewardRunner(task.reward, timeout_seconds=1)) as runner,
         pytest.raises(TaskError, match="no_such_task_at_all:reward did not start: it exited"),
     ):
         runner.reward(PROBLEM, "anything")
 
 
 def test_options_are_passed_to_the_reward(task: ModuleType) -> None:
-    with RewardRunner(task.with_bonus, timeout_seconds=20, options={"bonus": 2}) as runner:
+    with closing(RewardRunner(task.with_bonus, timeout_seconds=20, options={"bonus": 2})) as runner:
         assert runner.reward(PROBLEM, "anything") == 3.0
-    with RewardRunner(
-        task.with_bonus, timeout_seconds=20, options={"bonus": 5}, bounded=True
+    with closing(
+        RewardRunner(task.with_bonus, timeout_seconds=20, options={"bonus": 5}, bounded=True)
     ) as runner:
         assert runner.reward(PROBLEM, "anything") == 6.0
 

@@ -54,8 +54,8 @@ def remote(verifier: Verifier, *, env: str = "calculator", **options: Any) -> Re
 
 
 def test_remote_problems_have_no_answers(verifier: Verifier) -> None:
-    far = load_problems(remote(verifier), "eval", seed=0, options={})
-    near = load_problems(calculator, "eval", seed=0, options={})
+    far = load_problems(remote(verifier).problems, "eval", seed=0, options={})
+    near = load_problems(calculator.problems, "eval", seed=0, options={})
     assert [problem.messages for problem in far] == [problem.messages for problem in near]
     assert not {problem.answer for problem in far} & {problem.answer for problem in near}
 

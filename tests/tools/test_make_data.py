@@ -36,7 +36,7 @@ def test_train_and_eval_files_share_no_problem(task: str, sizes: tuple[int, int]
         pytest.importorskip("math_verify")
     module = resolve("task", task)
     train, held_out = (
-        {problem.id for problem in load_problems(module, split, seed=0, options={})}
+        {problem.id for problem in load_problems(module.problems, split, seed=0, options={})}
         for split in ("train", "eval")
     )
     assert (len(train), len(held_out)) == sizes
