@@ -27,17 +27,10 @@ FREE_SECTIONS = {
     *("security", "verifier", "weights", "wire"),
 }
 FREE_SETTINGS = {
-    "curriculum.easy_fraction",
-    "curriculum.hard_fraction",
-    "curriculum.oversampling_factor",
-    "model.device",
-    "run.dir",
-    "run.num_local_generators",
-    "run.report_to",
-    "task.reward_timeout",
-    "train.max_mismatch_kl",
+    *("run.dir", "run.num_local_generators", "run.report_to", "model.device"),
+    *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
+    *("task.reward_timeout", "train.num_workers", "train.max_mismatch_kl"),
     "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
-    "train.num_workers",
 }
 GROWING_SETTINGS = {"train.max_steps"}  # a resumed run may only increase them
 

@@ -1,6 +1,7 @@
-"""Run worker processes: start, restart with back-off, stop together, never orphan.
+"""Run a group of worker processes: restart them with back-off, stop them together, orphan none.
 
-The first worker is the leader: when it ends, the others are stopped.
+A worker is a command, such as the trainer or one generator. The first worker is the leader: when it
+ends, the group ends and the other workers are stopped.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds before a restart; doubles with each crash
-MAX_CRASHES, CALM_SECONDS = 5, 60.0  # crashes within CALM_SECONDS; a longer run resets the delay
+# The group ends after this many crashes of a worker within CALM_SECONDS. A worker that ran longer
+# is restarted after FIRST_DELAY again.
+MAX_CRASHES, CALM_SECONDS = 5, 60.0
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2  # between two calls of `on_tick` when nothing happens
-NUM_LOG_LINES = 20
+NUM_LOG_LINES = 20  # of the end of a log that are printed after a failure
 BAD_CONFIG = 2  # exit code of a program that rejects its settings
 SHOW_CURSOR = "\033[?25h"
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
-# Runs in the process group of each worker. Its standard input is a pipe of which only the
-# supervisor holds the writing end: when the supervisor ends, even by SIGKILL, the read returns
-# and the whole process group is killed.
+# Shell script that starts a worker and a guard process. The guard reads from a pipe of which only
+# this process holds the writing end: when this process ends, even by SIGKILL, the read returns and
+# the guard kills its own process group, which is that of the worker.
 GUARD = 'exec 3<&0; { read -r line <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 
 Record: TypeAlias = Callable[..., None]  # (event, **fields), like Events.record
@@ -38,7 +41,7 @@ WaitForSignals: TypeAlias = Callable[[float], list[int]]  # (seconds) -> receive
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A command to keep running; its output goes to `log`, or to our own streams without one."""
+    """A command to keep running. Its output goes to `log`; None = to the terminal."""
 
     name: str
     command: tuple[str, ...]
@@ -51,10 +54,10 @@ def supervise(
     record: Record,
     on_tick: Callable[[ProcessGroup], None] | None = None,
 ) -> int:
-    """Run until the first worker ends; returns an exit code. `on_tick` is called 5 times a second.
+    """Run until the leader ends; returns an exit code. `on_tick` is called 5 times a second.
 
-    A worker that fails is restarted; exit code 2, or 5 crashes in 60 s, stops all workers. The
-    first SIGINT or SIGTERM is passed to the first worker only, the second one kills all.
+    A worker that fails is restarted. Exit code 2 of a worker, or 5 crashes in 60 s, ends the group.
+    The first SIGINT or SIGTERM is passed to the leader only, the second one kills all workers.
     """
     with catch_signals() as wait_for_signals, ProcessGroup(workers, record) as group:
         while (code := group.poll()) is None:
@@ -68,7 +71,7 @@ def supervise(
 
 
 class ProcessGroup:
-    """Processes of all workers, by name; leaving the `with` block kills those that still run."""
+    """The processes of all workers, by name; leaving the `with` block kills all of them."""
 
     def __init__(self, workers: Sequence[Worker], record: Record) -> None:
         self._processes = {worker.name: ManagedProcess(worker, record) for worker in workers}
@@ -76,7 +79,7 @@ class ProcessGroup:
         self._record = record
         self._guard_pipe = os.pipe()
         self._interrupted = False
-        self._notices: list[str] = []  # held back while the leader draws on the terminal
+        self._notices: list[str] = []  # printed when the leader no longer draws on the terminal
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -92,12 +95,14 @@ class ProcessGroup:
         return self._processes[name]
 
     def poll(self) -> int | None:
-        """Handle ended processes and start those that are due; an exit code once all is over."""
+        """Handle ended processes, start those that are due; returns the exit code of the group.
+
+        None while the group continues.
+        """
         for process in self._processes.values():
-            if (code := process.poll()) is not None:
-                group_code = self._handle_exit(process, code)
-                if group_code is not None:
-                    return group_code
+            code = process.poll()
+            if code is not None and (group_code := self._handle_exit(process, code)) is not None:
+                return group_code
         for process in self._processes.values():
             if process.start_at is not None and process.start_at <= time.monotonic():
                 self._start(process)
@@ -105,11 +110,15 @@ class ProcessGroup:
 
     def seconds_to_next_start(self) -> float:
         """Seconds until a process has to be started, at most POLL_SECONDS."""
-        starts = [each.start_at for each in self._processes.values() if each.start_at is not None]
-        return max(0.0, min([POLL_SECONDS, *(moment - time.monotonic() for moment in starts)]))
+        starts = [process.start_at for process in self._processes.values()]
+        waits = [start - time.monotonic() for start in starts if start is not None]
+        return max(0.0, min([POLL_SECONDS, *waits]))
 
     def interrupt(self, number: int) -> int | None:
-        """Pass the first SIGINT or SIGTERM to the leader; the second one returns an exit code."""
+        """Pass the first SIGINT or SIGTERM to the leader; returns an exit code for the second one.
+
+        None if the group continues.
+        """
         if number not in (signal.SIGINT, signal.SIGTERM):
             return None
         if self._interrupted or not self._leader.send_signal(number):
@@ -118,14 +127,18 @@ class ProcessGroup:
         return None
 
     def stop_all(self, wait_for_signals: WaitForSignals) -> None:
-        """Send SIGTERM to all processes and wait up to GRACE_SECONDS, or until a signal comes."""
-        for process in self._processes.values():
+        """Send SIGTERM to all processes and wait until they end.
+
+        Returns after GRACE_SECONDS, or when the user sends a signal; the rest is killed then.
+        """
+        processes = self._processes.values()
+        for process in processes:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and any(each.runs for each in self._processes.values()):
+        while time.monotonic() < deadline and any(process.runs for process in processes):
             if {signal.SIGINT, signal.SIGTERM} & set(wait_for_signals(POLL_SECONDS)):
                 return
-            for process in self._processes.values():
+            for process in processes:
                 process.poll()
 
     def _start(self, process: ManagedProcess) -> None:
@@ -138,14 +151,14 @@ class ProcessGroup:
         process.start(self._guard_pipe[0])
 
     def _handle_exit(self, process: ManagedProcess, code: int) -> int | None:
-        """The exit code of the group that follows from one process's; None to continue."""
+        """Schedule a restart, or return the exit code of the group; None if it continues."""
         worker = process.worker
         if process is self._leader:
             self._print_notices()
             if code == 0 or self._interrupted:
                 return code if code >= 0 else 128 - code
         if code == BAD_CONFIG:
-            if worker.log:  # otherwise its error message is on the screen already
+            if worker.log:  # without a log, the error message is on the terminal already
                 self._print(f"{worker.name} refused its settings{_log_tail(worker)}")
             return BAD_CONFIG
         if code == 0 or self._interrupted or process.is_stopped:
@@ -183,20 +196,19 @@ class ManagedProcess:
     start_at: float | None = 0.0  # None while it runs and after it is done
     delay: float = FIRST_DELAY
     reason: str = ""  # of the last crash
-    was_killed: bool = False  # by `kill`: not a crash of its own
+    was_killed: bool = False  # by `kill`, which does not count as a crash
     is_stopped: bool = False  # by `stop`, until `resume`
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
 
     @property
     def runs(self) -> bool:
-        """True until `poll` has returned the exit code."""
+        """True from the start of the process until `poll` returns its exit code."""
         return self.process is not None
 
     def start(self, guard_pipe: int) -> None:
-        """Start the process in its own session, with the guard."""
-        with contextlib.ExitStack() as stack:
-            log = self.worker.log
-            output = stack.enter_context(log.open("ab")) if log else None
+        """Start the worker and its guard in a session of their own."""
+        log = self.worker.log
+        with log.open("ab") if log else contextlib.nullcontext() as output:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", GUARD, "sh", *self.worker.command],
                 stdin=guard_pipe,
@@ -208,10 +220,13 @@ class ManagedProcess:
         self.started, self.start_at, self.was_killed = time.monotonic(), None, False
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal, once the process has ended; then cleans up."""
+        """Return the exit code (negative for a signal) once after the process has ended.
+
+        Kills the children that it left, and its guard. None while it runs.
+        """
         code = self.process.poll() if self.process else None
         if code is not None:
-            self.kill_and_wait()  # its children and the guard
+            self.kill_and_wait()
         return code
 
     def kill_and_wait(self) -> None:
@@ -223,7 +238,7 @@ class ManagedProcess:
             self.process = None
 
     def schedule_restart(self, reason: str) -> bool:
-        """Set the time of the next start after a crash; False after too many crashes."""
+        """Set the time of the next start after a crash; returns False after too many crashes."""
         now = time.monotonic()
         is_repeated = bool(self.crashes) and now - self.started < CALM_SECONDS
         delay = min(LONGEST_DELAY, 2 * self.delay)
@@ -235,15 +250,15 @@ class ManagedProcess:
         return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > CALM_SECONDS
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to the process, not to its children; False if it does not run."""
+        """Send a signal to the process, not to its children; returns False if it does not run."""
         if self.process:
             self.process.send_signal(number)
         return self.runs
 
     def kill(self) -> bool:
-        """SIGKILL the process to simulate a crash; False if it does not run.
+        """Kill the process with SIGKILL, as a fault injection; returns False if it does not run.
 
-        It is restarted, and the kill does not count as a crash.
+        The process is restarted, and the kill does not count as a crash.
         """
         if self.process is None or self.was_killed or self.process.poll() is not None:
             return False
@@ -258,7 +273,7 @@ class ManagedProcess:
         self.send_signal(signal.SIGTERM)
 
     def resume(self) -> bool:
-        """Start the process again after `stop`; False while it is still ending."""
+        """Start the process again after `stop`; returns False while it is still ending."""
         if not self.is_stopped:
             return True
         if self.runs:
@@ -296,6 +311,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _log_tail(worker: Worker) -> str:
+    """The end of a message about a failed worker: the last lines of its log."""
     if worker.log is None:
         return "; its output is above"
     lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -154,32 +154,27 @@ def check_sleep(system: str, run_command: RunCommand, on_battery: bool) -> Check
     return Check(True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
 
 
-def check_local_network(system: str, send: Callable[[], int]) -> Check | None:
-    """Check the Local Network permission of a Mac; None on other systems.
+def check_local_network(system: str, host: str) -> Check | None:
+    """Check the Local Network permission of a Mac by sending to a host; None on other systems.
 
-    `send` sends a packet into the network and returns the error number, 0 for none. macOS refuses
-    with EHOSTUNREACH, and shows no dialog to programs without a window.
+    macOS refuses with EHOSTUNREACH, and shows no dialog to programs without a window.
     """
     if system != "Darwin":
         return None
-    if send() == errno.EHOSTUNREACH:
+    if send_packet(host) == errno.EHOSTUNREACH:
         detail = "macOS keeps this program from the local network"
         return Check(False, detail, LOCAL_NETWORK)
     return Check(True, "macOS lets this program into the local network")
 
 
-def packet_sender(host: str) -> Callable[[], int]:
-    """A function that sends an empty packet to the discard port of a machine."""
-
-    def send() -> int:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-                opened.sendto(b"", (host, 9))
-        except OSError as error:
-            return error.errno or 0
-        return 0
-
-    return send
+def send_packet(host: str) -> int:
+    """Send an empty packet to the discard port of a host; returns the error number, 0 for none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            opened.sendto(b"", (host, 9))
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 def output_of(command: Sequence[str]) -> str:

@@ -63,8 +63,8 @@ def check_generator(
     """Run the checks of a generator's machine and of its connection to the trainer."""
     name = config.generator.name or f"{socket.gethostname()}-{config.generator.index}"
     _check_machine(config, report)
-    send = machine_checks.packet_sender(config.wire.host)
-    report.run("localnet", machine_checks.check_local_network, platform.system(), send)
+    system, host = platform.system(), config.wire.host
+    report.run("localnet", machine_checks.check_local_network, system, host)
     report.run("reward", machine_checks.check_reward, config)
     has_keys = report.run("keys", network_checks.check_keys, config, "generator", name)
     reached = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)

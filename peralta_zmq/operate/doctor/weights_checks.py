@@ -9,9 +9,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from peralta_zmq import atomic_files
 from peralta_zmq.config import Config
@@ -20,6 +20,7 @@ from peralta_zmq.operate.doctor.checks import Check
 
 if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
+    from peralta_zmq.weights.store import WeightStore
 
 NUM_VERSIONS, NUM_REPLICAS = 3, 2  # models that fit into the weights folder, and into a replica
 SAMPLE_BYTES = 32 << 20  # written and read for a measurement
@@ -77,12 +78,15 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
 def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
 
-    With `trainer_runs` the lease is held by the trainer of this run. Raises OSError.
+    A trainer that publishes holds the lease of the weights folder; with `trainer_runs` that is the
+    trainer of this run. Raises OSError.
     """
     from peralta_zmq.weights.backends import LocalBackend
+    from peralta_zmq.weights.store import WeightStore
 
     backend = LocalBackend(folder)
-    owner, run_id = _owner(backend), _owner(LocalBackend(run))
+    # The run folder has a file RUN.json with the run's id, like a weights folder.
+    owner, run_id = WeightStore(backend).run_id, WeightStore(LocalBackend(run)).run_id
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
         return Check(False, detail, "choose another with weights.dir, or delete it")
@@ -144,10 +148,9 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
 
     Raises ConfigError for a token file or an address.
     """
-    backend = _open_backend(address, token_file)
+    store = _open_store(address, token_file)
     try:
-        names = backend.names()
-        owner = _owner(backend)
+        names, owner = store.backend.names(), store.run_id
     except OSError as error:
         detail = f"{address} does not answer ({error.strerror or error})"
         return Check(False, detail, "start the trainer with weights.serve_port, or set weights.dir")
@@ -162,7 +165,7 @@ def check_future_address(address: str, token_file: str | None, port: int) -> Che
 
     Raises ConfigError for a token file or an address.
     """
-    _open_backend(address, token_file)
+    _open_store(address, token_file)
     detail = f"{address} cannot be checked before the trainer runs"
     served = f"it will serve them on its port {port} (weights.serve_port)"
     return Check(True, detail, f"{served}: is that open in its firewall?")
@@ -173,30 +176,31 @@ def check_speed(
 ) -> Check:
     """Measure how fast the newest version is read, and so how long a generator loads it.
 
-    In a folder without a version a sample file is written and read, if that is permitted.
+    In a folder without a version a sample file is written and read, if that is permitted. Raises
+    OSError for a folder that cannot be listed.
     """
-    backend = _open_backend(str(location), token_file)
+    store = _open_store(str(location), token_file)
     folder = location if isinstance(location, Path) else None
-    newest = max(_versions(backend), default=None)
-    if newest is not None:
-        try:
-            files = _files_of(backend, newest)
-        except (OSError, *atomic_files.MALFORMED):
-            detail = f"{newest} cannot be read in {backend.address}"
-            return Check(False, detail, "start the trainer: it publishes it again")
-        largest = max(files, key=lambda name: files[name])
-        num_bytes, seconds = _read(backend, f"{newest}/{largest}", folder)
+    if version := store.newest():
+        sizes = {name: num_bytes for name, (num_bytes, _) in version.manifest.files.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        num_bytes, seconds = _read(store.backend, f"{version.folder.name}/{largest}", folder)
         source = "of the newest version"
-    elif folder is not None and folder.is_dir() and os.access(folder, os.W_OK):
+    elif folder is not None and not folder.is_dir():
+        return Check(True, f"nothing to read yet in {store.address}")
+    elif numbers := store.numbers():
+        detail = f"no version can be read in {store.address}, the newest is {numbers[-1]}"
+        return Check(False, detail, "start the trainer, which publishes the newest one again")
+    elif folder is not None and os.access(folder, os.W_OK):
         sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
         try:
             atomic_files.replace_file(sample, os.urandom(SAMPLE_BYTES))
-            num_bytes, seconds = _read(backend, sample.name, folder)
+            num_bytes, seconds = _read(store.backend, sample.name, folder)
         finally:
             sample.unlink(missing_ok=True)
         source = "of a sample file"
     else:
-        return Check(True, f"nothing to read yet in {backend.address}")
+        return Check(True, f"nothing to read yet in {store.address}")
     speed = num_bytes / max(seconds, 1e-6)
     load = f"; a whole model takes {model_bytes / speed:.1f} s" if model_bytes else ""
     return Check(True, f"{speed / 1e6:.0f} MB/s, reading {num_bytes / 1e6:.1f} MB {source}{load}")
@@ -227,29 +231,10 @@ def nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
-def _open_backend(address: str, token_file: str | None) -> StorageBackend:
-    from peralta_zmq.atomic_files import read_private_token
-    from peralta_zmq.weights.backends import open_backend
+def _open_store(address: str, token_file: str | None) -> WeightStore:
+    from peralta_zmq.weights.store import WeightStore
 
-    return open_backend(address, token=read_private_token(token_file))
-
-
-def _versions(backend: StorageBackend) -> list[str]:
-    from peralta_zmq.weights.version import VERSION_NAME
-
-    with suppress(FileNotFoundError):
-        return [name for name in backend.names() if VERSION_NAME.fullmatch(name)]
-    return []
-
-
-def _owner(backend: StorageBackend) -> str:
-    """Id of the run that owns the weights; '' before there is one. Raises OSError."""
-    from peralta_zmq.weights.version import RUN_FILE
-
-    try:
-        return str(json.loads(b"".join(backend.read(RUN_FILE)))["run_id"])
-    except (FileNotFoundError, *atomic_files.MALFORMED):
-        return ""
+    return WeightStore.open(address, token=atomic_files.read_private_token(token_file))
 
 
 def _folder_time(folder: Path) -> float:
@@ -262,15 +247,11 @@ def _folder_time(folder: Path) -> float:
         file.unlink(missing_ok=True)
 
 
-def _files_of(backend: StorageBackend, version: str) -> dict[str, int]:
-    """Name and bytes of each file of a version. Raises OSError or a MALFORMED error."""
-    content = b"".join(backend.read(f"{version}/{atomic_files.MANIFEST}"))
-    manifest = cast("dict[str, Any]", json.loads(content))
-    return {str(file["name"]): int(file["bytes"]) for file in manifest["files"]}
-
-
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
-    """Bytes read and seconds taken, without the page cache where it can be dropped."""
+    """Read up to MAX_READ_BYTES of a file; returns the number of bytes and seconds.
+
+    The file is dropped from the page cache first, where the system permits that.
+    """
     with ExitStack() as stack:
         if folder is not None and hasattr(os, "posix_fadvise"):
             file = stack.enter_context((folder / path).open("rb"))

@@ -115,20 +115,18 @@ def test_machine_that_may_sleep_gets_a_remedy(
     assert remedy in check.remedy and bool(remedy) == bool(check.remedy)
 
 
-def test_mac_without_network_permission_names_the_setting() -> None:
-    check = machine_checks.check_local_network("Darwin", lambda: errno.EHOSTUNREACH)
-    assert check and not check.ok
-    assert check.detail == "macOS keeps this program from the local network"
-    assert "System Settings > Privacy & Security > Local Network" in check.remedy
-
-
-def test_mac_with_network_permission_passes() -> None:
-    check = machine_checks.check_local_network("Darwin", machine_checks.packet_sender("127.0.0.1"))
-    assert check and check.ok
-
-
-def test_network_permission_is_checked_on_macs_only() -> None:
-    assert machine_checks.check_local_network("Linux", lambda: errno.EHOSTUNREACH) is None
+@pytest.mark.parametrize(("number", "ok"), [(errno.EHOSTUNREACH, False), (0, True)])
+def test_network_permission_is_checked_on_macs_only(
+    number: int, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine_checks.send_packet("127.0.0.1") == 0
+    monkeypatch.setattr(machine_checks, "send_packet", lambda host: number)
+    assert machine_checks.check_local_network("Linux", "192.0.2.1") is None
+    check = machine_checks.check_local_network("Darwin", "192.0.2.1")
+    assert check and check.ok == ok
+    if not ok:
+        assert check.detail == "macOS keeps this program from the local network"
+        assert "System Settings > Privacy & Security > Local Network" in check.remedy
 
 
 def test_output_of_a_missing_command_is_empty() -> None:
