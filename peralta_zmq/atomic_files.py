@@ -175,12 +175,14 @@ def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
             os.close(descriptor)
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
-    """Folders named step_N by number, ascending; other names are ignored."""
-    with contextlib.suppress(FileNotFoundError):
-        names = [name for name in os.listdir(folder) if STEP_NAME.fullmatch(name)]
-        return {number: folder / name for number, name in sorted((int(n[5:]), n) for n in names)}
-    return {}
+def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:
+    """Folders, or files with this suffix, named step_N by number; other names are ignored."""
+    try:
+        stems = {Path(name).stem for name in os.listdir(folder) if Path(name).suffix == suffix}
+    except FileNotFoundError:
+        return {}
+    numbers = sorted((int(stem[5:]), stem) for stem in stems if STEP_NAME.fullmatch(stem))
+    return {number: folder / f"{stem}{suffix}" for number, stem in numbers}
 
 
 def remove_folder(folder: Path) -> None:

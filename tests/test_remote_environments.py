@@ -56,7 +56,7 @@ def run(tmp_path: Path, port: int) -> Iterator[RealRun]:
 
 def groups_of(run: RealRun) -> Iterator[tuple[str, list[float]]]:
     """Environment and rewards of every group in the journal."""
-    for step in journal.steps_in(run.folder / "journal"):
+    for step in journal.files_in(run.folder / "journal"):
         for record in journal.read_records(run.folder / "journal", step)[0]:
             if record.kind == journal.GROUP:
                 group = wire.decode_group(record.content, vocab_size=1 << 20)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,18 +167,3 @@ def restore(
         raise JournalError(
             f"checkpoint of step {checkpoint.step} in {run_folder} does not fit ({error}); {remedy}"
         ) from None
-
-
-def move_after(folder: Path, step: int, target: Path) -> None:
-    """Move the checkpoints of later steps to another folder, the newest first.
-
-    Raises JournalError, with nothing moved, if `step` itself has none.
-    """
-    checkpoints = atomic_files.steps_in(folder)
-    if step not in checkpoints:
-        steps = ", ".join(map(str, checkpoints)) or "none"
-        raise JournalError(f"no checkpoint of step {step} in {folder}; there are: {steps}")
-    for later in reversed(checkpoints):
-        if later > step:
-            os.rename(checkpoints[later], target / checkpoints[later].name)
-    atomic_files.sync_folder(folder)

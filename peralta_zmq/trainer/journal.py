@@ -27,7 +27,7 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from peralta_zmq import atomic_files
-from peralta_zmq.atomic_files import STEP_NAME, failpoint
+from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError
 
 HEADER = struct.Struct("<IIB")
@@ -167,21 +167,14 @@ class Journal:
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""
-        return steps_in(self._folder)
+        return list(files_in(self._folder))
 
     def prune(self, oldest: int) -> None:
         """Remove the files of steps before `oldest`."""
-        for step in self.steps():
+        for step, file in files_in(self._folder).items():
             if step < oldest:
                 with contextlib.suppress(OSError):  # a file that is left only takes space
-                    self.file_of(step).unlink()
-
-    def move_after(self, step: int, target: Path) -> None:
-        """Move the files of later steps to another folder, the newest first."""
-        for later in reversed(self.steps()):
-            if later > step:
-                os.rename(self.file_of(later), target / self.file_of(later).name)
-        atomic_files.sync_folder(self._folder)
+                    file.unlink()
 
     def close(self) -> None:
         """Close the open file. Waiting records are not written."""
@@ -220,10 +213,9 @@ class Journal:
         self._size += len(content)
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps that have a file, ascending; other names are ignored."""
-    files = [file for file in folder.glob("step_*.msgpack") if STEP_NAME.fullmatch(file.stem)]
-    return sorted(step for file in files if file_of(folder, step := int(file.stem[5:])) == file)
+def files_in(folder: Path) -> dict[int, Path]:
+    """The journal files by step, ascending; other names are ignored."""
+    return atomic_files.steps_in(folder, suffix=".msgpack")
 
 
 def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:

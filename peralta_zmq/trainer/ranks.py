@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -27,29 +27,21 @@ from peralta_zmq.rollout import RolloutGroup
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun sets them
 
 
-class RankPlacement(NamedTuple):
-    """The rank of this process, in the trainer and on its machine; fields as in VARIABLES."""
-
-    rank: int
-    num_ranks: int
-    local_rank: int  # on this machine
-    num_local: int
-
-
-def placement_of(environment: Mapping[str, str]) -> RankPlacement:
-    """Placement from torchrun's variables; one rank without them.
+def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """This process's rank on its machine, and the number of ranks there; None without torchrun.
 
     Raises ConfigError if WORLD_SIZE announces several ranks and another variable is missing.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
-        return RankPlacement(0, 1, 0, 1)
+        return None
     try:
-        return RankPlacement(*(int(environment[name]) for name in VARIABLES))
+        _, _, rank, num_ranks = (int(environment[name]) for name in VARIABLES)
     except (KeyError, ValueError):
         values = " ".join(f"{name}={environment.get(name, '')}" for name in VARIABLES)
         raise ConfigError(
             f"the environment has {values}; start several ranks with torchrun, or unset WORLD_SIZE"
         ) from None
+    return rank, num_ranks
 
 
 def join(config: Config) -> tuple[Config, Ranks]:
@@ -58,13 +50,13 @@ def join(config: Config) -> tuple[Config, Ranks]:
     Of its own settings a follower keeps only the device and `train.num_workers`.
     Raises ConfigError for a device that ranks cannot share, RankError if a rank is missing.
     """
-    placement = placement_of(os.environ)
-    models.use_threads(config.train.num_workers * placement.num_local)
-    if placement.num_ranks == 1:
+    rank_here, num_ranks_here = local_rank(os.environ) or (0, 1)
+    models.use_threads(config.train.num_workers * num_ranks_here)
+    if local_rank(os.environ) is None:
         return config, SINGLE
     device = models.choose_device(config.model.device)
     if device.type == "cuda":
-        device = torch.device("cuda", placement.local_rank)
+        device = torch.device("cuda", rank_here)
     check_shared(config, device)
     ranks = distributed.join(device)
     if ranks.rank == 0:

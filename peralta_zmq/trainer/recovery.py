@@ -21,8 +21,9 @@ the trainer has not announced them as durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from peralta_zmq import atomic_files, build, wire
 from peralta_zmq.config import Config, write_resolved
@@ -32,7 +33,7 @@ from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, steps_in
+from peralta_zmq.trainer.journal import DROPPED, DroppedGroup, JournalRecord, files_in
 from peralta_zmq.trainer.policy import Policy, PolicyPublisher
 from peralta_zmq.trainer.session import Session
 
@@ -75,17 +76,21 @@ class Recovery:
     def _roll_back(self) -> None:
         """Move checkpoints and journal files of later steps away, once per requested step."""
         step, run_log = self.session.config.checkpoint.resume_step, self.session.run_log
-        target = self.session.folder / f"rolled_back_to_{step:06d}"
+        folder, target = self.session.folder, self.session.folder / f"rolled_back_to_{step:06d}"
         if step < 0:  # not requested
             return
         if target.exists():
             run_log.note(f"rolled back to step {step} already; to repeat it, move {target}")
             return
+        checkpoints = atomic_files.steps_in(folder / "checkpoints")
+        if step not in checkpoints:
+            steps = ", ".join(map(str, checkpoints)) or "none"
+            raise JournalError(
+                f"no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {steps}"
+            )
         unfinished = target.with_name(f".tmp-{target.name}")  # may be left by a killed roll-back
-        (unfinished / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (unfinished / "journal").mkdir(exist_ok=True)
-        checkpoint.move_after(self.session.folder / "checkpoints", step, unfinished / "checkpoints")
-        self.collector.journal.move_after(step, unfinished / "journal")
+        _move_later(checkpoints, step, unfinished / "checkpoints")
+        _move_later(files_in(folder / "journal"), step, unfinished / "journal")
         run_log.rewind(step)
         os.rename(unfinished, target)
         run_log.note(f"rolled back to step {step}; later steps are moved to {target}")
@@ -118,7 +123,7 @@ class Recovery:
         folder = self.session.folder / "journal"
         # An empty journal was pruned at a checkpoint of the last step.
         next_step = self.session.run_log.last_step + 1
-        if (first := min(steps_in(folder), default=next_step)) > 1:
+        if (first := min(files_in(folder), default=next_step)) > 1:
             raise JournalError(
                 f"{folder} begins with step {first}, and there is no checkpoint before it; put "
                 f"{self.session.folder}/checkpoints back, or delete the run to start over"
@@ -205,6 +210,15 @@ class Recovery:
             self.publishing.wait()
         else:
             self.publishing.announce(newest)
+
+
+def _move_later(paths: Mapping[int, Path], step: int, target: Path) -> None:
+    """Move the paths (by step) of later steps to the folder `target`, the newest first."""
+    target.mkdir(parents=True, exist_ok=True)
+    for later in sorted(paths, reverse=True):
+        if later > step:
+            os.rename(paths[later], target / paths[later].name)
+            atomic_files.sync_folder(paths[later].parent)
 
 
 def load_journaled_batch(

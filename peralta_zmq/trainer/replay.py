@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     is_same = schedule(config).keywords == schedule(run_config).keywords
     steps = replay(config, run, options.first, options.last, rates if is_same else {})
     published = _published(config) if config == run_config else {}
-    unrecorded = [step for step in journal.steps_in(run / "journal") if step not in rates]
+    unrecorded = [step for step in journal.files_in(run / "journal") if step not in rates]
     num_different = 0
     for step, metrics, digest in steps:
         result = ""
@@ -76,11 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay(
-    config: Config,
-    folder: Path,
-    first: int | None,
-    last: int | None,
-    rates: Mapping[int, float],
+    config: Config, folder: Path, first: int | None, last: int | None, rates: Mapping[int, float]
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Yield each step with its metrics and the sha256 of the weights it would publish.
 
@@ -91,7 +87,7 @@ def replay(
     models.use_threads(config.train.num_workers)
     model = build.load_policy(config, models.model_folder(config.model.name))
     learner = build.make_learner(config, model)
-    steps = journal.steps_in(folder / "journal")
+    steps = journal.files_in(folder / "journal")
     if not steps:
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _restore(learner, folder, min(steps), first)

@@ -264,16 +264,6 @@ def test_partly_written_record_is_reported_and_cut_off(
     assert frames(journal, 4) == [b"whole", b"frame"]
 
 
-def test_move_after_moves_later_steps_only(journal: Journal, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        journal.append(step, b"frame")
-        journal.commit()
-    (tmp_path / "target").mkdir()
-    journal.move_after(1, tmp_path / "target")
-    assert journal.steps() == [1]
-    assert len(os.listdir(tmp_path / "target")) == 2
-
-
 def test_begun_commit_ends_with_commit_and_writes_once(journal: Journal) -> None:
     for frame in FRAMES:
         journal.append(4, frame)

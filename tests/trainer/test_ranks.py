@@ -28,7 +28,7 @@ from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer.ranks import RankPlacement, placement_of
+from peralta_zmq.trainer.ranks import local_rank
 from peralta_zmq.trainer.session import write_identity
 from tools.link_proxy import free_ports
 
@@ -230,21 +230,20 @@ def test_steps_without_finite_gradient_are_skipped_on_all_ranks(
 # The environment of torchrun.
 
 
-def test_a_plain_start_is_one_rank() -> None:
-    assert (
-        placement_of({})
-        == placement_of({"WORLD_SIZE": "1", "RANK": "0"})
-        == RankPlacement(0, 1, 0, 1)
-    )
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-def test_placement_is_read_from_the_environment() -> None:
-    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert placement_of(variables) == RankPlacement(3, 4, 1, 2)
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({}, None), ({"WORLD_SIZE": "1", "RANK": "0"}, None), (TORCHRUN, (1, 2))],
+)
+def test_local_rank_is_read_from_the_environment(
+    variables: dict[str, str], expected: tuple[int, int] | None
+) -> None:
+    assert local_rank(variables) == expected
 
 
 @pytest.mark.parametrize("broken", [{"RANK": "x"}, {"LOCAL_RANK": ""}])
-def test_incomplete_environment_is_refused(broken: dict[str, str]) -> None:
-    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+def test_local_rank_refuses_an_incomplete_environment(broken: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*torchrun, or unset WORLD_SIZE"):
-        placement_of({**variables, **broken})
+        local_rank({**TORCHRUN, **broken})
