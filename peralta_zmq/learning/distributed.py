@@ -1,7 +1,9 @@
 """Ranks of a data-parallel trainer: gloo on CPUs, NCCL with sharded parameters (FSDP2) on CUDA.
 
-Commands and metrics travel as JSON and raw bytes, never as pickle. Names of torch.distributed are
-imported where they are used: torch builds without it train on one rank.
+A rank is one process of the trainer; each computes its share of the micro-batches of a step. Rank 0
+sends commands to the other ranks, as JSON and raw bytes, never as pickle. Parts of
+torch.distributed are imported in the functions that use them: a torch build without them can still
+train on one rank.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from peralta_zmq.errors import RankError
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-COMMAND_TIMEOUT = timedelta(days=365)  # a rank waits for commands as long as rank 0 lives
+COMMAND_TIMEOUT = timedelta(days=365)  # the next command may follow after any time
 
 
 class SingleRank:
-    """The ranks of a trainer of one process: every reduction is the identity."""
+    """The only rank of a trainer of one process; has the methods of `DistributedRanks`."""
 
     rank, world_size, lockstep = 0, 1, False
 
@@ -81,8 +83,8 @@ class DistributedRanks:
 
     Every rank makes the same calls in the same order; a method raises RankError when another rank
     is gone. With `shards` each rank holds a part of every parameter (FSDP2), else a full copy.
-    `lockstep`: ranks gather each other's shards, so each needs as many forward and backward passes
-    as the others.
+    `lockstep` is True with shards: each forward and backward pass gathers the parts of all ranks,
+    so every rank must make the same number of passes.
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:
@@ -109,9 +111,9 @@ class DistributedRanks:
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each parameter's gradient by its sum over all ranks.
 
-        A rank without a gradient adds zero. FSDP sums gradients in the backward pass.
+        A rank without a gradient adds zero.
         """
-        if self.lockstep:
+        if self.lockstep:  # FSDP has summed them in the backward pass
             return
         counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         self.all_reduce(counts)
@@ -124,7 +126,7 @@ class DistributedRanks:
                 cast(Any, work).wait()
 
     def _all_gather(self, content: bytes) -> list[bytes]:
-        """The content of each rank, in rank order."""
+        """Return the content that each rank passed, in rank order."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with _rank_errors():
             dist.all_gather(sizes, torch.tensor([len(content)]))
@@ -136,7 +138,7 @@ class DistributedRanks:
     # Parameters
 
     def prepare(self, model: Module) -> Module:
-        """Return the model to train, with rank 0's weights: `model` itself or a sharded copy."""
+        """Copy rank 0's weights to all ranks; return `model`, or its sharded copy to train."""
         with _rank_errors():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
@@ -148,9 +150,9 @@ class DistributedRanks:
 
         mesh = init_device_mesh(self._device.type, (self.world_size,))
         layers = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
-        parts = [module for module in model.modules() if module.__class__.__name__ in layers]
-        for part in (*parts, model):
-            sharded = fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        modules = [module for module in model.modules() if module.__class__.__name__ in layers]
+        for module in (*modules, model):
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)  # the loss divides by the totals of the step
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
         return model
@@ -160,14 +162,17 @@ class DistributedRanks:
         return cast(Any, tensor).full_tensor() if _is_sharded(tensor) else tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor on rank 0, on the CPU if it was sharded; else an empty one."""
+        """Return a tensor in full on rank 0; a sharded one is moved to the CPU.
+
+        The other ranks get an empty tensor instead of a sharded one.
+        """
         if not _is_sharded(tensor):
             return tensor
         full = self.full_tensor(tensor)
         return full.cpu() if self.rank == 0 else full.new_empty(0)
 
     def shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor, with the device and layout of `like`."""
+        """Return this rank's part of a full tensor, with the device and sharding of `like`."""
         tensor = tensor.to(like.device)
         if not _is_sharded(like) or tensor.shape != like.shape:
             return tensor
@@ -202,7 +207,7 @@ class DistributedRanks:
         return Command(fields, payloads)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Fill these CPU tensors with rank 0's."""
+        """Overwrite these CPU tensors on all ranks with those of rank 0."""
         with _rank_errors():
             for tensor in tensors:
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
@@ -217,7 +222,7 @@ Ranks: TypeAlias = SingleRank | DistributedRanks
 
 @contextmanager
 def _rank_errors() -> Generator[None]:
-    """Raise RankError for an error of torch.distributed."""
+    """Turn an error of torch.distributed into RankError."""
     try:
         yield
     except RuntimeError as error:

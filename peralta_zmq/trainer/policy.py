@@ -41,13 +41,13 @@ STOP_SECONDS = 2.0  # the same when a stop is requested
 class Policy:
     """The trained model and everything that was built from it."""
 
-    base_folder: Path
+    base_folder: Path  # of the untrained model
     model: models.Model
     tokenizer: models.Tokenizer
     companions: dict[str, bytes]  # files published with every version: content by name
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
-    learner: PolicyLearner
-    engine: registry.Engine  # of the trainer's own evaluations
+    learner: PolicyLearner  # trains the model
+    engine: registry.Engine  # samples from the model, for the trainer's own evaluations
     worker_info: Mapping[str, str]  # device and dtype, to show to users
 
     @property
@@ -88,7 +88,8 @@ def companion_files(
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Files (content by name) and manifest fields to publish with every version.
 
-    A whole model has its config and tokenizer; adapters have their config and the base's digest.
+    With a whole model: its config and tokenizer. With adapters: their config, and the name and
+    digest of the base model, so that generators can check that they have the same one.
     """
     if not lora.has_adapters(model):
         return models.companion_files(folder), {}
@@ -104,7 +105,7 @@ def companion_files(
 
 
 def open_store(config: Config) -> WeightStore:
-    """The folder or bucket to publish to. Raises ConfigError for a read-only address."""
+    """Open the folder or bucket to publish to. Raises ConfigError for a read-only address."""
     if config.weights_address.startswith("http://"):
         raise ConfigError(
             f"weights.dir {config.weights.dir} is for generators; the trainer needs a folder, "
@@ -155,11 +156,11 @@ class PolicyPublisher:
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
 
     def announce(self, version: Version) -> None:
-        """Announce a version to the generators. Called by the publishing thread."""
+        """Announce a version to the generators. The publishing thread calls it after a commit."""
         self._session.status.publish(version=version.number, weights_id=version.weights_id)
 
     def metrics(self) -> dict[str, float]:
-        """Size and timing of the newest version; it may be of an earlier step."""
+        """Size and timings of the newest published version, which may be of an earlier step."""
         if (report := self._newest) is None or report.version is None:
             return {}
         return {
@@ -171,9 +172,9 @@ class PolicyPublisher:
         }
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the newest copy is published; report it if the timeout passes.
+        """Wait until the newest copy is published; report it if `timeout` seconds pass.
 
-        Without a timeout it is COMPLETE_SECONDS, or STOP_SECONDS if a stop is requested.
+        The default is COMPLETE_SECONDS, or STOP_SECONDS if a stop is requested.
         """
         timeout = self._timeout() if timeout is None else timeout
         if not self._publisher.wait(timeout):
@@ -183,7 +184,7 @@ class PolicyPublisher:
     def record_reports(self) -> None:
         """Record the versions that were published since the last call, and the failures."""
         for report in self._publisher.take_reports():
-            if report.version is None:  # training continues: generators keep their version
+            if report.version is None:  # failed; training continues, generators keep their version
                 run_log = self._session.run_log
                 run_log.event("publish_failed", step=report.step, reason=report.reason)
                 run_log.note(report.reason)
@@ -221,7 +222,7 @@ class PolicyPublisher:
 
 
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
-    """A folder with the last weights that transformers can load; adapters are exported to one."""
+    """Return a folder with the last weights for transformers; exports adapters to such a folder."""
     if lora.has_adapters(policy.model):
         return export_adapter(config, config.run_folder, policy.base_folder, policy.model)
     newest = store.newest()

@@ -1,7 +1,8 @@
 """`bin/replay RUN`: train a run again from its journal, without generators or changes to the run.
 
-The same settings give the same weights, bit-identical on CPUs. Other settings (`--loss.name grpo`)
-can be compared on the same rollouts. `bin/replay export` writes a published version as a model.
+The journal holds the rollouts of each optimizer step. The same settings give the weights that the
+run published, bit-identical on CPUs; other settings (`--loss.name grpo`) can be compared on the
+same rollouts. `bin/replay export` writes a published weight version as a model folder.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ PRINTED = ("reward", "loss", "grad_norm", "learning_rate")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; returns 1 if weights differ from the published ones.
+    """Replay or export; returns 1 if replayed weights differ from the published ones.
 
     Each step uses its recorded learning rate, unless the settings of the schedule changed. Weights
-    are compared only where the rates of all steps up to theirs are recorded.
+    are compared only with unchanged settings, and only up to the first step without recorded rate.
     Raises ConfigError or JournalError if there is nothing to replay.
     """
     if arguments[:1] == ["export"]:
@@ -55,14 +56,15 @@ def main(arguments: Sequence[str]) -> int:
     rates = _recorded_rates(run)
     schedule = build.learning_rate_schedule
     is_same = schedule(config).keywords == schedule(run_config).keywords
-    steps = replay(config, run, options.first, options.last, rates if is_same else {})
     published = _published(config) if config == run_config else {}
-    unrecorded = [step for step in journal.files_in(run / "journal") if step not in rates]
+    without_rate = [step for step in journal.files_in(run / "journal") if step not in rates]
     num_different = 0
-    for step, metrics, digest in steps:
+    for step, metrics, digest in replay(
+        config, run, options.first, options.last, rates if is_same else {}
+    ):
         result = ""
         if step in published:
-            missing = next((other for other in unrecorded if other <= step), None)
+            missing = next((other for other in without_rate if other <= step), None)
             if digest == published[step]:
                 result = "  as published"
             elif missing is None:
@@ -80,8 +82,9 @@ def replay(
 ) -> Iterator[tuple[int, dict[str, float], str]]:
     """Yield each step with its metrics and the sha256 of the weights it would publish.
 
-    Training starts at the newest checkpoint before `first`, or at the base model; steps before
-    `first` are not yielded. `rates` override the learning rates of the schedule.
+    `first` and `last` limit the steps; None: all that the journal has. Training starts at the
+    newest checkpoint before `first`, or at the base model, so earlier steps may be trained but not
+    yielded. `rates` (step -> learning rate) override the schedule of the settings.
     Raises JournalError if the journal starts too late, has a gap, or ends before `first`.
     """
     models.use_threads(config.train.num_workers)
@@ -130,7 +133,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     options = parser.parse_args(arguments)
     config, target = _load_config(options.run), options.folder
-    store = _open_store(config)
+    store = WeightStore.open(config.weights_address)
     version = version_of_step(store, options.step)
     if version.field("adapts") is None:
         export_step(store, options.step, target)
@@ -140,10 +143,9 @@ def export(arguments: Sequence[str]) -> int:
         base_folder = build.base_folder(config, version)
         base = models.load_model(base_folder, device=torch.device("cpu"), dtype=torch.float32)
         with load_version(store, version) as local:
-            write_merged(
-                target, models.weights_of(base), MappedTensors(local / WEIGHTS),
-                model_folder=base_folder, dtype=models.DTYPES[config.weights.dtype],
-            )  # fmt: skip
+            adapter, dtype = MappedTensors(local / WEIGHTS), models.DTYPES[config.weights.dtype]
+            whole = models.weights_of(base)
+            write_merged(target, whole, adapter, model_folder=base_folder, dtype=dtype)
     sys.stdout.write(f"step {version.step}, version {version.number}: {target}\n")
     return 0
 
@@ -167,7 +169,10 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
 
 
 def _recorded_rates(run: Path) -> dict[int, float]:
-    """The recorded learning rate of each step. The schedule may have changed with max_steps."""
+    """The learning rate that metrics.jsonl has for each step.
+
+    Sessions of a run may differ in train.max_steps, and so in the schedule of learning rates.
+    """
     rates: dict[int, float] = {}
     for row in read_rows(run / METRICS):
         step = int(number(row, "step", 0))
@@ -179,7 +184,7 @@ def _recorded_rates(run: Path) -> dict[int, float]:
 
 
 def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -> None:
-    """Restore the newest checkpoint that the journal from step `earliest` on continues."""
+    """Restore the newest checkpoint before `first`, or before the journal's `earliest` step."""
     if earliest == 1 and first is None:
         return
     run_id = run_id_of(folder, folder.name)
@@ -198,17 +203,13 @@ def _restore(learner: Learner, folder: Path, earliest: int, first: int | None) -
 def _published(config: Config) -> dict[int, str]:
     """Step -> fingerprint of each version in the run's weights folder."""
     fingerprints: dict[int, str] = {}
-    store = _open_store(config)
+    store = WeightStore.open(config.weights_address)
     versions = store.versions()
     with progress_on("reading published weights", len(versions)) as progress:
         for count, version in enumerate(versions, start=1):
-            # A version of an earlier step follows a roll-back, which abandoned the later steps.
+            # A version of an earlier step than the previous one follows a roll-back to that step.
             fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}
             with load_version(store, version) as local:
                 fingerprints[version.step] = fingerprint(MappedTensors(local / WEIGHTS))
             progress.update(count)
     return fingerprints
-
-
-def _open_store(config: Config) -> WeightStore:
-    return WeightStore.open(config.weights_address)
