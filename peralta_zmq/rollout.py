@@ -187,15 +187,15 @@ class RolloutGroup:
 class TreeSpan(NamedTuple):
     """Consecutive tokens of a PrefixTree that continue after an earlier token."""
 
-    after: int  # position of that token in the packed sequence; -1 = the span starts a sequence
+    parent: int  # position in the tree of the token that the span continues; -1 = none, it starts
     length: int  # tokens
 
 
 class PrefixTree(NamedTuple):
-    """Token sequences that share prefixes, stored once: [prompt | completion 1 | ... | K].
+    """Token sequences that share prefixes, each prefix once: [prompt | completion 1 | ... | K].
 
     A token attends only to itself and to the tokens on its path back to the start. `learning`
-    builds these and `models` scores them; neither imports the other, so the type is here.
+    builds trees and `models` computes their logprobs; neither imports the other.
     """
 
     spans: tuple[TreeSpan, ...]

@@ -1,15 +1,20 @@
-"""What each rollout contributes to the loss: filters and advantages.
+"""What each rollout contributes to the loss: advantages from rewards, and rollout filters.
 
-A filter decides whether a rollout is in the loss: `def name(rollout, *, option=...) -> bool`, True
-for a rollout that it detects. An advantage function turns the rewards of K rollouts into K
-advantages: `def name(rewards, lengths, *, option=...) -> list[float]`; `lengths` are numbers of
-generated tokens. The K rollouts are those of one group (one problem), or all rollouts of the step
-for a function with the keyword `group_adv_norm` set to false.
+A rollout is one completion of a problem; a group is all rollouts of one problem. To add a function,
+write it here and add its line to the table in `registry.py`. Its keywords become options in
+[advantage] or [filter].
 
-To add one, write the function here and add its line to the table in `registry.py`. Keywords become
-options in [filter] or [advantage]; `vocab_size` and `max_completion_length` of a filter come from
-the run. A rollout that an enforced filter detects still counts in the metrics and in the
-advantages of its group.
+    def advantage(rewards, lengths, *, option=...) -> list[float]
+
+turns the rewards of K rollouts into K advantages; `lengths` are the numbers of generated tokens.
+The K rollouts are one group, or all rollouts of the step if the function has a keyword
+`group_adv_norm` and it is False.
+
+    def filter(rollout, *, option=...) -> bool
+
+returns True for a rollout that it detects. An enforced filter removes the tokens of detected
+rollouts from the loss; their rewards still count in the metrics and in the advantages of their
+group. The keywords `vocab_size` and `max_completion_length` get their values from the run.
 """
 
 from __future__ import annotations
@@ -61,8 +66,8 @@ def group_zscore(
 
 def leave_one_out(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """R - mean of the other K - 1 rewards (RLOO, PipelineRL)."""
-    total, others = sum(rewards), len(rewards) - 1
-    return [reward - (total - reward) / others for reward in rewards]
+    total, num_others = sum(rewards), len(rewards) - 1
+    return [reward - (total - reward) / num_others for reward in rewards]
 
 
 def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -78,9 +83,10 @@ def token_whitening(
     eps: float = 1e-5,
     group_adv_norm: bool = False,
 ) -> list[float]:
-    """(R - mean) / (std + eps) with each rollout weighted by its generated tokens (AReaL).
+    """(R - mean) / (std + eps), each rollout weighted by its generated tokens (AReaL).
 
-    Biased variance. Over all rollouts of the step, or over each group with `group_adv_norm`.
+    Mean and std (of the population) are over all rollouts of the step, or over each group with
+    `group_adv_norm`.
     """
     mean = _token_mean(rewards, lengths)
     variance = _token_mean([(reward - mean) ** 2 for reward in rewards], lengths)
@@ -107,10 +113,10 @@ class Filter:
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
 ) -> tuple[list[list[bool]], dict[str, float]]:
-    """Return a flag per group and rollout, False if it is removed from the loss; and metrics.
+    """Return a flag per group and rollout, False if removed from the loss, and the metrics.
 
-    `filter/NAME` is the share of rollouts that a filter detected, `filter/taken_out` the share
-    removed from the loss.
+    The metric `filter/NAME` is the share of rollouts that a filter detected, `filter/taken_out` the
+    share removed from the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     included, metrics = [True] * len(rollouts), dict[str, float]()
@@ -118,7 +124,7 @@ def apply_filters(
         detected = [rule.detects(rollout) for rollout in rollouts]
         metrics[f"filter/{rule.name}"] = _share(detected)
         if rule.enforce:
-            included = [a and not b for a, b in zip(included, detected, strict=True)]
+            included = [keep and not found for keep, found in zip(included, detected, strict=True)]
     if filters:
         metrics["filter/taken_out"] = _share([not flag for flag in included])
     flags = iter(included)

@@ -71,8 +71,8 @@ class LearnerSettings:
     oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
     temperature: Temperature = 1.0  # at which the generators sample
     num_iterations: int = 1  # updates per step
-    share_prompts: bool = True  # False: the policy cannot compute a shared prefix once
-    keep_zero_std: bool = False  # True: train on groups in which all rewards are equal too
+    share_prompts: bool = True  # False for a policy that cannot compute a shared prefix once
+    keep_zero_std: bool = False  # train also on groups in which all rewards are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StepResult:
     skip_reason: str = ""  # empty if the step was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
     advantages: Sequence[Sequence[float]] = ()
-    """Per group and rollout, empty for a group that is not trained on; an update has none."""
+    """Per group and rollout; empty for a group without signal, and in the result of an update."""
 
 
 class Learner:
@@ -160,7 +160,7 @@ class Learner:
         self._count_skipped(skip_reason)
         if self._reference is not None:
             self._reference.sync(self.step)
-        mismatch = updates[0].mismatch  # later updates start from other weights
+        mismatch = updates[0].mismatch  # later updates do not start from the published weights
         metrics = {
             **describe_groups(groups, step=self.step),
             **filter_metrics,
@@ -175,9 +175,10 @@ class Learner:
         return StepResult(metrics, skip_reason, mismatch, packed.advantages)
 
     def _mini_batches(self, samples: Sequence[PackedSample]) -> list[list[Batch]]:
-        """Micro-batches of each update, with the logprobs of the models that are not trained.
+        """Micro-batches of each update, with the logprobs of reference models.
 
-        A step has no more updates than groups; a step without samples has one, of no micro-batch.
+        A step has no more updates than groups; without samples it has one update without batches.
+        All logprobs are computed before the first update changes the policy.
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1

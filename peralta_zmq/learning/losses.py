@@ -1,11 +1,15 @@
 """Loss functions for policy optimization, over the generated tokens of one micro-batch.
 
+A rollout is a prompt with one completion. The policy is the model in training; a step updates it on
+a batch of rollouts, in micro-batches that fit into memory.
+
 To add a loss, write a function here and add its line to the table in `registry.py`:
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
 Each new keyword also needs a field in `LossSection` (config/training_sections.py), because unknown
-settings are refused. A loss of your own, named by its import path, takes them from loss.kwargs.
+settings are rejected. A loss outside this package, named by its import path, gets its keywords from
+loss.kwargs.
 
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
 the whole optimizer update. The trainer adds the results of all micro-batches and ranks, so their
@@ -28,9 +32,9 @@ from torch import Tensor
 
 from peralta_zmq.errors import ConfigError
 
-MAX_LOG_RATIO = 20.0  # default bound; keeps ratios finite for tokens the sampler gave no mass
-STRICT_LOG_RATIO = 10.0  # bound in the published GRPO, importance and k3 formulas
-MASK_BOUNDS = (  # options that are a lower and an upper bound
+MAX_LOG_RATIO = 20.0  # default bound; keeps ratios of very improbable tokens finite
+STRICT_LOG_RATIO = 10.0  # bound in the published formulas of GRPO, importance and k3
+MASK_BOUNDS = (  # pairs of options: lower and upper bound
     ("token_mask_low", "token_mask_high"),
     ("geo_mask_low", "geo_mask_high"),
     ("sequence_mask_low", "sequence_mask_high"),
@@ -44,17 +48,17 @@ class Tokens:
     logprobs: Tensor  # float32, policy, with gradient
     old_logprobs: Tensor  # float32, weights that sampled the token
     advantages: Tensor  # float32, advantage of the token's rollout
-    mask: Tensor  # float32, 0 on padding of a micro-batch without samples, else 1
+    mask: Tensor  # float32, 1; 0 on tokens that are in no loss and no metric
     sequence: Tensor  # int64, index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
     step_tokens: float  # unmasked tokens in the whole step on all ranks, at least 1
     step_sequences: float  # rollouts with an unmasked token in the whole step, at least 1
     prox_logprobs: Tensor | None = None
-    """Policy before the first mini-batch of the step; the policy's own, without gradient, when
-    train.num_iterations is 1. The trainer always sets it."""
+    """Policy before the first update of the step; equal to `logprobs`, without gradient, if
+    train.num_iterations is 1. Always set by the trainer."""
     ref_logprobs: Tensor | None = None  # reference model, when the run has one
     teacher_logprobs: Tensor | None = None  # teacher model, when the run has one
-    entropy: Tensor | None = None  # of the policy's distribution, with gradient, if requested
+    entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
 
 
 Metrics: TypeAlias = dict[str, Tensor]
@@ -193,8 +197,8 @@ def importance(
         "masked/geo": (mean_ratio < geo_mask_low) | (mean_ratio > geo_mask_high),
         "masked/sequence": sequence_sum(tokens, extreme.to(ratio.dtype)) > 0,
     }
-    by_sequence = [flags[tokens.sequence] for flags in masked_sequences.values()]
-    dropped = torch.stack([*masked.values(), *by_sequence]).any(0)
+    masked_by_sequence = [flags[tokens.sequence] for flags in masked_sequences.values()]
+    dropped = torch.stack([*masked.values(), *masked_by_sequence]).any(0)  # [N]
     signal = adv_tau * tokens.advantages - kl_tau * log_ratio
     if teacher_tau:
         teacher = _required(
@@ -311,6 +315,7 @@ def _ppo_clip(
 
 
 def _required(logprobs: Tensor | None, loss: str, *, option: str, model: str) -> Tensor:
+    """The logprobs. Raises ConfigError if the run has no such model."""
     if logprobs is None:
         raise ConfigError(
             f"loss.name {loss} with loss.{option} above 0 needs the logprobs of a {model} model, "
@@ -324,7 +329,8 @@ def check_loss_options(
 ) -> None:
     """Raise ConfigError for bounds in the wrong order and for options without effect.
 
-    `options` are those that the config sets, with `entropy_coef`; `defaults` those of the loss.
+    `options` are those that the config sets, with `entropy_coef`; `defaults` are the values of the
+    loss function's keywords.
     """
     values = {**defaults, **options}
     for low, high in MASK_BOUNDS:
@@ -342,8 +348,8 @@ def check_loss_options(
             "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false, where "
             "every weight is 1; remove one of them"
         )
-    others = ("teacher_tau", "kl_tau", "entropy_coef")
-    if name == "importance" and options.get("adv_tau") == 0 and not any(map(options.get, others)):
+    weights = [options.get(option) for option in ("teacher_tau", "kl_tau", "entropy_coef")]
+    if name == "importance" and options.get("adv_tau") == 0 and not any(weights):
         raise ConfigError(
             "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0, so the "
             "gradient would be 0; set one of them"

@@ -1,6 +1,10 @@
 """Packing of rollout groups into micro-batches; a prefix shared by rollouts is stored once.
 
-`pack_groups` turns groups into samples, and `make_batches` turns samples into micro-batches.
+The rollouts of a group have the same prompt. `pack_groups` merges as many of them as fit into one
+`PackedSample`: a prefix tree with the advantages and rewards of its rollouts. `make_batches` lays
+the trees of several samples one after the other in a row of tokens: the micro-batch (`Batch`),
+which a model computes in one forward pass. A trainer of several ranks (processes) divides the
+micro-batches among them.
 """
 
 from __future__ import annotations
@@ -27,60 +31,60 @@ Oversize: TypeAlias = Literal["truncate", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """Rollouts of one group that are packed together: the unit that batches are made of."""
+    """Rollouts of one group, merged into a prefix tree."""
 
-    token_ids: Int32Array  # [T], shared prefixes once
-    tree: PrefixTree
+    token_ids: Int32Array  # [T], each shared prefix once
+    tree: PrefixTree  # how the tokens continue each other
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
-    sender: str  # of the group
-    group: int  # index among the groups of the step that have a sample
+    sender: str  # start of a generator that sent the group
+    group: int  # index of the group among those of the step that have a sample
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: trees in a row of M tokens, with N generated tokens to score."""
+    """One micro-batch: prefix trees in a row of M tokens, with N generated tokens in the loss."""
 
     token_ids: Tensor  # int64 [M]
     trees: tuple[PrefixTree, ...]  # in the order of the row
-    scored: Tensor  # int64 [N], indices of the generated tokens in the row; siblings share some
+    scored: Tensor  # int64 [N], indices in the row of the generated tokens; rollouts share some
     old_logprobs: Tensor  # float32 [N]
     advantages: Tensor  # float32 [N], advantage of the token's rollout
-    mask: Tensor  # float32 [N], 1 on tokens in the loss
+    mask: Tensor  # float32 [N], 1; 0 in a micro-batch that only keeps its rank in lockstep
     sequence: Tensor  # int64 [N], index of the token's rollout in this micro-batch
-    num_sequences: int
+    num_sequences: int  # rollouts in this micro-batch
     senders: tuple[str, ...] = ()  # per rollout
-    temperatures: Tensor | float = 1.0  # float32 [N], sampling temperature; a number for all
-    prox_logprobs: Tensor | None = None  # float32 [N], see losses.Tokens
-    ref_logprobs: Tensor | None = None
-    teacher_logprobs: Tensor | None = None
+    temperatures: Tensor | float = 1.0  # float32 [N], sampling temperatures; a number: all the same
+    prox_logprobs: Tensor | None = None  # float32 [N], of the policy before the step's first update
+    ref_logprobs: Tensor | None = None  # float32 [N], of the reference model
+    teacher_logprobs: Tensor | None = None  # float32 [N], of the teacher model
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """The samples of a step, and the number of rollouts that did not fit."""
+    """The samples of a step, the advantages, and the number of rollouts that did not fit."""
 
     samples: tuple[PackedSample, ...]
     num_truncated: int  # rollouts that lost their end
     num_dropped: int  # rollouts left out because of their length
-    advantages: tuple[tuple[float, ...], ...]  # per group and rollout; empty without signal
+    advantages: tuple[tuple[float, ...], ...]  # per group and rollout; empty for unpacked groups
 
 
 class TreeBuilder:
-    """Token sequences in one row; each added sequence stores only its part after a known prefix."""
+    """Builds a prefix tree from token sequences; an added sequence shares the longest prefix."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []  # the row
+        self.tokens: list[int] = []  # of the tree
         self.spans: list[TreeSpan] = []
-        self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in the row
-        self._next: dict[tuple[int, int], int] = {}  # (index, next token) -> index of that token
+        self.positions: list[Int64Array] = []  # per sequence, indices of its tokens in `tokens`
+        self._next: dict[tuple[int, int], int] = {}  # (index, token id that follows) -> its index
 
     def add(self, sequence: Sequence[int], *, max_tokens: int) -> bool:
-        """Append the part of the sequence after its longest prefix in the row.
+        """Add a sequence: append the part after the longest prefix that the tree already has.
 
-        Returns False, with nothing changed, if the row already has a sequence and would have more
-        than `max_tokens` tokens.
+        Returns False, with nothing changed, if the tree has a sequence and would grow to more than
+        `max_tokens` tokens.
         """
         prefix, last, start = list[int](), -1, len(self.tokens)
         while len(prefix) < len(sequence) and (last, sequence[len(prefix)]) in self._next:
@@ -108,12 +112,13 @@ def pack_groups(
     keep_zero_std: bool = False,
     included: Sequence[Sequence[bool]] | None = None,
 ) -> PackedGroups:
-    """Pack the groups that have signal into samples of at most `max_tokens` tokens.
+    """Pack the groups that have signal, two different rewards, into samples of <= max_tokens.
 
-    `keep_zero_std` packs groups without signal too. Rollouts of a group share their prefix unless
-    `share_prompts` is False. A rollout longer than `max_tokens` is truncated or dropped, as
-    `oversize` says. `included` is False for each rollout of each group that a filter removed from
-    the loss; its reward still counts in the advantages of the group.
+    With `keep_zero_std` groups without signal are packed too. Rollouts of a group share their
+    prefix unless `share_prompts` is False. A rollout longer than `max_tokens` is truncated or
+    dropped, as `oversize` says. `included` has a flag per group and rollout, False for a rollout
+    that a filter removed from the loss; its reward still counts in the advantages of its group.
+    None includes all.
     """
     samples, num_truncated, num_dropped = list[PackedSample](), 0, 0
     signal = [index for index, group in enumerate(groups) if keep_zero_std or group.has_signal]
@@ -153,8 +158,9 @@ def make_batches(
 ) -> list[Batch]:
     """This rank's micro-batches of at most `max_tokens` tokens, by `assign_to_bins`.
 
-    With `padded` every sample counts as much as the longest one of its micro-batch. Ranks that
-    run in lockstep get one micro-batch per round each; a rank without samples gets a masked one.
+    With `padded` each sample is counted with the length of the longest in its micro-batch. Ranks in
+    lockstep all need the same number of forward passes, so a rank without a sample in a round gets
+    a copy of another rank's sample with mask 0. `device` is that of the tensors.
     """
 
     def batch_of(indices: Sequence[int]) -> Batch:
@@ -173,11 +179,12 @@ def make_batches(
 def assign_to_bins(
     sizes: Sequence[int], capacity: int, *, num_ranks: int = 1, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Assign the indices of `sizes` to rounds of one bin of `capacity` per rank.
+    """Distribute items of these sizes to rounds; a round has one bin of `capacity` per rank.
 
-    Greedy by decreasing size: each goes to the least loaded rank of the first round with room on
-    it (first-fit-decreasing with one rank). With `padded` an index takes as much room as the
-    first of its bin. Bins of ranks other than 0 may be empty.
+    Returns the indices of the items by round and rank. Greedy by decreasing size: an item goes to
+    the least loaded rank of the first round in which that rank has room (first-fit-decreasing with
+    one rank). With `padded` an item takes as much room as the first item of its bin. Bins of ranks
+    other than 0 may be empty.
     """
     rounds, loads = list[list[list[int]]](), list[list[int]]()
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -202,7 +209,7 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 def _next_sample(
     packable: deque[tuple[Rollout, float]], max_tokens: int, *, sender: str, group: int
 ) -> PackedSample:
-    """Remove rollouts (with advantages) from `packable` while they fit into one sample.
+    """Remove rollouts, with advantages, from the front of `packable` while they fit; pack them.
 
     A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
     """
@@ -226,7 +233,7 @@ def _to_batch(
 ) -> Batch:
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
     advantages = list(chain.from_iterable(sample.advantages for sample in samples))
-    # Nothing predicts a sequence's first token, so it is never scored.
+    # No logits predict a sequence's first token, so it is never scored.
     scored = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
     counts = [len(indices) for indices in scored]
     starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples[:-1])])

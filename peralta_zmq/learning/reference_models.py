@@ -1,4 +1,8 @@
-"""Logprobs of the policy's tokens under models that are not trained: a policy copy or a teacher."""
+"""Logprobs of the batch's tokens under models that are not trained, for losses that use them.
+
+A reference model is a copy of the policy at an earlier step; a teacher is any other model with the
+same vocabulary. The policy is the model in training.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ from torch import Tensor
 
 from peralta_zmq.learning.packing import Batch
 
-# ComputeLogprobs(token_ids [M], trees, scored [N], temperature=...) is a model's forward pass: it
-# returns the logprobs [N] of the tokens at the indices `scored` of a packed row, at a temperature
-# that is a number or a tensor [N]. The other one also returns the entropies [N], in nats, of the
-# distributions that the tokens were drawn from. models/scoring.py has both, as methods of Scorer.
+# The forward pass of a model, models/scoring.py:Scorer, as (token_ids [M], trees, scored [N],
+# temperature=a number or a tensor [N]) -> logprobs [N] of the tokens at the indices `scored` of a
+# packed row; ComputeLogprobsAndEntropy also returns the entropies [N] of the predicted
+# distributions, in nats.
 ComputeLogprobs: TypeAlias = Callable[..., Tensor]
 ComputeLogprobsAndEntropy: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
-# Computes the logprobs [N] of the generated tokens of each batch.
+# Returns the logprobs [N] of the generated tokens of each batch.
 ReferenceModel: TypeAlias = Callable[[Sequence[Batch]], list[Tensor]]
 
 

@@ -1,6 +1,9 @@
-"""Metrics of a step that need no model: its rollout groups, and the logprob mismatch by sender.
+"""Metrics of a training step: its rollout groups, entropy, and the mismatch of logprobs.
 
-Names are TRL's where TRL has one; docs/metrics.md lists them.
+Logprob mismatch: a token's logprob on the trainer differs from the one that its generator reported,
+because the policy has been updated since, or computes in another dtype, or wrongly. It is measured
+by the k3 estimate of the KL divergence, for all tokens and for each sender (one start of a
+generator). Metric names are TRL's where TRL has one; docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ from peralta_zmq.learning.losses import (
 )
 from peralta_zmq.rollout import RolloutGroup
 
-WINDOW = 4  # the mean covers the last steps that had groups of the sender
-MIN_STEPS = 2  # steps before a sender can be flagged
+WINDOW = 4  # steps that a sender's mean covers: the last ones that had groups of the sender
+MIN_STEPS = 2  # with groups of a sender before the sender can be flagged
 SENDER_KL, SENDER_TOKENS = "sender_kl/", "sender_tokens/"  # sums that do not become metrics
 MAX_SENDERS = 4096  # senders in memory; the least recently active is dropped first
 
 
 def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
-    """Metrics of all groups admitted to a step, with or without signal.
+    """Metrics of all groups in the batch of a step, also of those whose rewards are all equal.
 
-    `reward_std` is the mean of the standard deviations within groups.
+    `reward_std` is the mean over groups of the standard deviation within a group.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     ages = [staleness(group, step=step) for group in groups]
@@ -48,7 +51,7 @@ def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, f
         "num_tokens": sum(len(rollout.token_ids) for rollout in rollouts),
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),
-        **_mean_rewards(part for rollout in rollouts for part in rollout.rewards.items()),
+        **_mean_rewards(term for rollout in rollouts for term in rollout.rewards.items()),
         **_by_generator(groups),
     }
 
@@ -66,7 +69,7 @@ def _mean_rewards(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _by_generator(groups: Sequence[RolloutGroup]) -> dict[str, int]:
-    """Groups of each generator, and the newest policy step among them."""
+    """Number of groups of each generator, and the newest policy step that they were sampled at."""
     steps: dict[str, list[int]] = {}
     for group in groups:
         steps.setdefault(group.generator_id, []).append(max(0, group.policy_step))
@@ -89,10 +92,10 @@ class Mismatch:
 
 
 class MismatchStatistics:
-    """Mean mismatch per sender over its last steps; senders above `bound` are flagged for good.
+    """Mean mismatch per sender over its last steps; a sender above `bound` stays flagged.
 
-    A different dtype or older weights cause a small mismatch; wrong kernels or wrong weights cause
-    one that is larger by orders of magnitude.
+    Another dtype or older weights cause a small mismatch; wrong kernels or wrong weights cause one
+    that is larger by orders of magnitude.
     """
 
     def __init__(self, *, bound: float) -> None:
@@ -105,7 +108,7 @@ class MismatchStatistics:
         for sender, mismatch in step.items():
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
             steps.append(mismatch)
-            self._steps[sender] = steps  # to the end of the order
+            self._steps[sender] = steps  # re-inserted as the most recently active
         while len(self._steps) > MAX_SENDERS:
             del self._steps[next(iter(self._steps))]
 
@@ -115,7 +118,7 @@ class MismatchStatistics:
         return Mismatch(sum(m.kl for m in steps), sum(m.num_tokens for m in steps)).mean
 
     def flag_senders(self) -> list[str]:
-        """Flag the senders whose mean exceeds the bound; returns those not flagged before."""
+        """Flag the senders whose mean exceeds the bound; returns the newly flagged ones."""
         new = {
             sender: mean
             for sender, steps in self._steps.items()

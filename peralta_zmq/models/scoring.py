@@ -1,8 +1,12 @@
-"""Differentiable logprobs of packed rows: the trainer's forward pass.
+"""Differentiable logprobs of packed token sequences: the trainer's forward pass.
 
-A row stores a prefix shared by several sequences once; attention runs per tree with a tree mask.
-The token before the first token of a span is the one the span continues: tokens are shifted here
-and in `logprobs.token_logprobs`, nowhere else.
+Completions of one problem share their prompt. A `PrefixTree` (rollout.py) stores a shared prefix
+once; a packed row is several trees, one after the other. Attention runs per tree, with a mask that
+lets a token attend only to itself and its ancestors in the tree. For a model with which this is
+impossible or wrong, every sequence becomes a row of its own, padded to the longest.
+
+The logits that predict a token are those of its predecessor in the sequence: tokens and logits are
+shifted against each other in this module and in `logprobs.token_logprobs`, nowhere else.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peralta_zmq.models.loading import Model
@@ -25,11 +30,13 @@ from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
-TREE_ATTENTION = "peralta_zmq_trees"  # name of `_attention` among those of transformers
-BASE_ATTENTION = "sdpa"  # the attention that it replaces
-TOLERANCE = 1e-3  # between packed and padded logprobs in fp32
-MATMUL_LENGTHS = range(128, 513)  # tree tokens for which matmuls beat SDPA on a CPU
-TRIAL_TREES = (  # row on which a model is tested, with spans that continue spans
+TREE_ATTENTION = "peralta_zmq_trees"  # name under which transformers finds `_attention`
+BASE_ATTENTION = "sdpa"  # the attention of transformers that it replaces
+TOLERANCE = 1e-3  # largest difference between packed and padded logprobs in fp32
+MATMUL_LENGTHS = range(128, 513)  # tokens of a tree for which matmuls beat SDPA on a CPU
+# The row on which a model's packed logprobs are compared with the padded ones, and the indices of
+# the tokens compared. Its first tree branches inside a completion.
+TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
 )
@@ -37,10 +44,11 @@ TRIAL_SCORED = (*range(5, 12), *range(14, 20))
 
 
 class Scorer:
-    """Computes logprobs of packed rows, or of padded ones if the model cannot pack.
+    """Computes the logprobs of tokens in packed rows under one model.
 
-    `dtype` bfloat16 computes under autocast over the fp32 weights; float32 is exact.
-    `padding_reason` says why rows are padded; it is empty when they are packed.
+    `dtype` float32 is exact; any other dtype computes under autocast over the fp32 weights.
+    `padding_reason` is empty if the model computes packed rows; otherwise it says why the rows are
+    padded instead.
     """
 
     def __init__(
@@ -65,15 +73,16 @@ class Scorer:
         self,
         token_ids: Tensor,  # [M]
         trees: Sequence[PrefixTree],  # in the order of the row, M tokens in total
-        scored: Tensor,  # [N], indices in the row; not of first tokens
+        scored: Tensor,  # [N], indices in the row; not of the first token of a sequence
         *,
         temperature: Tensor | float = 1.0,  # a scalar, or one per scored token [N]
     ) -> Tensor:
-        """Logprobs [N] of the scored tokens given the tokens before them in their sequence."""
+        """Logprobs [N] of the tokens at `scored`, given their prefixes in their sequences."""
         if isinstance(temperature, Tensor):
             logits = self._logits(token_ids, trees, scored)
             return selected_logprobs(logits, token_ids[scored], temperature=temperature)
-        unique, inverse = scored.unique(return_inverse=True)  # siblings share tokens
+        # Completions that begin alike share tokens, whose logits are computed once.
+        unique, inverse = scored.unique(return_inverse=True)
         logits = self._logits(token_ids, trees, unique)
         return selected_logprobs(logits, token_ids[unique], temperature=temperature)[inverse]
 
@@ -85,7 +94,7 @@ class Scorer:
         *,
         temperature: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Also returns the entropy of the predictive distribution at each scored token, in nats."""
+        """Logprobs [N] as above, and the entropies [N], in nats, of the predicted distributions."""
         logits = self._logits(token_ids, trees, scored)
         logprobs = selected_logprobs(logits, token_ids[scored], temperature=temperature)
         return logprobs, entropies(logits, temperature=temperature)
@@ -98,33 +107,36 @@ class Scorer:
     def _packed(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
         layout = _PackedLayout.of(trees, token_ids.device)
         with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
-            out = self._model(
+            output = self._model(
                 input_ids=token_ids[None],
                 position_ids=layout.positions[None],
                 attention_mask=layout.no_mask,
                 logits_to_keep=layout.previous[scored],
                 use_cache=False,
-                trees=layout,
+                packed_layout=layout,  # transformers passes it on to `_attention`
             )
-        return out.logits[0]
+        return output.logits[0]
 
     def _padded(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> Tensor:
         indices, attention, cells = _padded_layout(trees, token_ids.device)
         row, column = cells[scored].unbind(1)
-        num_kept = indices.shape[1] - int(column.min()) + 1
+        width = indices.shape[1]
+        options = {"logits_to_keep": width - int(column.min()) + 1}
         with self._autocast(token_ids.device), _sparse_embedding_gradient(self._model):
-            out = self._model(
-                input_ids=token_ids[indices] * attention, attention_mask=attention, use_cache=False,
-                **({"logits_to_keep": num_kept} if self._has_logits_to_keep else {}),
-            )  # fmt: skip
-        return out.logits[row, column - 1 - (indices.shape[1] - out.logits.shape[1])]
+            output = self._model(
+                input_ids=token_ids[indices] * attention,
+                attention_mask=attention,
+                use_cache=False,
+                **(options if self._has_logits_to_keep else {}),
+            )
+        return output.logits[row, column - 1 - (width - output.logits.shape[1])]
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32)
 
     @torch.no_grad()
     def _find_padding_reason(self) -> str:
-        """Compare packed and padded logprobs of random tokens; empty if they agree."""
+        """Compare packed with padded logprobs of random tokens; returns '' if they agree."""
         if not self._has_logits_to_keep:
             return "padded rows: the model has no logits_to_keep"
         layer_types = set(getattr(self._model.config, "layer_types", None) or ["full_attention"])
@@ -153,12 +165,12 @@ class Scorer:
 
 
 class _TreeLayout:
-    """Arrays of a tree; index t is its token t."""
+    """Positions and attention mask of one tree; index t is its token t."""
 
     def __init__(self, tree: PrefixTree) -> None:
         length, self.num_spans = tree.num_tokens, len(tree.spans)
         self.position = np.zeros(length, np.int64)  # of the token in its sequence
-        self.previous = np.zeros(length, np.int64)  # index of the token before; itself at a start
+        self.previous = np.zeros(length, np.int64)  # predecessor's index; its own at the start
         self.span = np.zeros(length, np.int64)  # index of the token's span
         self.mask = np.zeros((length, length), np.bool_)  # True where row attends to column
         start = 0
@@ -174,25 +186,25 @@ class _TreeLayout:
             start = end
 
     def path(self, span: int) -> Int64Array:
-        """Indices of the sequence that ends with the last token of a span."""
+        """Indices of the tokens of the sequence that ends with the last token of a span."""
         return np.flatnonzero(self.mask[np.flatnonzero(self.span == span)[-1]])
 
 
 class _PackedLayout(NamedTuple):
-    """Inputs of a packed forward pass besides the tokens; passed to each layer's attention."""
+    """Positions, predecessors and masks of a packed row, for the model and each attention layer."""
 
     positions: Tensor  # int64 [M]
-    previous: Tensor  # int64 [M], indices in the row
+    previous: Tensor  # int64 [M], index in the row of each token's predecessor
     sizes: list[int]  # tokens of each tree
     masks: list[Tensor]  # bool [T, T] of each tree, True where row attends to column
-    no_mask: Tensor  # 4 dimensions, so that transformers makes no mask of its own
+    no_mask: Tensor  # transformers makes a mask of its own unless it gets one of 4 dimensions
 
     @classmethod
     def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> _PackedLayout:
         layouts = [_TreeLayout(tree) for tree in trees]
         sizes = [tree.num_tokens for tree in trees]
         starts = np.cumsum([0, *sizes[:-1]])
-        previous = [s.previous + start for s, start in zip(layouts, starts, strict=True)]
+        previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
         positions = np.concatenate([layout.position for layout in layouts])
         return cls(
             positions=torch.from_numpy(positions).to(device),
@@ -206,10 +218,11 @@ class _PackedLayout(NamedTuple):
 def _padded_layout(
     trees: Sequence[PrefixTree], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One padded row per span: the span with everything before it in its sequence.
+    """Unpack a row into one padded row per span, which ends with the last token of the span.
 
-    Returns indices in the packed row, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens;
-    and the row and column of each token of the packed row, int64 [M, 2].
+    Returns, for S spans whose sequences have at most T tokens: each token's index in the packed
+    row, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens and 0 on padding; and, for each
+    token of the packed row, its padded row and column, int64 [M, 2].
     """
     paths, cells, start = list[Int64Array](), list[Int64Array](), 0
     for tree in trees:
@@ -217,12 +230,16 @@ def _padded_layout(
         cells.append(np.stack([len(paths) + layout.span, layout.position], 1))
         paths += [start + layout.path(span) for span in range(layout.num_spans)]
         start += tree.num_tokens
-    indices, attention = (np.zeros((len(paths), max(map(len, paths))), np.int64) for _ in range(2))
+    indices = np.zeros((len(paths), max(map(len, paths))), np.int64)
+    attention = np.zeros_like(indices)
     for row, path in enumerate(paths):
         indices[row, : len(path)] = path
         attention[row, : len(path)] = 1
-    arrays = (torch.from_numpy(a).to(device) for a in (indices, attention, np.concatenate(cells)))
-    return cast("tuple[Tensor, Tensor, Tensor]", tuple(arrays))
+    return (
+        torch.from_numpy(indices).to(device),
+        torch.from_numpy(attention).to(device),
+        torch.from_numpy(np.concatenate(cells)).to(device),
+    )
 
 
 def _attention(
@@ -232,18 +249,22 @@ def _attention(
     value: Tensor,
     mask: Tensor | None,
     *,
-    trees: _PackedLayout | None = None,
+    packed_layout: _PackedLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention per tree; transformers' own without trees (an engine over the same model)."""
-    if trees is None:
+    """Attention per tree of a packed row; the attention of transformers for a row without trees.
+
+    An engine that samples from the same model object runs it without trees.
+    """
+    if packed_layout is None:
         return AttentionInterface()[BASE_ATTENTION](module, query, key, value, mask, **options)
     if options.get("softcap") is not None:
         raise ValueError("the model caps its attention scores")
-    queries, keys, values = (tensor.split(trees.sizes, 2) for tensor in (query, key, value))
+    sizes = packed_layout.sizes
+    queries, keys, values = (tensor.split(sizes, 2) for tensor in (query, key, value))
     outputs = [
         _tree_attention(*inputs, scaling=options["scaling"])
-        for inputs in zip(queries, keys, values, trees.masks, strict=True)
+        for inputs in zip(queries, keys, values, packed_layout.masks, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2), None
 
@@ -253,10 +274,10 @@ def _tree_attention(
 ) -> Tensor:
     """Attention of one tree; avoids SDPA in bfloat16 on a CPU, whose backward pass is slow."""
     if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        is_grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
+        )
     if len(mask) in MATMUL_LENGTHS:
         return _matmul_attention(query, key, value, mask, scaling=scaling)
     with torch.autocast("cpu", enabled=False):
@@ -284,10 +305,11 @@ def _matmul_attention(
 
 @contextlib.contextmanager
 def _sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
-    """Add the gradient of a tied input embedding to the head's gradient, row by row (CPU only).
+    """Within the block, save memory in the gradient of an embedding that is tied to the head.
 
-    autograd would allocate a second gradient of the whole vocabulary and add the two: 0.6 GiB for
-    Qwen3-0.6B. Only `backward()` gets this part; `torch.autograd.grad` does not.
+    On a CPU only. autograd would allocate a second gradient of the whole vocabulary for the input
+    embedding and add the two: 0.6 GiB for Qwen3-0.6B. Instead a hook adds the rows of the tokens to
+    the head's gradient. `torch.autograd.grad` does not run the hook; use `backward()`.
     """
     embedding = model.get_input_embeddings()
     weight: Any = getattr(embedding, "weight", None)
@@ -312,7 +334,7 @@ def _sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
 
 
 def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` [.., H] of the rows of `token_ids` [M] to `weight.grad` [V, H]."""
+    """Add the gradient [.., H] of the embeddings of `token_ids` [M] to `weight.grad` [V, H]."""
     weight = embedding.weight
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -323,9 +345,10 @@ def _add_row_gradient(embedding: torch.nn.Embedding, token_ids: Tensor, gradient
 
 
 def _checkpoint_layers(model: Model) -> None:
-    """Keep only the inputs of layers, and recompute each layer in the backward pass.
+    """Store only each layer's input and recompute the layer in the backward pass.
 
-    transformers checkpoints in training mode only; submodules stay without dropout.
+    transformers does so for modules in training mode only, so the layers are put in it; their
+    submodules stay in evaluation mode, without dropout.
     """
     cast(Any, model).activation_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
