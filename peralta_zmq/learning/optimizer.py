@@ -1,7 +1,8 @@
-"""AdamW over fp32 parameters with its state as named tensors, and the learning-rate schedule.
+"""AdamW over fp32 parameters, its state as named tensors, and the learning-rate schedule.
 
-The moments are stored in fp32 (`adamw`), bfloat16 (`adamw_bf16`), or blocks of 8 bits
-(`adamw_8bit`, from bitsandbytes, arXiv 2110.02861); every step is computed in fp32.
+`optim` chooses how the two moments are stored: in fp32 (`adamw`), in bfloat16 (`adamw_bf16`), or in
+blocks of 8 bits (`adamw_8bit`, from bitsandbytes, arXiv 2110.02861). Every step is computed in
+fp32.
 """
 
 from __future__ import annotations
@@ -51,9 +52,7 @@ def make_optimizer(
 
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
-    options: dict[str, Any] = {
-        "lr": 0.0, "betas": betas, "eps": EPSILON, "weight_decay": weight_decay,
-    }  # fmt: skip
+    options: dict[str, Any] = dict(lr=0.0, betas=betas, eps=EPSILON, weight_decay=weight_decay)
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), options)
     if optim == "adamw_8bit":
@@ -70,7 +69,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters; only one at a time has its moments in fp32."""
+        """Update all parameters, one after the other, so that only one has its moments in fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -85,12 +84,12 @@ class AdamWBf16(torch.optim.Optimizer):
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         mean, square = (state[kind].float() for kind in MOMENTS)
+        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        tensors = [parameter], [gradient], [mean], [square], [], [state["step"]]
         adamw_step(
-            [parameter], [gradient], [mean], [square], [], [state["step"]],
-            fused=True, amsgrad=False, maximize=False, beta1=group["betas"][0],
-            beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )  # fmt: skip
+            *tensors, fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **options
+        )
         state["exp_avg"].copy_(mean)
         state["exp_avg_sq"].copy_(square)
 
@@ -123,7 +122,7 @@ def set_state(
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Restore the result of `state_of`."""
-    init_state: Any = getattr(optimizer, "init_state", None)  # bitsandbytes: adds its maps
+    init_state: Any = getattr(optimizer, "init_state", None)  # bitsandbytes: adds the QUANTILE_MAPS
     for index, (name, parameter) in enumerate(parameters.items()):
         values: dict[str, Any] = dict(state.get(name, {}))
         if values and init_state is not None:

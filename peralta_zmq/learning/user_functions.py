@@ -30,7 +30,7 @@ CALL_TIMEOUT_SECONDS = 60.0  # for one call; a normal call takes milliseconds
 def checked_function(
     kind: FunctionKind, name: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same function with a timeout, error messages and a check of its result.
+    """Wrap the function with a timeout, error messages and a check of its result.
 
     An exception or an invalid result becomes a UserCodeError with kind and name. A call that takes
     longer than CALL_TIMEOUT_SECONDS ends the process with a line on stderr and exit code 2.

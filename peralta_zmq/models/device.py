@@ -16,7 +16,7 @@ import torch
 from peralta_zmq.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo: two of x86, FEAT_BF16 of ARM
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo; the last one on ARM
 MIN_BF16_WIDTH = 128  # hidden size from which bfloat16 is faster on a CPU: 2x at 192
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 MAX_INFO = 100  # characters of a value of worker_info; the wire rejects longer ones
@@ -68,7 +68,7 @@ def available_cores() -> int:
 def keep_memory() -> None:
     """Make glibc's malloc keep freed memory for later steps instead of returning it to the system.
 
-    Otherwise each step page-faults gigabytes of new memory, up to a third of its computing time.
+    Otherwise the page faults of new memory take up to a third of the computing time of a step.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -100,7 +100,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
-    """Compute dtype for sampling, and the reason; `auto` is the narrowest native one."""
+    """Dtype for sampling, and the reason; `auto` is the narrowest that the hardware multiplies."""
     if name != "auto":
         return DTYPES[name], "set by model.dtype"
     if device.type == "cuda":
@@ -125,7 +125,7 @@ def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
 
 
 def multiplies_bf16(cpuinfo: str) -> bool:
-    """Whether the flags (x86) or features (ARM) in /proc/cpuinfo have a bfloat16 product."""
+    """Whether the flags (x86) or features (ARM) in /proc/cpuinfo list a bfloat16 product."""
     return not BF16_FLAGS.isdisjoint(cpuinfo.split())
 
 

@@ -1,4 +1,8 @@
-"""Loading of models and tokenizers, weights by name, companion files, and chat prompts."""
+"""Models and tokenizers in Hugging Face folders: loading, weights by name, chat prompts.
+
+The companion files of a model are its config and tokenizer files, which `from_pretrained` needs in
+addition to the weights.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +127,7 @@ def new_model(settings: Mapping[str, Any], *, seed: int) -> Model:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's live tensors under the names of `save_pretrained`; tied tensors appear once."""
+    """The model's own tensors, not copies, by their `save_pretrained` names; tied ones once."""
     named: dict[str, torch.Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -134,7 +138,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the live model. Raises ValueError, with nothing changed, if they differ.
+    """Copy `weights` into the model. Raises ValueError, with nothing changed, if they do not fit.
 
     Reads one tensor at a time from `weights`, so a lazy mapping needs no second copy of the model.
     """
@@ -148,7 +152,8 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless `weights` are floating-point tensors of these names and shapes.
 
-    Finiteness is checked when weights are read, because it would take too long between two tokens.
+    Finite values are checked when weights are downloaded: here, where a generator has paused
+    sampling, the check would take too long.
     """
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from logits, at a temperature.
 
-Logits and tokens are shifted against each other here, in `token_logprobs`, and in
-`scoring.Scorer`; nowhere else.
+The logits at token t predict token t + 1. Logits and tokens are shifted against each other in
+`token_logprobs` and in `scoring.Scorer`, nowhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peralta_zmq.models.loading import Model
 
-# Logits converted to fp32 at a time: 8 MiB on a CPU, where it avoids new memory pages.
+# Numbers of logits converted to fp32 at a time. On a CPU 8 MiB, which malloc reuses without
+# requesting new memory pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
 
@@ -51,7 +52,7 @@ def entropies(
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
 ) -> Tensor:
-    """-sum p log p of softmax(logits / temperature), in nats, [...]."""
+    """Entropies -sum(p log p) of p = softmax(logits / temperature), in nats, [...]."""
     if isinstance(temperature, Tensor):
         temperature = temperature.unsqueeze(-1)
     logprobs = (logits.to(_compute_dtype(logits)) / temperature).log_softmax(-1)
@@ -59,7 +60,7 @@ def entropies(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Processes a few rows at a time in both passes, so only those exist in fp32."""
+    """`selected_logprobs` with few rows at a time in fp32, in both passes, to save memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: Tensor | float) -> Tensor:

@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA): adding them to a model, publishing them, merging them into a base.
+"""Low-rank adapters (LoRA): add them to a model, publish them, merge them into the base model.
 
-Published adapters have the scale alpha / rank multiplied into B, so a merged weight is
-W = base + B A. Only a trainer needs peft.
+An adapter of a linear layer has two matrices, A [rank, in] and B [out, rank]. Published adapters
+have the scale alpha / rank multiplied into B, so a merged weight is W = base + B A. Only a trainer
+needs the package peft.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from peralta_zmq.models.loading import Model, weights_of
 ALL_LINEAR = "all-linear"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # as peft names them
 ADAPTER = "default"  # name of the adapter in peft
+PEFT_OPTIONS = {"bias": "none", "task_type": "CAUSAL_LM"}
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 WEIGHT_FILES = (".safetensors", ".bin")
 
 
 class DropoutInTraining(nn.Module):
-    """Dropout that is active only where gradients are enabled, not when tokens are only scored."""
+    """Dropout that is active only where gradients are enabled, so not in reference logprobs."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -54,9 +56,12 @@ def add_adapters(
     """
     peft = _peft()
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none", task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
         target_modules=_targets(model, target_modules),
-    )  # fmt: skip
+        **PEFT_OPTIONS,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -72,7 +77,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters with gradients by name: the adapters if the model has any, else all."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = model.named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 def published_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -95,15 +101,19 @@ def base_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_file(model: Model, *, base: str) -> bytes:
-    """The adapter_config.json of peft for `published_weights`; `base` is the path of the base.
+    """The adapter_config.json of peft for `published_weights`; `base` is path or name of the base.
 
-    lora_alpha equals r, because the scale is in B already.
+    lora_alpha equals r, so that peft scales by 1: B has the scale already.
     """
     trained = cast(Any, model).peft_config[ADAPTER]
     config = _peft().LoraConfig(
-        r=trained.r, lora_alpha=trained.r, target_modules=trained.target_modules, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
-    )  # fmt: skip
+        r=trained.r,
+        lora_alpha=trained.r,
+        target_modules=trained.target_modules,
+        base_model_name_or_path=base,
+        inference_mode=True,
+        **PEFT_OPTIONS,
+    )
     with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
         config.save_pretrained(folder)
         return (Path(folder) / CONFIG_FILE).read_bytes()
@@ -119,9 +129,9 @@ def weights_digest(folder: Path) -> str:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Weights of `base` with the adapter added; each is computed when it is read.
+    """Weights of `base` with the adapter added; each tensor is computed when it is read.
 
-    Raises ValueError if the adapter does not fit the base.
+    `adapter` has the tensors of `published_weights`. Raises ValueError if it does not fit the base.
     """
 
     def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
@@ -141,7 +151,7 @@ class MergedWeights(Mapping[str, Tensor]):
         if stem + A not in self._adapter:
             return weight
         a, b = (self._adapter[stem + suffix].to(weight.device).float() for suffix in (A, B))
-        return torch.addmm(weight.float(), b, a)  # fp32; the reader converts it
+        return torch.addmm(weight.float(), b, a)  # fp32; the caller converts it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
@@ -151,13 +161,15 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
-    """Target modules as peft takes them. Raises ConfigError for layers without adapter support."""
+    """Check the layer names. Raises ConfigError for layers that peft cannot add adapters to."""
     if tuple(names) == (ALL_LINEAR,):
         return ALL_LINEAR
     weights = weights_of(model)  # without a head that is tied to the embedding
     modules = dict(model.named_modules())
     linear = {
-        n for n, m in modules.items() if isinstance(m, nn.Linear) and f"{n}.weight" in weights
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and f"{name}.weight" in weights
     }
     for target in names:
         matches = {name for name in modules if f".{name}".endswith(f".{target}")}
@@ -172,8 +184,11 @@ def _targets(model: Model, names: Sequence[str]) -> str | list[str]:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     """Linear layers with an adapter, by the name of the layer in the base."""
-    modules = model.named_modules()
-    return {n: m for n, m in modules if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
 
 
 def _peft() -> Any:
