@@ -1,8 +1,10 @@
 """The protocol between generators and trainer: messages over ZeroMQ, the only use of zmq.
 
-Generators PUSH groups of rollouts to the trainer's PULL socket. The trainer PUBlishes announcements
-on the next port, receives the generators' status on the port after that, and answers probes on the
-until an announcement acknowledges it as durable, and resends it if it was lost.
+Generators PUSH groups (all rollouts of one problem) to the trainer's PULL socket. The trainer
+PUBlishes announcements on the next port, receives the generators' status on the port after that,
+and answers probes on the fourth. A receiver counts and drops invalid messages. An announcement
+acknowledges groups as received and, when they are in the journal on disk, as durable; until then
+the generator keeps them and resends those that were lost.
 
     messages          RolloutGroup <-> bytes, and the rules of a group
     message_fields    bounded msgpack maps with typed fields, shared by all messages
@@ -10,7 +12,7 @@ until an announcement acknowledges it as durable, and resends it if it was lost.
     announcements     trainer -> generators: progress, acknowledgements
     generator_status  generator -> trainer: counters
     probe             doctor <-> trainer: connection test
-    auth              key files, authentication, refused handshakes
+    auth              key files, authentication, refused connections
 """
 
 from peralta_zmq.wire.announcements import (
@@ -18,11 +20,7 @@ from peralta_zmq.wire.announcements import (
     AnnouncementPublisher,
     AnnouncementSubscriber,
 )
-from peralta_zmq.wire.auth import (
-    CurveAuthenticator,
-    accepts_connection,
-    generator_keys,
-)
+from peralta_zmq.wire.auth import CurveAuthenticator, accepts_connection, generator_keys
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
     GeneratorStatusReceiver,

@@ -1,6 +1,9 @@
 """Announcements: the trainer publishes its progress every second and on change (PUB/SUB).
 
-An announcement repeats the whole state, so a lost one does no harm.
+An announcement holds the whole state, so a lost one does no harm. A group is all rollouts of one
+problem, sent as one message. A sender is one start of a generator, 'NAME/INCARNATION'; its groups
+are numbered by `sequence` from 0. Received groups are in the trainer's memory, durable ones in the
+journal on its disk.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Progress of the trainer and acknowledgements of received groups."""
+    """Progress of the trainer and acknowledgements of groups."""
 
     run_id: str
     incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
@@ -34,11 +37,11 @@ class Announcement:
     version: int = -1  # newest published weight version; -1 before the first
     weights_id: str = ""  # of the newest version
     received: dict[str, int] = field(default_factory=dict[str, int])
-    """By active sender: all of its groups up to this sequence were received."""
+    """By active sender: all of its groups up to this sequence were received; -1 = none."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: all of its groups up to this sequence are on disk, or not needed."""
+    """By sender: all of its groups up to this sequence are durable, or were dropped."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: highest sequence received. Above `received` if a group between them is lost."""
+    """By sender: highest sequence received; above `received` if a group between was lost."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
     """By sender: number of its groups in started steps or dropped, minus 1."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
@@ -78,7 +81,7 @@ class AnnouncementPublisher:
 
     def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
-        self._newest: bytes | None = None  # guarded by _changed, as the following
+        self._newest: bytes | None = None  # this and the next two are guarded by _changed
         self._is_new = self._closed = False
         self._socket, self.address = open_server(zmq.PUB, address, authenticator)
         self._thread = threading.Thread(target=self._work, name="announcements", daemon=True)

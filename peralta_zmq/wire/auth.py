@@ -1,5 +1,7 @@
-"""CURVE keys: key files, authentication of clients (ZAP), and why a handshake failed.
+"""CURVE keys: key files, authentication of clients, and why a handshake failed.
 
+CURVE is ZeroMQ's encryption with public keys; ZAP is its protocol by which libzmq asks a handler in
+the same process whether to accept a client.
 A key folder holds one CURVE key per file: `trainer.public` and `trainer.secret`, and for each
 generator `NAME.public` and `NAME.secret`. The trainer needs its own secret key and every public
 key; a generator needs `trainer.public` and its own secret key.
@@ -27,9 +29,9 @@ from peralta_zmq.errors import WireError
 TRAINER = "trainer"
 PUBLIC, SECRET = ".public", ".secret"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
-DOMAIN = b"peralta"
+DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
 HANDSHAKE_SECONDS = 5.0  # after this time without a ZAP reply libzmq disconnects the client
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFileError(WireError):
-    """A key file is missing, is not a regular file, is not readable or holds no key."""
+    """A key file is missing, not readable, not a regular file or without a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class CurveAuthenticator:
         self._names: dict[bytes, str] | None = known_generators(folder)  # None = unreadable
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        # Belongs to the thread. ROUTER, because a REP must answer before it receives again.
+        # Used by the thread only. ROUTER, because a REP must answer before it receives again.
         self._zap = zmq.Context.instance().socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
         try:

@@ -1,6 +1,9 @@
 """Generator status: each generator reports its counters to the trainer every two seconds.
 
-A status repeats all counters, so a lost one does no harm.
+A status holds all counters, so a lost one does no harm. A group is all rollouts of one problem. An
+incarnation is the 8 random bytes that a generator draws at its start; the sender 'NAME/INCARNATION'
+names one start of one generator. A keyframe is a weight version with complete tensors, a delta one
+with the changes only.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from peralta_zmq.wire import message_fields
 from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
-STATUS_SECONDS = 2.0
-MAX_SENDERS = 4096  # remembered; the one without a message for longest is forgotten first
+STATUS_SECONDS = 2.0  # between two statuses
+MAX_SENDERS = 4096  # remembered; the sender that was silent for longest is forgotten first
 MAX_AT_ONCE = 1000  # messages read in one call
 MAX_STATUS = 1 << 16  # bytes; a queue of them waits while the trainer computes
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStatus:
-    """Progress of one incarnation of a generator; counts since its start."""
+    """Progress of one incarnation of a generator; counts are since its start."""
 
     run_id: str
     generator_id: str
@@ -39,10 +42,10 @@ class GeneratorStatus:
     unscored: int = 0  # groups dropped because a reward failed
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0
-    blocked_frac: float = 0.0  # share of the time in which it may not sample
-    queue_frac: float = 0.0  # share of the time with a full send queue, part of blocked_frac
+    blocked_frac: float = 0.0  # fraction of the time in which it could not sample
+    queue_frac: float = 0.0  # fraction of the time with a full send queue, part of blocked_frac
     reload_s: float = 0.0  # seconds of the latest change of weights
-    wants_keyframe: bool = False  # no delta leads from its weights to a newer version
+    wants_keyframe: bool = False  # it cannot load the newest version by deltas
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constant facts: versions of package, python, torch, transformers; device, dtype, threads."""
@@ -88,7 +91,7 @@ class GeneratorStatusSender:
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:
-        """Send now."""
+        """Send now; lost if no trainer is connected."""
         self._due = time.monotonic() + STATUS_SECONDS
         self._socket.send(message_fields.encode_fields(status))
 

@@ -1,7 +1,8 @@
-"""Validation of received bytes: bounded unpacking, field types, size limits, rules of a group.
+"""What all messages share: bounded msgpack maps, dataclasses as maps of typed fields, names.
 
 Every length is checked before memory is allocated for it. A message that breaks a rule raises
-WireError, or ValueError where the caller adds the name of the message.
+WireError, or ValueError where the caller adds the name of the message. A worker_info is a small map
+of texts that describes a process: versions of its libraries, its device and number type.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
+from itertools import count
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -20,12 +22,9 @@ from peralta_zmq.errors import WireError
 MAX_MESSAGE = 16 << 20  # bytes; libzmq closes the connection on more and drops what is queued
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_FACTS, MAX_FACT = 32, 128  # entries of a worker_info; characters of a key or a value
-LARGE = 1 << 18  # bytes of a message whose maps are counted before any of it is unpacked
+LARGE = 1 << 18  # bytes; the maps of a larger message are counted before it is unpacked
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
-
-
-# Any message.
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
@@ -33,21 +32,25 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
     Raises WireError. The number of maps is limited because the lengths of nested maps multiply.
     """
-    left = [None] * max_maps
+    num_maps = count(1)
 
     def count_map(inner: dict[str, Any]) -> dict[str, Any]:
-        if not left:
+        if next(num_maps) > max_maps:
             raise ValueError(f"more than {max_maps} maps")
-        left.pop()
         return inner
 
     try:
         if len(frame) > LARGE:
             _check_maps(frame, max_map_len, max_maps)
         message = cast(Any, msgpack).unpackb(
-            frame, object_hook=count_map, max_map_len=max_map_len, max_str_len=MAX_TEXT,
-            max_bin_len=MAX_MESSAGE, max_array_len=0, max_ext_len=0,
-        )  # fmt: skip
+            frame,
+            object_hook=count_map,
+            max_map_len=max_map_len,
+            max_str_len=MAX_TEXT,
+            max_bin_len=MAX_MESSAGE,
+            max_array_len=0,
+            max_ext_len=0,
+        )
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"not a message: {error}") from None
     if type(message) is not dict:
@@ -58,8 +61,8 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
     """Raise ValueError or UnpackException for too many maps or a map that is too long.
 
-    `unpackb` counts a map only when it ends: a thousand unfinished ones would hold far more memory
-    than the message.
+    `unpackb` counts a map only when it ends: a thousand nested unfinished maps would hold far more
+    memory than the message.
     """
     unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
     unpacker.feed(frame)
@@ -108,10 +111,8 @@ def decode_fields(
     num_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
     values = unpack(frame, max_map_len=max_map_len, max_maps=num_maps)
     try:
-        message = kind(**{
-            name: _check_field(values[name], expected, name)
-            for name, expected in types.items() if name in values
-        })  # fmt: skip
+        known = {name: value for name, value in values.items() if name in types}
+        message = kind(**{n: _check_field(v, types[n], n) for n, v in known.items()})
         check(message)
     except (TypeError, ValueError) as error:
         raise WireError(f"malformed {kind.__name__}: {error}") from None
@@ -131,9 +132,6 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
         check_type(key, key_type, name)
         check_type(content, value_type, name)
     return value
-
-
-# Names.
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:

@@ -1,7 +1,8 @@
 """Probe: the doctor on a generator's machine tests the connection to the trainer's machine.
 
-The trainer, or the doctor on its machine, answers with its identity and clock, creates a file in
-the weights folder on request, and receives data for a measurement of the throughput (REQ/REP).
+The doctor is the diagnostic command bin/doctor. The trainer, or the doctor on its machine, answers
+with its identity and clock, creates a file in the weights folder on request (the other side then
+looks for it), and receives data for a measurement of the throughput (REQ/REP).
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""ZeroMQ sockets with the protocol's options, and the pair that carries groups of rollouts."""
+"""ZeroMQ sockets with the protocol's options, and the pair that carries groups of rollouts.
+
+A group is all rollouts of one problem, encoded as one frame (wire/messages.py). A generator numbers
+its groups by `sequence` within an incarnation (8 random bytes drawn at each start). RolloutReceiver
+only receives: the trainer then acknowledges a group as received and, once it is in the journal on
+disk, as durable (wire/announcements.py). Groups in a socket's queue are lost in a crash; the sender
+keeps and resends them (generator/trainer_connection.py).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +25,14 @@ from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
 SEND_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
-# Below two segments of the loopback device (64 KiB each) TCP waits 40 ms for an acknowledgement
-# again and again: 177 to 5,000 groups a second instead of 25,000.
+# With less than two segments of the loopback device (64 KiB each) TCP often waits 40 ms for an
+# acknowledgement: 177 to 5,000 groups a second instead of 25,000.
 RECEIVE_BUFFER = 128 << 10
-# Milliseconds between two attempts, doubled from the first to the second; with a maximum of 5000
-# a short run ended before its announcements were received.
+# Milliseconds between two attempts to connect, doubled from the first to the second value; with a
+# maximum of 5000 a short run ended before its announcements were received.
 RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # queued messages that may be lost: announcements, generator status, probes
-MAX_REASONS = 100  # distinct refusals counted, so that a hostile sender cannot fill the memory
+MAX_REASONS = 100  # distinct refusals counted; a hostile sender must not fill the memory
 logger = logging.getLogger(__name__)
 
 
@@ -80,7 +87,7 @@ def open_server(
 
 
 def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
-    """Wait up to `timeout` seconds for POLLIN or POLLOUT; False if it did not come."""
+    """Wait up to `timeout` seconds for `event` (POLLIN or POLLOUT); False if it did not come."""
     return bool(opened.poll(int(timeout * 1000), event))
 
 
@@ -113,7 +120,7 @@ def _listener_of(port: int) -> str:
 
 
 class _Timeout:
-    """The timeout option of a socket; setting it costs as much as a receive, so it is cached."""
+    """The timeout option of a socket, cached because setting it costs as much as a receive."""
 
     def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
         self._socket, self._option, self._seconds = opened, option, -1.0
