@@ -1,7 +1,8 @@
 """Atomic files and folders: written under a temporary name, fsynced, renamed, verified on reading.
 
 A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
-last, with the manifest's hash. Also file locks, private token files and `is_loopback`.
+last, with the hash of the manifest. Also file locks, password files, `is_loopback`, and failpoints:
+named places in the code where a test can kill the process, e.g. between two of these writes.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from typing import Any, TypeAlias, cast
 from peralta_zmq.errors import ConfigError
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
-CHUNK = 1 << 20
-PROCESS_TAG = os.urandom(4).hex()  # process ids of two machines on one NAS may be equal
-RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds
+CHUNK = 1 << 20  # bytes read or written at a time
+# Part of temporary names, because processes on two machines with one NAS may have equal ids.
+PROCESS_TAG = os.urandom(4).hex()
+RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
 # Fields of a manifest besides the files, or a function that is called after they are written.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
-Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"
-STEP_NAME = re.compile(r"step_\d{6,8}")
-MALFORMED = (
-    ValueError, KeyError, TypeError, AttributeError,
-    OverflowError,  # "bytes": 1e999
-    RecursionError,  # a hundred thousand brackets
-)  # fmt: skip
+Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, or its pieces
+STEP_NAME = re.compile(r"step_\d{6,8}")  # of a folder
+# What parsing JSON of an unknown writer may raise; OverflowError is from int(1e999), RecursionError
+# from deeply nested brackets.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+# File names that cannot lead to another folder, and are not hidden.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 MIN_TOKEN = 16  # characters
@@ -53,33 +54,23 @@ class Manifest:
     """Content of a complete folder."""
 
     digest: str  # sha256 of manifest.json, hex
-    about: dict[str, Any]  # further fields of the writer
+    about: dict[str, Any]  # all fields except `files`
     files: dict[str, tuple[int, str]]  # name -> (bytes, sha256 hex)
 
 
 def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
     """Write a folder that is either absent or complete; the rename is the commit point.
 
-    A file may be an iterable of buffers, and `about` a function that is called after all files
-    are written. Raises OSError, after removing the partial folder; a failed fsync is not repeated,
-    because the second call may succeed without having written the data.
+    Raises OSError, after removing the partial folder. A failed fsync is not repeated, because the
+    second call may succeed without having written the data.
     """
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
     parent = os.open(final.parent, os.O_RDONLY)  # after the rename no descriptor may be free
     try:
-        manifest = _write_and_rename(final, files, about)
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-    return manifest
-
-
-def _write_and_rename(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    failpoint("atomic_files.cleared")
-    os.mkdir(temporary)
-    failpoint("atomic_files.begun")
-    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        failpoint("atomic_files.cleared")
+        os.mkdir(temporary)
+        failpoint("atomic_files.begun")
         written = {name: _write(temporary / name, content) for name, content in files.items()}
         failpoint("atomic_files.written")
         manifest, text = describe(written, about)
@@ -90,10 +81,13 @@ def _write_and_rename(final: Path, files: Mapping[str, Content], about: About) -
         sync_folder(temporary)
         failpoint("atomic_files.synced")
         _rename(temporary, final)
+        failpoint("atomic_files.renamed")
+        os.fsync(parent)
     except BaseException:  # an iterable of buffers may raise anything
-        _discard(temporary)
+        _discard(temporary)  # nothing is left to remove after the rename
         raise
-    failpoint("atomic_files.renamed")
+    finally:
+        os.close(parent)
     return manifest
 
 
@@ -145,12 +139,12 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
-    """A file of a folder in chunks. Raises CorruptError, as `verified`."""
+    """A file of a complete folder in chunks. Raises CorruptError at the end if it is damaged."""
     return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
 
 
 def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> Iterator[bytes]:
-    """The same chunks. Raises CorruptError at the end unless size and sha256 are as `expected`."""
+    """Pass the chunks on. Raises CorruptError at the end unless size and sha256 are `expected`."""
     size, digest = expected
     num_read, sha256 = 0, hashlib.sha256()
     for chunk in chunks:
@@ -176,7 +170,7 @@ def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
 
 
 def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:
-    """Folders, or files with this suffix, named step_N by number; other names are ignored."""
+    """Folders named step_N, or files step_N + `suffix`, by number in ascending order."""
     try:
         stems = {Path(name).stem for name in os.listdir(folder) if Path(name).suffix == suffix}
     except FileNotFoundError:
@@ -186,7 +180,7 @@ def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then delete it; a folder that cannot be renamed stays complete."""
+    """Rename a folder, then delete it, so that it is never visible in part. Ignores errors."""
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         os.rename(folder, trash)
@@ -194,7 +188,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the temporary files of killed writers; only for a folder with a single writer."""
+    """Delete temporary files that killed writers left in a folder; it must have a single writer."""
     for pattern in (".tmp-*", ".trash-*"):
         for path in folder.glob(pattern):
             if path.is_dir():
@@ -248,7 +242,7 @@ def read_private_token(file: str | None, *, option: str = "weights.token_file") 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new and renamed names in a folder durable."""
+    """fsync a folder, so that new and renamed names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -276,7 +270,7 @@ def _write(path: Path, content: Content) -> tuple[int, str]:
 
 
 def chunks_of(content: Content) -> Iterator[memoryview]:
-    """The content as flat buffers of at most CHUNK bytes."""
+    """The content in flat buffers of at most CHUNK bytes."""
     for buffer in (content,) if isinstance(content, bytes) else content:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK):
@@ -303,7 +297,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove; retry because NFS renames a deleted file until its last write is acknowledged."""
+    """Remove a folder; retry, because NFS keeps a renamed copy of a deleted file for a moment."""
     for delay in RETRY_DELAYS:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -1,6 +1,10 @@
-"""Weight store: how published weights reach the generators.
+"""Weight store: how the weights that a trainer publishes reach the generators.
 
-`publisher` runs in the trainer, `subscriber` with its `replica` in the generators. `store` keeps
-the versions of `version`, complete or encoded by `delta`, in one of the `backends`: a folder,
-`http_backend` or `object_store_backend`. `tensors` reads and writes safetensors files.
+Trainer: `publisher` (thread) -> `version_writer` (delta or keyframe) -> `store` -> a backend;
+`pruning` removes old versions. Generator: `subscriber` (thread) -> `loader` (find, verify) ->
+`store` and `replica` (local copy, updated by deltas).
+
+`backends` has the storage interface and folders, `http_backend` and `object_store_backend` other
+storage, `leases` the files with which processes coordinate. `version` defines a version's manifest,
+`delta` the encoding of changes, `tensor_set` safetensors files. docs/weights.md has the protocol.
 """

@@ -1,10 +1,10 @@
-"""Lossless delta codec for sets of 16-bit floats.
+"""Lossless codec for the difference (delta) between two sets of 16-bit floating-point tensors.
 
 A changed element is stored as a gap (number of unchanged elements before it) and a step (distance
 between old and new value in the order of all floats: the next larger bfloat16 is one step, for
-either sign and including subnormals, infinities and NaN payloads). Gaps are bytes: each 255 adds
-255 and continues. Steps are signed bytes: -128 means that the step is in the wide stream. All
-streams are compressed by zstd.
+either sign and including subnormals, infinities and NaN payloads). A gap of 255 or more takes
+several bytes: each byte 255 adds 255 to the byte after it. Steps are signed bytes; -128 stands for
+a larger step, which is in the stream of wide (16-bit) steps. All streams are compressed by zstd.
 
     file    = MAGIC tensor* END
     tensor  = u16 length of name, name, u64 elements, piece*, u32 crc32 of the result
@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from peralta_zmq.weights.tensor_set import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # END: a name of length 0
-LEVEL = 1
-CONTINUE, WIDE = 255, -128
+LEVEL = 1  # of zstd; higher levels are slower and hardly smaller
+CONTINUE, WIDE = 255, -128  # gap byte that continues in the next one; mark of a wide step
 DTYPES = {torch.bfloat16, torch.float16}
 Bits: TypeAlias = NDArray[np.int16]
 Read: TypeAlias = Callable[[int], bytes]  # returns exactly the requested number of bytes
 
 
 def unsuitable(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Reason to publish keyframes only; None if deltas may be smaller."""
+    """Why deltas of these tensors would not be smaller than keyframes; None if they may be."""
     if others := {tensor.dtype for tensor in tensors.values()} - DTYPES:
         name = str(min(others, key=str)).removeprefix("torch.")
         return f"all elements of {name} weights change"
@@ -48,7 +48,7 @@ def encode(
     tensors: Mapping[str, torch.Tensor],
     checksums: dict[str, int],
 ) -> Iterator[bytes]:
-    """The delta from `base` to `tensors` in pieces; fills in the crc32 of each tensor.
+    """The delta from `base` to `tensors` in pieces; adds the crc32 of each tensor to `checksums`.
 
     Both sets have equal names, shapes and 16-bit dtypes.
     """
@@ -95,7 +95,7 @@ def apply(read: Read, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def reader_of(chunks: Iterator[bytes]) -> Read:
-    """`read(n)` over a stream of chunks; raises ValueError at its end."""
+    """A function `read(count)` over a stream of chunks; it raises ValueError at the end."""
     buffer = bytearray()
 
     def read(count: int) -> bytes:
@@ -126,7 +126,7 @@ def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
     if len(changed) == 0:
         return bytes(24)
     gaps = np.diff(changed, prepend=-1) - 1
-    steps = ordered(new[changed]) - ordered(old[changed])  # modulo 65536, as when applied
+    steps = ordered(new[changed]) - ordered(old[changed])  # modulo 65536; int16 addition undoes it
     narrow = steps.astype(np.int8)
     is_wide = (narrow != steps) | (narrow == WIDE)
     narrow[is_wide] = WIDE
@@ -158,7 +158,7 @@ def _apply_piece(read: Read, flat: Bits, decompressor: Any) -> None:
 
 
 def _decompress(read: Read, size: int, frame_size: int, elements: int, decompressor: Any) -> bytes:
-    """One stream, whose size is limited by the number of elements."""
+    """Read one stream; refuses sizes that `elements` changed elements cannot have."""
     limit = 2 * elements + elements // CONTINUE
     _require(size <= limit and frame_size <= 2 * size + 64, "a stream exceeds its maximum size")
     if size == 0:
@@ -172,7 +172,7 @@ def _decompress(read: Read, size: int, frame_size: int, elements: int, decompres
 
 
 def _gap_bytes(gaps: NDArray[np.int64]) -> bytes:
-    """Each gap as a number of 255s and the remainder."""
+    """The bytes of the gaps: one for each 255, and the remainder."""
     if not (gaps >= CONTINUE).any():
         return gaps.astype(np.uint8).tobytes()
     ends = np.cumsum(gaps // CONTINUE + 1) - 1
@@ -182,7 +182,7 @@ def _gap_bytes(gaps: NDArray[np.int64]) -> bytes:
 
 
 def _positions(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Indices of the changed elements."""
+    """Indices of the changed elements, from the bytes of the gaps."""
     ends = np.flatnonzero(gaps != CONTINUE)
     complete = len(gaps) == 0 or (len(ends) > 0 and ends[-1] == len(gaps) - 1)
     _require(complete, "the last gap is incomplete")
@@ -190,7 +190,7 @@ def _positions(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _compressor() -> Any:
-    """Matches are rare in gaps and steps: search little, the entropy coder does the work."""
+    """zstd with a minimal search for repetitions, which are rare in gaps and steps."""
     settings = zstandard.ZstdCompressionParameters.from_level(
         LEVEL, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
     )

@@ -1,7 +1,7 @@
 """A trainer's weights folder over HTTP, read-only, for machines without a shared folder.
 
-The trainer calls `serve_weights`, generators use `HttpBackend`. Content is verified by its
-hashes, so integrity needs no encryption; a token keeps other clients out.
+The trainer calls `serve_weights`, generators use `HttpBackend`. A password (token) keeps other
+clients out. Traffic is not encrypted; readers detect damage by the hashes in the manifests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peralta_zmq.weights.leases import FolderLeases
 from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
 
 CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
-RANGE = re.compile(r"bytes=(\d{1,18})-")
+RANGE = re.compile(r"bytes=(\d{1,18})-")  # header of a client that resumes a transfer
 VERSION_FILE = re.compile(rf"/({VERSION_NAME.pattern})/({PLAIN_NAME.pattern})")
 
 
@@ -46,18 +46,18 @@ class HttpBackend:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def names(self) -> list[str]:
-        """Names of the versions."""
+        """Names of the versions that the server lists."""
         try:
             return list(map(str, json.loads(read_small(self, ""))))
         except (ValueError, TypeError):
             raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 
     def path(self, name: str) -> Path:
-        """The name alone."""
+        """The name alone, because the store is not a folder of this machine."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """Raises ConnectionError if resuming may help, another OSError if not."""
+        """A file in chunks. Raises ConnectionError if resuming may help, another OSError if not."""
         headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
@@ -83,7 +83,7 @@ class HttpBackend:
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 
     def _refuse(self, *arguments: Any, **options: Any) -> Any:
-        """Raises StoreError: every method that writes is refused."""
+        """Raises StoreError; stands for every method that only a trainer needs."""
         raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
 
     write_folder = write_file = remove = prepare = free_bytes = _refuse

@@ -7,6 +7,7 @@ sha256 of the manifest, the tensors have the digest that the trainer computed, a
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class VersionLoader:
         self._store = store
         self._announced = -1, ""  # number and weights_id
         self._discovered = -1, 0.0  # newest version found: number and time in monotonic seconds
-        self._speed_check = LinkSpeedCheck()
+        self._speed_check = ReadSpeedCheck()
         self._last_warning = ""
 
     def announce(self, number: int, weights_id: str) -> bool:
@@ -172,39 +173,28 @@ class VersionLoader:
         self._last_warning = text
 
 
-class LinkSpeedCheck:
-    """Compares how long versions take to read with how often new ones appear; warns once."""
+class ReadSpeedCheck:
+    """Warns once if versions take longer to read than the trainer takes to publish new ones."""
 
     def __init__(self) -> None:
         self._previous: tuple[int, float] | None = None  # number, seen_at
         self._num_slow = 0  # slow versions in a row
-        self._warned = False
 
     def add(self, number: int, size: int, *, seen_at: float, bytes_per_second: float) -> str | None:
-        """Record that a version of `size` bytes was read; returns a warning if one is due.
+        """Record that a version of `size` bytes was read; returns the warning if one is due.
 
         `seen_at` is when the version was discovered, in monotonic seconds.
         """
         previous, self._previous = self._previous, (number, seen_at)
-        if previous is None or number <= previous[0]:
+        if previous is None or number <= previous[0] or self._num_slow >= SLOW_VERSIONS:
             return None
-        step_seconds = (seen_at - previous[1]) / (number - previous[0])
-        warning = link_warning(size, bytes_per_second, step_seconds)
-        self._num_slow = self._num_slow + 1 if warning else 0
-        if self._warned or self._num_slow < SLOW_VERSIONS:
+        step_seconds = max(1e-3, (seen_at - previous[1]) / (number - previous[0]))
+        read_seconds = size / bytes_per_second
+        self._num_slow = self._num_slow + 1 if read_seconds > step_seconds else 0
+        if self._num_slow < SLOW_VERSIONS:
             return None
-        self._warned = True
-        return warning
-
-
-def link_warning(size: float, bytes_per_second: float, step_seconds: float) -> str | None:
-    """A warning if a version of `size` bytes takes longer to read than a training step."""
-    read_seconds = size / bytes_per_second
-    if read_seconds <= step_seconds:
-        return None
-    nth = -(-read_seconds // max(step_seconds, 1e-3))
-    return (
-        f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes {read_seconds:.1f} s at "
-        f"{bytes_per_second / 1e6:.2f} MB/s, a step {step_seconds:.1f} s; this generator serves "
-        f"about every {nth:.0f}th version"
-    )
+        return (
+            f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes "
+            f"{read_seconds:.1f} s at {bytes_per_second / 1e6:.2f} MB/s, a step {step_seconds:.1f} "
+            f"s; this generator loads about one version in {math.ceil(read_seconds / step_seconds)}"
+        )

@@ -1,8 +1,8 @@
 """Weight versions in an object store such as S3. Needs the extra `s3` (obstore).
 
-An object store has no rename: a version is complete when STABLE, written last, exists. Credentials
-and endpoint are taken from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
-AWS_ENDPOINT.
+An object store has no rename: a version is complete as soon as the object STABLE, written last,
+exists. Credentials and endpoint are taken from the environment: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ PART = 8 << 20  # bytes of one part of a multipart upload
 
 
 class ObjectStoreBackend:
-    """s3://BUCKET/PREFIX, without leases: each run needs its own prefix."""
+    """Store at s3://BUCKET/PREFIX.
+
+    It has no leases, so two trainers must not use the same prefix, and no read marks:
+    `weights.keep_seconds` protects slow readers.
+    """
 
     def __init__(self, address: str) -> None:
         try:
@@ -42,17 +46,17 @@ class ObjectStoreBackend:
         self.leases = FolderLeases(None)
 
     def names(self) -> list[str]:
-        """The common prefixes below the store's prefix."""
+        """Names of the folders; objects at the top level are not listed."""
         with self._as_os_error():
             listing: Any = self._obstore.list_with_delimiter(self._bucket)
             return [str(prefix).rpartition("/")[2] for prefix in listing["common_prefixes"]]
 
     def path(self, name: str) -> Path:
-        """The name alone."""
+        """The name alone, because the store is not a folder."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """As `StorageBackend.read`."""
+        """An object in chunks, from offset `start`."""
         options = {"range": {"offset": start}} if start else None
         with self._as_os_error():
             result: Any = self._obstore.get(self._bucket, path, options=options)
@@ -68,11 +72,11 @@ class ObjectStoreBackend:
         return manifest
 
     def write_file(self, name: str, content: bytes) -> None:
-        """A single object is always written atomically."""
+        """Write one object, which an object store always does atomically."""
         self._put(name, content)
 
     def remove(self, name: str) -> None:
-        """Remove STABLE first, so that no reader starts."""
+        """Delete the objects of a folder, STABLE first, so that no reader starts."""
         with contextlib.suppress(OSError), self._as_os_error():
             pages = self._obstore.list(self._bucket, f"{name}/")
             paths = [entry["path"] for page in pages for entry in page]
@@ -80,15 +84,15 @@ class ObjectStoreBackend:
                 self._obstore.delete(self._bucket, path)
 
     def prepare(self) -> None:
-        """Raises OSError if the bucket cannot be reached."""
+        """Check that the bucket can be reached; raises OSError."""
         self.names()
 
     def free_bytes(self) -> int:
-        """Unlimited."""
+        """An object store has no limit."""
         return UNLIMITED
 
     def _put(self, path: str, content: Content) -> tuple[int, str]:
-        """Upload in parts; returns size and sha256."""
+        """Upload an object in parts; returns its size in bytes and its sha256."""
         sha256, size = hashlib.sha256(), 0
 
         def chunks() -> Iterator[bytes]:

@@ -24,8 +24,8 @@ class WeightPublisher:
 
     def __init__(self, writer: VersionWriter, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._writer, self._dtype = writer, dtype
-        self._spare: Tensors = {}  # buffers for the next copy
-        self._waiting: Snapshot | None = None
+        self._spare: Tensors = {}  # buffers for the next copy; {}: allocate new ones
+        self._waiting: Snapshot | None = None  # for the thread
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._closing = self._backing_off = False
@@ -36,10 +36,10 @@ class WeightPublisher:
     def publish(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, keyframe: bool = False
     ) -> float:
-        """Copy the weights of `step`, to be published next; returns the seconds it took.
+        """Copy the weights of `step` for the thread; returns the seconds that the copy took.
 
-        Replaces a waiting snapshot. `keyframe` requests a keyframe: of this snapshot, or of the
-        one that replaces it.
+        Replaces a snapshot that the thread has not started. `keyframe` requests a keyframe, of
+        this snapshot or of a newer one that replaces it.
         """
         started = time.monotonic()
         with self._changed:
@@ -57,7 +57,7 @@ class WeightPublisher:
         return stall
 
     def take_reports(self) -> list[PublishReport]:
-        """Reports since the last call. Raises the exception that ended the thread."""
+        """Return the reports since the last call. Raises the exception that ended the thread."""
         if self._failure:
             raise self._failure
         with self._changed:
@@ -65,10 +65,7 @@ class WeightPublisher:
         return reports
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the last snapshot is published or has failed once.
-
-        Returns False after `timeout` seconds.
-        """
+        """Wait until the last snapshot is published or has failed once; False after a timeout."""
 
         def is_settled() -> bool:
             pending = self._publishing or self._waiting is not None
@@ -121,7 +118,7 @@ class WeightPublisher:
                 self._writer.leases.renew()
 
     def _publish(self, snapshot: Snapshot) -> bool:
-        """Write a version. Afterwards the buffers of the version before it are the spare ones."""
+        """Write a version; then the buffers of the previous version become the spare ones."""
         spare = self._writer.base_tensors
         report = self._writer.write(snapshot)
         with self._changed:
@@ -140,7 +137,7 @@ class WeightPublisher:
         return True
 
     def _back_off(self, snapshot: Snapshot, delay: float) -> None:
-        """Wait `delay` seconds, less if a newer snapshot arrives; then retry, with the newest."""
+        """Wait up to `delay` seconds for a newer snapshot; then keep the newest for a retry."""
         with self._changed:
             self._backing_off = True
             self._changed.notify_all()

@@ -1,7 +1,8 @@
-"""A complete local copy of one weight version, updated in place by deltas.
+"""Local replica of a generator: a complete copy of one weight version, updated by deltas.
 
-The folder has the files that `from_pretrained` needs. While the copy is valid, it also has the
-manifest of the version, as `replica.json`.
+The replica's folder has the files that `from_pretrained` needs, and while they are valid also the
+manifest of their version, as `replica.json`. Updating to a newer version reads its chain from the
+store: the deltas since the replica's version, or the last keyframe and the deltas since that.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version, folder_name
 
-STATE, INCOMING = "replica.json", "incoming"
+STATE, INCOMING = "replica.json", "incoming"  # the manifest; folder of files read, not yet applied
 logger = logging.getLogger(__name__)
 
 
 class LocalReplica:
-    """A local copy in `folder`; `version` is None while the copy is not valid."""
+    """The replica in `folder`; `version` is None while it is not valid."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version: Version | None = None
-        self.mapped = False  # by a model; then the weights file must be replaced, not patched
+        self.mapped = False  # a model has mapped the weights file: do not change it in place
 
     def tensors(self) -> tensor_set.MappedTensors:
-        """Views of the weights file; their values change when a delta is applied."""
+        """Views of the weights file; their values change when `advance` applies a delta."""
         return tensor_set.MappedTensors(self.folder / WEIGHTS)
 
     def recover(self) -> Version | None:
-        """The version that an earlier process left here; None if its weights do not verify."""
+        """Find the version that an earlier process left; None if its weights do not verify."""
         with contextlib.suppress(OSError, *atomic_files.MALFORMED):
             text = (self.folder / STATE).read_bytes()
             stable = hashlib.sha256(text).hexdigest().encode()
@@ -59,11 +60,11 @@ class LocalReplica:
         model: str | None = None,
         before_change: Callable[[], None] = lambda: None,
     ) -> int:
-        """Fetch the files needed for `version`, then update the copy; returns the bytes read.
+        """Update the replica to `version`; returns the number of bytes read from the store.
 
-        `model` is the required model fingerprint. `before_change` is called between the fetch and
-        the update. Raises StoreError; the copy is unchanged if the fetch failed, and no longer
-        valid if the update failed.
+        First reads and verifies all files of the chain, then calls `before_change`, then applies
+        them. `model` is the required fingerprint of the model; None allows any. Raises StoreError:
+        the replica is unchanged if reading failed, and no longer valid if applying failed.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
@@ -77,21 +78,24 @@ class LocalReplica:
         shutil.rmtree(incoming, ignore_errors=True)
         try:
             with ExitStack() as read_marks:
-                for link in chain:
-                    read_marks.enter_context(store.backend.leases.reading(folder_name(link.number)))
-                for link in chain:
-                    _fetch(store, link, incoming / str(link.number))
+                for member in chain:
+                    read_marks.enter_context(
+                        store.backend.leases.reading(folder_name(member.number))
+                    )
+                for member in chain:
+                    _fetch(store, member, incoming / str(member.number))
             failpoint("load.fetched")
             before_change()
             self._change(store, chain, incoming)
-        except OSError as error:  # on the local disk
+        except OSError as error:  # of the local disk
             raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
-            with contextlib.suppress(OSError):  # rmtree raises if a close fails, nevertheless
+            with contextlib.suppress(OSError):  # rmtree may raise in spite of ignore_errors
                 shutil.rmtree(incoming, ignore_errors=True)
-        return sum(link.size for link in chain)
+        return sum(member.size for member in chain)
 
     def _change(self, store: WeightStore, chain: list[Version], incoming: Path) -> None:
+        """Apply a chain. A crash leaves a replica without `replica.json`, which is not used."""
         self.version = None
         (self.folder / STATE).unlink(missing_ok=True)
         failpoint("load.unmarked")
@@ -99,14 +103,14 @@ class LocalReplica:
             shutil.copyfile(self.folder / WEIGHTS, self.folder / f"{INCOMING}.weights")
             os.replace(self.folder / f"{INCOMING}.weights", self.folder / WEIGHTS)
             self.mapped = False
-        for link in chain:
+        for member in chain:
             try:
-                self._check(link, self._apply(link, incoming / str(link.number)))
+                self._check(member, self._apply(member, incoming / str(member.number)))
             except ValueError as error:
-                store.count_mismatch(link)
-                if link is not chain[-1]:
+                store.count_mismatch(member)
+                if member is not chain[-1]:
                     store.count_mismatch(chain[-1])
-                raise StoreError(f"version {link.number} does not verify: {error}") from None
+                raise StoreError(f"version {member.number} does not verify: {error}") from None
             failpoint("load.changed")
         manifest = chain[-1].manifest
         _, text = atomic_files.describe(manifest.files, manifest.about)
@@ -114,9 +118,9 @@ class LocalReplica:
         self.version = chain[-1]
         failpoint("load.marked")
 
-    def _apply(self, link: Version, fetched: Path) -> Mapping[str, int]:
-        """Apply a fetched delta or keyframe; returns the crc32 of each tensor."""
-        if link.kind == "delta":
+    def _apply(self, member: Version, fetched: Path) -> Mapping[str, int]:
+        """Apply one version of the chain; returns the crc32 of each tensor."""
+        if member.kind == "delta":
             chunks = atomic_files.read_chunks(fetched / DELTA)
             target = tensor_set.MappedTensors(self.folder / WEIGHTS, writable=True)
             return delta.apply(delta.reader_of(chunks), target)
@@ -124,17 +128,18 @@ class LocalReplica:
             os.replace(file, self.folder / file.name)
         return tensor_set.checksums_of(self.tensors())
 
-    def _check(self, link: Version, checksums: Mapping[str, int]) -> None:
+    def _check(self, member: Version, checksums: Mapping[str, int]) -> None:
+        """Raise ValueError unless the weights have the digests in the version's manifest."""
         specs = self.tensors().specs
-        if link.field("model") not in (None, tensor_set.fingerprint(specs)):
+        if member.field("model") not in (None, tensor_set.fingerprint(specs)):
             raise ValueError("the weights are of another model than the manifest names")
-        if link.field("result") not in (None, tensor_set.set_digest(checksums, specs)):
+        if member.field("result") not in (None, tensor_set.set_digest(checksums, specs)):
             raise ValueError("the weights do not have the digest in the manifest")
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Generator[Path, None, None]:
-    """`folder`, locked during the block, or a temporary folder if it cannot be locked."""
+    """`folder`, locked by this process, or a temporary folder if it cannot be locked."""
     with ExitStack() as resources:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,14 +148,14 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
         except OSError as error:
             temporary = tempfile.TemporaryDirectory(prefix="peralta-", ignore_cleanup_errors=True)
             logger.info(
-                "copying to %s: cannot lock %s (%s)", temporary.name, folder, error.strerror
+                "replica is in %s: cannot lock %s (%s)", temporary.name, folder, error.strerror
             )
             folder = Path(resources.enter_context(temporary))
         yield folder
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """Copy all files of a version to `target`, verifying their hashes."""
+    """Copy all files of a version to the new folder `target`; verifies sizes and hashes."""
     target.mkdir(parents=True)
     for name in version.manifest.files:
         with (target / name).open("wb") as copy:

@@ -36,11 +36,13 @@ from peralta_zmq.weights.version import (
 )
 
 MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
-# Failed verifications until quarantine; a NAS may return stale pages once or twice.
+# Failed verifications until a version is quarantined (treated as missing for the rest of the
+# process); a NAS may return stale pages once or twice.
 MAX_MISMATCHES = 3
 MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
-MAX_CHAIN = 1000  # versions
-MAX_RECHECKS = 100  # of invalid versions per listing; a NAS may show their files late
+MAX_CHAIN = 1000  # versions in a chain of deltas
+# Invalid versions that each listing checks again, because a NAS may show their files late.
+MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
 Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
 
@@ -151,7 +153,10 @@ class WeightStore:
     # Reading.
 
     def newest(self) -> Version | None:
-        """The newest valid version of this run; None if there is none or listing fails."""
+        """The newest complete version of this run; None if there is none or listing fails.
+
+        Checks again only MAX_RECHECKS of the versions that were invalid at the last call.
+        """
         with contextlib.suppress(OSError):
             run_id, numbers, rechecks = self.run_id, self.numbers(), 0
             self._invalid &= set(numbers)
@@ -166,15 +171,15 @@ class WeightStore:
         return None
 
     def numbers(self) -> list[int]:
-        """Numbers of all folders with the name of a version, ascending. Raises OSError."""
+        """Numbers of all folders named as a version, complete or not, ascending. Raises OSError."""
         names = self.backend.names()
         return sorted(int(name[5:]) for name in names if VERSION_NAME.fullmatch(name))
 
     def find(self, number: int) -> Version | None:
         """The version with this number; None if it is missing, incomplete or quarantined.
 
-        Call it only for a listed or announced number, because a NAS client may cache a failed
-        lookup.
+        Call it only for listed or announced numbers: a NAS client may remember for a while that a
+        file was missing.
         """
         folder = self.backend.path(folder_name(number))
         try:
@@ -197,8 +202,9 @@ class WeightStore:
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
         """The versions to read for `version`, oldest first.
 
-        They start at a keyframe, or after `local`, a version of which there is a local copy. Raises
-        ChainError if a version is missing, quarantined, or not the base of the next one.
+        The first one is a keyframe, or the delta to `local`, the version of a local copy. Raises
+        ChainError if a version is missing, quarantined, or has other weights than those from which
+        the next delta was computed.
         """
         chain = [version]
         while (first := chain[-1]).kind == "delta":
@@ -222,7 +228,7 @@ class WeightStore:
     def read(self, version: Version, name: str) -> Iterator[bytes]:
         """A file of a version in chunks; its hash is verified at the end.
 
-        Raises StoreError if the version was removed (look for a newer one), cannot be read (try
+        Raises StoreError if the version was removed (there is a newer one), cannot be read (try
         again) or is corrupt.
         """
         if version.run_id != self.run_id:
@@ -307,11 +313,11 @@ def _write_version(
 
 
 class _DeltaTooLargeError(Exception):
-    pass
+    """The version must be written as a keyframe."""
 
 
 def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The pieces. Raises _DeltaTooLargeError if they exceed `limit` bytes."""
+    """Pass the pieces on. Raises _DeltaTooLargeError if they exceed `limit` bytes in total."""
     for piece in pieces:
         limit -= len(piece)
         if limit < 0:
@@ -320,7 +326,7 @@ def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
-    """Read a file; resume after connection errors as long as every attempt receives bytes."""
+    """A file in chunks; resumes after connection errors while each attempt receives bytes."""
     received, previously_received = 0, -1
     while True:
         try:

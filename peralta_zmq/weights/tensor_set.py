@@ -1,6 +1,7 @@
-"""Sets of named tensors in safetensors files: streamed writes, memory-mapped reads and updates.
+"""Sets of named tensors: safetensors files of them, digests, copies, the check for NaN.
 
-A digest identifies the names, dtypes, shapes and bytes of a set.
+Files are written as a stream and read, or updated in place, through a memory mapping. The digest of
+a set identifies its names, dtypes, shapes and bytes; the fingerprint only names and shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TENSOR_NAME = re.compile(r"[\x20-\x7e]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Dtype and shape of a tensor."""
+    """Dtype and shape of a tensor, in a set or a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ def set_digest(checksums: Mapping[str, int], specs: Mapping[str, Spec]) -> str:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The digest of a set, computed from all its bytes."""
+    """The digest of a set, computed from its tensors."""
     return set_digest(checksums_of(tensors), specs_of(tensors))
 
 

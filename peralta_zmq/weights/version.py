@@ -1,4 +1,8 @@
-"""One published weight version and the validation of its manifest."""
+"""Weight versions: the names and manifest fields of a published version, and their validation.
+
+A version holds the weights after one optimizer step, in a folder step_NUMBER: all of them (a
+keyframe), or the change since an earlier version, its parent (a delta).
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,31 @@ from peralta_zmq.atomic_files import CorruptError, Manifest
 WEIGHTS, DELTA = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
-FORMAT = 2
-NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}  # with defaults
+FORMAT = 2  # of the manifest
+# Integer fields of the manifest with their defaults; None: the field is required.
+NUMBERS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
+# Optional text fields: run; fingerprint of the model; digests of the parent's and of this version's
+# weights; for a LoRA adapter, digest and name of the base model.
 TEXTS = ("run_id", "model", "base", "result", "adapts", "adapts_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A published version."""
+    """A published weight version."""
 
-    number: int  # in the store; never reused, also not after a roll-back
+    number: int  # in the store; not reused if the run is rolled back to an earlier step
     step: int  # optimizer step
-    folder: Path  # only its name if the store is not a folder of this machine
+    folder: Path  # only the name if the store is not a folder
     manifest: Manifest
     run_id: str
     kind: Literal["keyframe", "delta"]  # all weights, or the change since the parent
     parent: int  # number of the version that a delta changes; -1 for a keyframe
     depth: int  # number of deltas since the keyframe, including this one
-    lineage: int  # roll-backs of the run before this version
+    lineage: int  # number of roll-backs of the run before this version
 
     @classmethod
     def from_manifest(cls, folder: Path, manifest: Manifest) -> Version:
-        """Raises CorruptError if the manifest is inconsistent or does not belong to the folder."""
+        """Raises CorruptError if the manifest is inconsistent or of another folder."""
         about = manifest.about
         values = [about.get(name, default) for name, default in NUMBERS.items()]
         if not all(type(value) is int for value in values):
@@ -53,7 +60,7 @@ class Version:
 
     @property
     def weights_id(self) -> str:
-        """Identifies these weights: the first 16 hexadecimal digits of the manifest's sha256."""
+        """Identifies a version across runs: 16 hexadecimal digits of the manifest's sha256."""
         return self.manifest.digest[:16]
 
     @property
@@ -67,5 +74,5 @@ class Version:
 
 
 def folder_name(number: int) -> str:
-    """7 -> step_00000007."""
+    """Name of a version's folder: 7 -> step_00000007."""
     return f"step_{number:08d}"

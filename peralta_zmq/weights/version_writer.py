@@ -70,7 +70,7 @@ class VersionWriter:
         self._keyframe_interval, self._on_published = keyframe_interval, on_published
         self._pruner = Pruner(store, retention)
         self._base: tuple[Version, Tensors] | None = None  # of the next delta
-        self._logged_reason = ""  # for publishing keyframes only
+        self._logged_reason = ""  # why only keyframes are published
         self._encode_seconds = 0.0  # of the current version
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
         self._free_at = 0.0  # when the rate limit permits the next piece, in monotonic seconds
@@ -82,7 +82,10 @@ class VersionWriter:
         return self._base[1] if self._base else {}
 
     def write(self, snapshot: Snapshot) -> PublishReport:
-        """Write the snapshot as the next version, then prune. A failure is only reported."""
+        """Write the snapshot as the next version, then prune old ones.
+
+        A StoreError is not raised: the report has its message.
+        """
         snapshot.wait_for_copies()
         started, self._encode_seconds = time.monotonic(), 0.0
         version, reason = None, ""
@@ -100,22 +103,16 @@ class VersionWriter:
             self._base = version, snapshot.tensors
         except StoreError as error:
             reason = str(error)
-        write_seconds = time.monotonic() - started - self._encode_seconds
-        return PublishReport(
-            snapshot.step,
-            version,
-            reason,
-            snapshot.stall_seconds,
-            self._encode_seconds,
-            write_seconds,
-        )
+        stall, encode = snapshot.stall_seconds, self._encode_seconds
+        write = time.monotonic() - started - encode
+        return PublishReport(snapshot.step, version, reason, stall, encode, write)
 
     def lift_rate_limit(self) -> None:
         """Write the rest of the current version, and all further versions, at full speed."""
         self._unlimited.set()
 
     def _base_for(self, snapshot: Snapshot) -> Base | None:
-        """The base for a delta; None if the snapshot must be a keyframe."""
+        """The previous version, as the base of a delta; None if a keyframe is needed."""
         if snapshot.keyframe or self._base is None:
             return None
         if self._base[0].depth + 1 >= self._keyframe_interval:
