@@ -25,11 +25,8 @@ def config_of(*arguments: str) -> Config:
     return load_config("bin/trainer", ["--train.batch-size=8", *arguments])
 
 
-def test_sampling_default_temperature_is_one() -> None:
-    assert build.make_sampling(config_of(), seed=0) == Sampling()
-
-
 def test_sampling_has_configured_temperature() -> None:
+    assert build.make_sampling(config_of(), seed=0) == Sampling(temperature=1.0)
     sampling = build.make_sampling(config_of("--sampling.temperature=0.7"), seed=3)
     assert sampling == Sampling(temperature=0.7, seed=3)
 

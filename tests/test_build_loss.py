@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -31,7 +32,6 @@ def greedy(tokens, **options): return tokens.logprobs.sum() * options["epsilon"]
 def best(rewards, lengths, *, scale=1.0): return [scale * (r - max(rewards)) for r in rewards]
 def short(rewards, lengths): return [0.0]
 def unsure(rewards, lengths): return [math.nan for _ in rewards]
-def whole(rewards, lengths, *, group_adv_norm=False): return [r - max(rewards) for r in rewards]
 def loud(rollout, *, limit, vocab_size): return rollout.num_generated > limit and vocab_size == 64
 def maybe(rollout): return 0.3
 """
@@ -77,86 +77,63 @@ def filters(config: Config) -> list[Any]:
 # Options.
 
 
-@pytest.mark.parametrize("name", registry.TABLES["loss"])
-def test_shipped_loss_trains_with_defaults(name: str) -> None:
+PLUGINS = [(kind, name) for kind in ("loss", "advantage") for name in registry.TABLES[kind]]
+
+
+@pytest.mark.parametrize(("kind", "name"), PLUGINS)
+def test_shipped_function_trains_with_defaults(kind: str, name: str) -> None:
     model = tiny_model()
     before = model.lm_head.weight.detach().clone()
-    learner = build.make_learner(config_of("--loss.name", name, "--train.dtype=float32"), model)
-    row = learner.learn([group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])]).metrics
+    config = config_of(f"--{kind}.name", name, "--train.dtype=float32")
+    group = group_of([1, 0, 0, 1], lengths=[4, 2, 6, 3])
+    row = build.make_learner(config, model).learn([group]).metrics
     assert row["skipped"] == 0 and row["grad_norm"] > 0
     assert not torch.equal(model.lm_head.weight, before)
 
 
-@pytest.mark.parametrize("name", registry.TABLES["advantage"])
-def test_shipped_advantage_trains_with_defaults(name: str) -> None:
-    config = config_of("--advantage.name", name, "--train.dtype=float32")
-    row = build.make_learner(config, tiny_model()).learn([group_of([1, 0, 0, 1])]).metrics
-    assert row["grad_norm"] > 0
-
-
-def test_loss_option_is_bound() -> None:
+def test_options_are_bound() -> None:
     # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
     loss = build.make_loss(config_of("--loss.name=grpo", "--loss.epsilon=0.05"))
     assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
-
-
-def test_advantage_option_is_bound() -> None:
     advantage = build.make_advantage(
         config_of("--advantage.name=group_zscore", "--advantage.ddof=1", "--advantage.eps=0")
     )
     assert advantage([1, 0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-def test_option_of_other_losses_is_refused_with_their_names() -> None:
-    expected = (
-        "loss.c_clip is not an option of loss 'reinforce'; "
-        "remove it or set loss.name to grpo or decoupled_ppo"
-    )
-    assert error_of(build.make_loss, "--loss.c-clip=3") == expected
+REFUSED_OPTIONS = [
+    (build.make_loss, "--loss.c-clip=3",
+     "loss.c_clip is not an option of loss 'reinforce'; remove it or set loss.name to grpo or "
+     "decoupled_ppo"),
+    (build.make_advantage, "--advantage.ddof=1",
+     "advantage.ddof is not an option of advantage 'group_mean'; remove it or set advantage.name "
+     "to group_zscore"),
+    (build.make_advantage, "--advantage.group-adv-norm",
+     "advantage.group_adv_norm is not an option of advantage 'group_mean'; remove it or set "
+     "advantage.name to token_whitening"),
+    (build.make_loss, "--loss.name=importance --loss.token-mask-low=9",
+     "loss.token_mask_low 9.0 is not below loss.token_mask_high 8"),
+    (build.make_loss, "--loss.name=importance --loss.geo-mask-high=0.1",
+     "loss.geo_mask_low 0.1 is not below loss.geo_mask_high 0.1"),
+    (build.make_loss,
+     "--loss.name=importance --loss.sequence-mask-low=2 --loss.sequence-mask-high=1",
+     "loss.sequence_mask_low 2.0 is not below loss.sequence_mask_high 1.0"),
+    (build.make_loss, "--loss.name=importance --loss.sequence-clip-high=5",
+     "loss.sequence_clip_high needs loss.ratio_type sequence"),
+    (build.make_loss,
+     "--loss.name=decoupled_ppo --no-loss.use-decoupled-loss --loss.behav-imp-weight-cap=5",
+     "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
+    (build.make_loss, "--loss.name=importance --loss.adv-tau=0",
+     "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
+]  # fmt: skip
 
 
-def test_option_of_other_advantages_is_refused_with_their_names() -> None:
-    message = error_of(build.make_advantage, "--advantage.ddof=1")
-    assert message.startswith(
-        "advantage.ddof is not an option of advantage 'group_mean'; remove it"
-    )
-    assert message.endswith("set advantage.name to group_zscore")
-    message = error_of(build.make_advantage, "--advantage.group-adv-norm")
-    assert message.endswith("set advantage.name to token_whitening")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--loss.token-mask-low=9"],
-            "loss.token_mask_low 9.0 is not below loss.token_mask_high 8",
-        ),
-        (["--loss.geo-mask-high=0.1"], "loss.geo_mask_low 0.1 is not below loss.geo_mask_high 0.1"),
-        (
-            ["--loss.sequence-mask-low=2", "--loss.sequence-mask-high=1"],
-            "loss.sequence_mask_low 2.0 is not below loss.sequence_mask_high 1.0",
-        ),
-        (["--loss.sequence-clip-high=5"], "loss.sequence_clip_high needs loss.ratio_type sequence"),
-    ],
-)
-def test_loss_bounds_in_wrong_order_are_refused(arguments: list[str], message: str) -> None:
-    assert error_of(build.make_loss, "--loss.name=importance", *arguments).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--loss.name=decoupled_ppo", "--no-loss.use-decoupled-loss",
-          "--loss.behav-imp-weight-cap=5"],
-         "loss.behav_imp_weight_cap has no effect with loss.use_decoupled_loss false"),
-        (["--loss.name=importance", "--loss.adv-tau=0"],
-         "loss.adv_tau, loss.teacher_tau, loss.kl_tau and loss.entropy_coef are all 0"),
-    ],
-)  # fmt: skip
-def test_loss_options_without_effect_are_refused(arguments: list[str], message: str) -> None:
-    assert error_of(build.make_loss, *arguments).startswith(message)
-    build.make_loss(config_of(*arguments[:-1]))  # the others alone are sound
+@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED_OPTIONS)
+def test_unknown_or_ineffective_options_are_refused(
+    make: Callable[[Config], Any], arguments: str, message: str
+) -> None:
+    assert error_of(make, *arguments.split()).startswith(message)
+    make(config_of(*arguments.split()[:-1]))  # valid without the last option
 
 
 @pytest.mark.parametrize("pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1"])
@@ -242,28 +219,14 @@ def test_unknown_filter_is_refused_with_the_choices() -> None:
 # User functions.
 
 
-def test_user_loss_gets_its_kwargs() -> None:
+def test_user_functions_get_their_kwargs() -> None:
     config = config_of("--loss.name=mine.loss", "--loss.kwargs", '{"power": 2.0}')
-    loss = build.make_loss(config)
-    assert loss(tokens_of(-2.0))[0].item() == 0
-    plain = build.make_loss(config_of("--loss.name=mine.loss"))
-    tokens = tokens_of()
-    (doubled,) = torch.autograd.grad(loss(tokens)[0], tokens.logprobs)
-    (single,) = torch.autograd.grad(plain(tokens)[0], tokens.logprobs)
-    assert torch.equal(doubled, 2 * single)
-
-
-def test_user_advantage_gets_its_kwargs() -> None:
+    tokens = dataclasses.replace(tokens_of(), mask=torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    doubled = build.make_loss(config)(tokens)[0]
+    plain = build.make_loss(config_of("--loss.name=mine.loss"))(tokens)[0]
+    assert doubled.item() == 2 * plain.item() != 0
     arguments = ["--advantage.name=mine.best", "--advantage.kwargs", '{"scale": 3.0}']
     assert build.make_advantage(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
-
-
-def test_user_advantage_may_use_the_whole_step() -> None:
-    from peralta_zmq.learning.advantages import advantages_of
-
-    advantage = build.make_advantage(config_of("--advantage.name=mine.whole"))
-    groups = [group_of([1, 0]), group_of([5, 3])]
-    assert advantages_of(groups, advantage) == [[-4, -5], [0, -2]]
 
 
 def test_user_loss_with_var_keywords_gets_section_options() -> None:
@@ -296,19 +259,6 @@ def test_options_that_do_not_fit_a_user_function_are_refused(
     assert error_of(build, *arguments).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("mine.nan_loss", r"loss 'mine\.nan_loss' returned nan although all logprobs are finite"),
-        ("mine.raising", r"loss 'mine\.raising' raised KeyError: 'missing' \(.*mine.py, line 8\)"),
-    ],
-)
-def test_failing_user_loss_is_named(name: str, message: str) -> None:
-    loss = build.make_loss(config_of("--loss.name", name))
-    with pytest.raises(UserCodeError, match=message):
-        loss(tokens_of())
-
-
 @pytest.mark.parametrize("bonus", ["0", "0.1"])
 def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
     config = config_of("--loss.name=mine.steep", "--loss.entropy-coef", bonus)
@@ -321,6 +271,10 @@ def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--loss.name=mine.nan_loss"],
+         r"loss 'mine\.nan_loss' returned nan although all logprobs are finite"),
+        (["--loss.name=mine.raising"],
+         r"loss 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
         (["--advantage.name=mine.short"],
          r"advantage 'mine\.short' returned 1 advantages for 2 rewards"),
         (["--advantage.name=mine.unsure"],
@@ -333,7 +287,7 @@ def test_user_loss_with_nan_gradient_is_named(bonus: str) -> None:
          r"filter 'mine\.raising' raised KeyError: 'missing' \(.*mine\.py, line 8\)"),
     ],
 )  # fmt: skip
-def test_failing_user_advantage_or_filter_changes_no_weights(
+def test_failing_user_function_is_named_and_changes_no_weights(
     arguments: list[str], message: str
 ) -> None:
     model = tiny_model()
