@@ -44,27 +44,11 @@ peralta_my_own{run="demo"} -1.5
 """  # noqa: E501
 
 
-def samples(text: str) -> dict[tuple[str, str], float]:
-    """Parsed samples: (name, last label) -> value."""
-    return {
-        (sample.name, list(sample.labels.values())[-1]): sample.value
-        for family in parser.text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def test_exposition_of_a_row() -> None:
-    assert exposition({"demo": ROW}) == TEXT
-
-
-def test_prometheus_parser_reads_every_finite_number() -> None:
-    assert samples(exposition({"demo": ROW})) == {
-        ("peralta_step", "demo"): 12, ("peralta_reward", "demo"): 0.71,
-        ("peralta_time_publish", "demo"): 1e-5, ("peralta_dropped_stale_total", "demo"): 3,
-        ("peralta_gen_tokens_per_s", "local-0"): 410.5,
-        ("peralta_gen_tokens_per_s", "local-1"): 80,
-        ("peralta_rewards_mean", "format"): 0.5, ("peralta_my_own", "demo"): -1.5,
-    }  # fmt: skip
+def test_exposition_is_valid_and_has_every_finite_number() -> None:
+    text = exposition({"demo": ROW})
+    assert text == TEXT
+    families = list(parser.text_string_to_metric_families(text))
+    assert sum(len(family.samples) for family in families) == 8
 
 
 @pytest.mark.parametrize("hostile", ['a"} 1\nb{c="', "back\\slash", "new\nline", "\\n", "é/x/y"])
@@ -84,10 +68,6 @@ def test_illegal_characters_of_a_name_are_replaced() -> None:
 def test_equal_names_yield_one_sample() -> None:
     text = exposition({"r": {"time/publish": 1.0, "time_publish": 2.0}})
     assert text.count('peralta_time_publish{run="r"}') == text.count("# TYPE") == 1
-
-
-def test_empty_row_has_no_samples() -> None:
-    assert exposition({"r": {}}) == ""
 
 
 def test_two_runs_share_the_head_of_a_metric() -> None:

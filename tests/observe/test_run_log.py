@@ -12,7 +12,7 @@ import pytest
 
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles
-from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, JsonLines, Row, read_rows
+from peralta_zmq.observe.metrics import EVENTS, JsonLines, Row, read_rows
 from peralta_zmq.observe.run_log import RunLog, abandoned_weights
 from peralta_zmq.observe.verdict import verdict
 
@@ -48,9 +48,7 @@ def evaluate(run_log: RunLog, step: int) -> None:
     run_log.evaluation(step, [], accuracy=0.5, figures={}, policy_steps=(step, step))
 
 
-def test_roll_back_undoes_evaluations_of_later_steps(
-    tmp_path: Path,
-) -> None:
+def test_roll_back_undoes_evaluations_of_later_steps(tmp_path: Path) -> None:
     with RunLog(tmp_path, run="run", max_steps=8) as run_log:
         for step in (0, 4, 8):
             evaluate(run_log, step)
@@ -58,20 +56,13 @@ def test_roll_back_undoes_evaluations_of_later_steps(
         assert [run_log.has_evaluation(step) for step in (0, 4, 8)] == [True, True, False]
         evaluate(run_log, 8)
         assert run_log.has_evaluation(8)
-
-
-def test_roll_back_keeps_the_evaluation_of_its_step(tmp_path: Path) -> None:
-    with RunLog(tmp_path, run="run", max_steps=8) as run_log:
-        evaluate(run_log, 8)
         run_log.rewind(2)
         evaluate(run_log, 4)
         run_log.rewind(4)
-        assert [run_log.has_evaluation(step) for step in (4, 8)] == [True, False]
+        assert [run_log.has_evaluation(step) for step in (0, 4, 8)] == [True, True, False]
 
 
-def test_last_step_after_a_roll_back_ignores_the_clock(
-    tmp_path: Path,
-) -> None:
+def test_last_step_after_a_roll_back_ignores_the_clock(tmp_path: Path) -> None:
     with RunLog(tmp_path, run="run", max_steps=8) as run_log:
         for step in range(1, 7):
             run_log.step({"step": step, "time": 1e9 + step, "reward": 0.5}, {})
@@ -83,34 +74,12 @@ def test_last_step_after_a_roll_back_ignores_the_clock(
         assert run_log.last_step == 5
 
 
-def test_evaluation_without_a_lineage_counts(tmp_path: Path) -> None:
-    (tmp_path / EVALUATIONS).write_text('{"step": 8, "accuracy": 0.5, "answers": []}\n')
-    with RunLog(tmp_path, run="run", max_steps=8) as run_log:
-        assert run_log.has_evaluation(8)
-
-
 def waiting_rows(num_rows: int) -> list[Row]:
     return [
         {"step": step, "time": 1e9 + step, "step_time": 1.0, "reward": 0.5,
          "time/wait_for_batch": 0.6}
         for step in range(1, num_rows + 1)
     ]  # fmt: skip
-
-
-def test_terminal_and_summary_show_the_same_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = waiting_rows(4)
-    with RunLog(tmp_path, run="run", max_steps=4) as run_log:
-        for row in rows:
-            run_log.step(row, {})
-        run_log.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
-        run_log.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
-    expected = verdict(rows)
-    assert expected.sentence == "the trainer waits 60% of its time for rollouts"
-    assert f"verdict: {expected.text}\n" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["verdict"] == asdict(expected)
 
 
 def reported(folder: Path) -> dict[str, Any]:
@@ -120,7 +89,7 @@ def reported(folder: Path) -> dict[str, Any]:
     return json.loads(content.partition("</script>")[0])["runs"][0]["update"]
 
 
-def test_close_run_writes_and_names_report_html(
+def test_terminal_summary_and_report_show_the_same_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = waiting_rows(4)
@@ -131,10 +100,15 @@ def test_close_run_writes_and_names_report_html(
         run_log.evaluation(4, [], accuracy=1.0, figures={}, policy_steps=[4, 4])
         run_log.end("complete", step=4)
         run_log.close_run(tmp_path, {"made": 1, "trained": 1, "duplicates": 0}, {})
+    expected = verdict(rows)
+    assert expected.sentence == "the trainer waits 60% of its time for rollouts"
+    printed = capsys.readouterr().out
+    assert f"verdict: {expected.text}\n" in printed
+    assert f"report             {tmp_path / 'report.html'}\n" in printed
+    summary = json.loads((tmp_path / "summary.json").read_text())
     state = reported(tmp_path)["state"]
+    assert summary["verdict"] == state["verdict"] == asdict(expected)
     assert state["header"]["step"] == "4"
-    assert state["verdict"]["sentence"] == verdict(rows).sentence
-    assert f"report             {tmp_path / 'report.html'}\n" in capsys.readouterr().out
 
 
 def test_write_report_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
