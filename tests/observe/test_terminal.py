@@ -27,14 +27,6 @@ ROW: Row = {
 }  # fmt: skip
 
 
-def plain(*rows: Row, max_steps: int = 60) -> list[str]:
-    stream = io.StringIO()
-    with Terminal(max_steps, stream) as terminal:
-        for row in rows:
-            terminal.step(row)
-    return stream.getvalue().splitlines()
-
-
 def on_a_terminal(show: Callable[[Terminal], None]) -> str:
     """Output of `show` on a pseudo-terminal, without control sequences."""
     master, slave = pty.openpty()
@@ -66,39 +58,48 @@ def terminal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINES", "40")
 
 
-def test_step_is_one_line_off_a_terminal() -> None:
-    # 48 steps left at 0.875 s are 42 s; 128 rollouts in 0.875 s are 146 in one
-    assert plain(ROW) == [
-        "step=12/60 reward=0.71 no_signal=12% staleness=0.9 queue=3 wait=0.21s "
-        "rollouts/s=146 generators=2 eta=42s"
-    ]
-
-
-def test_eta_follows_the_measured_pace() -> None:
-    # 2 steps in 5 s: 46 left take 115 s
-    lines = plain(ROW, ROW | {"step": 14, "time": 1005.0})
-    assert lines[1].endswith("eta=1m55s")
-
-
-def test_missing_or_null_value_is_a_dash() -> None:
-    assert plain({"step": 1, "reward": None, "step_time": 0.0}) == [
-        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- eta=-"
-    ]
-
-
-def test_note_is_one_line_off_a_terminal() -> None:
+def test_step_and_note_are_lines_off_a_terminal() -> None:
+    # 48 steps left at 0.875 s are 42 s; then 2 steps in 5 s: 46 left take 115 s.
     stream = io.StringIO()
     with Terminal(60, stream) as terminal:
         terminal.note("resumed: step=[12]")
-    assert stream.getvalue() == "resumed: step=[12]\n"
+        terminal.step(ROW)
+        terminal.step(ROW | {"step": 14, "time": 1005.0})
+    note, first, second = stream.getvalue().splitlines()
+    assert note == "resumed: step=[12]"
+    assert first == (
+        "step=12/60 reward=0.71 no_signal=12% staleness=0.9 queue=3 wait=0.21s "
+        "rollouts/s=146 generators=2 eta=42s"
+    )
+    assert second.endswith("eta=1m55s")
 
 
-def test_table_shows_run_progress_and_eta() -> None:
-    seen = on_a_terminal(lambda terminal: terminal.step(ROW))
+def test_missing_or_null_value_is_a_dash() -> None:
+    stream = io.StringIO()
+    with Terminal(60, stream) as terminal:
+        terminal.step({"step": 1, "reward": None, "step_time": 0.0})
+    assert stream.getvalue() == (
+        "step=1/60 reward=- no_signal=- staleness=- queue=- wait=- rollouts/s=- generators=- "
+        "eta=-\n"
+    )
+
+
+def test_live_table_is_between_notes_and_verdict() -> None:
+    def show(terminal: Terminal) -> None:
+        terminal.note("held-out [before] 0.5")  # not markup
+        terminal.step(ROW, WAITS)
+        terminal.close("closing report")
+
+    seen = on_a_terminal(show)
     assert "demo  step 12 of 60 (20%)  42s left" in seen
     for heading in ("step", "reward", "no signal", "staleness", "queue", "wait", "rollouts/s"):
         assert heading in seen
     assert re.search(r"12 .*0\.71.*12%.*0\.9.*3.*0\.21s.*146.*2", seen)
+    verdict = "the trainer waits 60% of its time for rollouts; add a generator"
+    texts = ("held-out [before] 0.5", "0.71", verdict, "closing report")
+    places = [seen.index(text) for text in texts]
+    assert places == sorted(places)
+    assert seen.rstrip().endswith("closing report")
 
 
 WAITS = Verdict("the trainer waits 60% of its time for rollouts", "add a generator", "warn")
@@ -152,12 +153,6 @@ def test_stall_is_shown_below_the_table() -> None:
     assert rest.rindex("0.71") < rest.rindex("no step for 1m01s; check the newest event")
 
 
-def test_verdict_is_shown_below_the_table() -> None:
-    seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS))
-    text = "the trainer waits 60% of its time for rollouts; add a generator"
-    assert seen.index("0.71") < seen.index(text)
-
-
 def test_table_keeps_the_last_twelve_steps() -> None:
     def show(terminal: Terminal) -> None:
         for step in range(101, 114):
@@ -168,24 +163,7 @@ def test_table_keeps_the_last_twelve_steps() -> None:
     assert "101" not in last_table
 
 
-def test_note_is_printed_without_markup_on_a_terminal() -> None:
-    seen = on_a_terminal(lambda terminal: terminal.note("held-out [before] 0.5"))
-    assert "held-out [before] 0.5" in seen
-
-
-def test_closing_report_is_printed_below_the_table() -> None:
-    def show(terminal: Terminal) -> None:
-        terminal.step(ROW)
-        terminal.close("closing report")
-
-    seen = on_a_terminal(show)
-    assert seen.rstrip().endswith("closing report")
-    assert seen.index("0.71") < seen.index("closing report")
-
-
-def test_full_disk_ends_the_output_without_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_full_disk_ends_the_output_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
     # Closing the file would fail if data were still buffered.
     with open("/dev/full", "w") as full, Terminal(3, full) as terminal:
         terminal.note("lost")
@@ -204,13 +182,6 @@ def test_progress_is_shown_below_the_table_and_removed() -> None:
     before, _, after = seen.partition("evaluating step 12: 5 of 10")
     assert "balanced" in before and "balanced" in after
     assert "evaluating" not in after
-
-
-def test_short_operation_shows_no_progress_off_a_terminal() -> None:
-    stream = io.StringIO()
-    with Terminal(60, stream) as terminal, terminal.progress("evaluating step 0", 10) as progress:
-        progress.update(5)
-    assert stream.getvalue() == ""
 
 
 class Walk:
@@ -241,22 +212,22 @@ def test_progress_on_a_terminal_is_redrawn_and_removed() -> None:
     assert texts[-2:] == ["walking: 99 of 100 (99%), 1s left", ""]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_progress_shows_nothing_within_two_seconds(in_place: bool) -> None:
-    texts: list[str] = []
-    clock = iter([0.0, 0.5, 1.9]).__next__
-    with Progress("short", 3, show=texts.append, in_place=in_place, clock=clock) as progress:
-        progress.update(1)
-        progress.update(2)
-    assert texts == []
-
-
-def test_progress_without_a_finished_item_has_no_eta() -> None:
-    texts: list[str] = []
-    clock = iter([0.0, 3.0]).__next__
-    with Progress("waiting", 3, show=texts.append, in_place=False, clock=clock) as progress:
-        progress.update(0)
-    assert texts == ["waiting: 0 of 3 (0%)"]
+@pytest.mark.parametrize(
+    ("now", "done", "texts"),
+    [
+        (1.9, 2, []),
+        (3.0, 0, ["scan: 0 of 3 (0%)"]),
+        (3.0, 1, ["scan: 1 of 3 (33%), 6s left"]),
+    ],
+)
+def test_progress_needs_two_seconds_and_a_finished_item(
+    now: float, done: int, texts: list[str]
+) -> None:
+    shown: list[str] = []
+    clock = iter([0.0, now]).__next__
+    with Progress("scan", 3, show=shown.append, in_place=False, clock=clock) as progress:
+        progress.update(done)
+    assert shown == texts
 
 
 def test_progress_drawn_in_place_is_erased_by_hide() -> None:

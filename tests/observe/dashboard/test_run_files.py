@@ -41,16 +41,6 @@ def test_tail_skips_a_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
     assert Tail(path, 1 << 20).read() == [{"step": 1}, {"step": 2}]
 
 
-def test_tail_detects_a_replaced_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-    tail = Tail(path, 1 << 20)
-    tail.read()
-    (tmp_path / "new").write_text('{"step": 9}\n' * 9)
-    (tmp_path / "new").rename(path)
-    assert tail.is_replaced()
-
-
 NEWER = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
 
 
