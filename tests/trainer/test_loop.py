@@ -64,40 +64,28 @@ def refused(config: Config, kind: type[PeraltaError], match: str) -> None:
     assert not config.run_folder.exists()
 
 
-def test_folder_without_a_model_is_refused(settings: list[str], tmp_path: Path) -> None:
-    config = config_of(*settings, "--model.name", str(tmp_path))
-    refused(config, ConfigError, r"has no config\.json; give a Hugging Face model folder")
-
-
-def test_model_that_is_not_cached_is_refused_with_the_download_command(settings: list[str]) -> None:
-    config = config_of(*settings, "--model.name", "nobody/no-model")
-    refused(config, ConfigError, r"fetch it once with: hf download nobody/no-model")
-
-
-def test_missing_data_file_is_refused(settings: list[str]) -> None:
-    config = config_of(*settings, "--data.train", "math_1kk")
-    refused(config, TaskError, r"math_1kk.*did you mean 'math_1k'")
-
-
-def test_missing_column_is_refused_with_the_existing_columns(settings: list[str]) -> None:
-    config = config_of(*settings, "--data.prompt-column", "question")
-    refused(config, TaskError, r"question.*python_expression.*natural_language")
-
-
-def test_empty_data_set_is_refused(settings: list[str], tmp_path: Path) -> None:
-    empty = tmp_path / "empty.csv"
-    empty.write_text("python_expression,natural_language\n")
-    refused(config_of(*settings, "--data.eval", str(empty)), TaskError, "empty.csv")
-
-
-def test_unknown_loss_is_refused_with_the_choices(settings: list[str]) -> None:
-    config = config_of(*settings, "--loss.name", "gropo")
-    refused(config, ConfigError, r"unknown loss 'gropo'; did you mean grpo\?.*reinforce")
-
-
-def test_missing_device_is_refused(settings: list[str]) -> None:
-    config = config_of(*settings, "--model.device", "abacus")
-    refused(config, ConfigError, "device 'abacus' cannot be used here")
+@pytest.mark.parametrize(
+    ("setting", "value", "kind", "match"),
+    [
+        ("model.name", "{folder}", ConfigError, r"no config\.json; give a Hugging Face model fold"),
+        ("model.name", "nobody/x", ConfigError, r"fetch it once with: hf download nobody/x"),
+        ("data.train", "math_1kk", TaskError, r"math_1kk.*did you mean 'math_1k'"),
+        ("data.prompt-column", "q", TaskError, r"'?q'?.*python_expression.*natural_language"),
+        ("data.eval", "{folder}/empty.csv", TaskError, r"empty\.csv"),
+        ("loss.name", "gropo", ConfigError, r"'gropo'; did you mean grpo\?.*reinforce"),
+        ("model.device", "abacus", ConfigError, r"device 'abacus' cannot be used here"),
+    ],
+)
+def test_start_refuses_a_setting_and_writes_nothing(
+    settings: list[str],
+    tmp_path: Path,
+    setting: str,
+    value: str,
+    kind: type[PeraltaError],
+    match: str,
+) -> None:
+    (tmp_path / "empty.csv").write_text("python_expression,natural_language\n")
+    refused(config_of(*settings, f"--{setting}", value.format(folder=tmp_path)), kind, match)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -109,14 +97,6 @@ def test_port_in_use_is_refused_with_its_process(
         holder.listen()
         message = f"port {port + offset} is in use by pid {os.getpid()} "
         refused(config_of(*settings), WireError, message)
-
-
-def test_weights_folder_that_cannot_be_created_is_refused(
-    settings: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    config = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
-    refused(config, StoreError, r"cannot be written .*choose another with --weights\.dir")
 
 
 def test_weights_folder_of_another_run_is_refused(settings: list[str], tmp_path: Path) -> None:
@@ -201,18 +181,14 @@ def test_unmounted_weights_folder_is_awaited_and_not_created(
     assert "--weights.dir" in line and "\n" not in line
 
 
-def test_run_can_change_its_weights_folder(settings: list[str], tmp_path: Path) -> None:
-    for name in ("nas", "other"):
+@pytest.mark.parametrize("folders", [("nas", "other"), ("", "")], ids=["other", "default"])
+def test_run_continues_with_another_or_deleted_weights_folder(
+    settings: list[str], tmp_path: Path, folders: tuple[str, ...]
+) -> None:
+    for name in folders:
+        more = ("--weights.dir", str(tmp_path / name)) if name else ()
         with ExitStack() as stack:
-            trainer = Trainer(config_of(*settings, "--weights.dir", str(tmp_path / name)), stack)
-            assert trainer.publishing.store.run_id == trainer.session.run_id
-        shutil.rmtree(tmp_path / name)
-
-
-def test_weights_folder_inside_the_run_can_be_deleted(settings: list[str]) -> None:
-    for _ in range(2):
-        with ExitStack() as stack:
-            trainer = Trainer(config_of(*settings), stack)
+            trainer = Trainer(config_of(*settings, *more), stack)
             assert trainer.publishing.store.run_id == trainer.session.run_id
         shutil.rmtree(trainer.publishing.store.folder)
 
@@ -251,12 +227,12 @@ def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], por
         assert kind_of_next() == "keyframe"
 
 
-def test_refused_weights_folder_does_not_block_the_next_start(
+def test_weights_folder_that_cannot_be_created_is_refused_once(
     settings: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     bad = config_of(*settings, "--weights.dir", str(tmp_path / "file" / "weights"))
-    refused(bad, StoreError, "cannot be written")
+    refused(bad, StoreError, r"cannot be written .*choose another with --weights\.dir")
     with ExitStack() as stack:
         assert Trainer(config_of(*settings), stack).unfinished
 
