@@ -15,7 +15,7 @@ from peralta_zmq.learning.losses import Tokens, grpo_kl, reinforce
 from peralta_zmq.learning.reference_models import PolicyCopy, reference_logprobs
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, save
 
 
 def groups_of(step: int) -> list[RolloutGroup]:
@@ -231,7 +231,7 @@ def test_restored_learner_has_its_reference(tmp_path: Path, sync_steps: int | No
     assert any(path.startswith("reference/") for path in state) == (sync_steps is not None)
     save(tmp_path, Checkpoint(3, state, {}), run_id="run-1", keep_last=1)
     expected = [learner.learn(groups_of(step)).metrics["kl"] for step in range(3, 6)]
-    saved = restore(tmp_path, run_id="run-1")
+    saved = newest(tmp_path, run_id="run-1")
     assert saved is not None
     other = learner_with_reference(tiny_model(), sync_steps=sync_steps)
     other.restore(saved.step, saved.tensors)
@@ -247,7 +247,7 @@ def test_restored_learner_repeats_steps_bit_for_bit(tmp_path: Path, steps: int) 
     save(tmp_path, Checkpoint(steps, learner.state(), {}), run_id="run-1", keep_last=1)
     expected = [learner.learn(groups_of(step)).metrics["loss"] for step in range(10, 13)]
 
-    saved = restore(tmp_path, run_id="run-1")
+    saved = newest(tmp_path, run_id="run-1")
     assert saved is not None
     other_model = tiny_model(seed=2)
     other = tiny_learner(other_model)

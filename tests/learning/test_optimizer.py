@@ -19,7 +19,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.learning.optimizer import learning_rate, make_optimizer
-from peralta_zmq.trainer.checkpoint import Checkpoint, restore, save
+from peralta_zmq.trainer.checkpoint import Checkpoint, newest, save
 from peralta_zmq.trainer.ranks import check_shared
 
 EIGHT_BIT = "adamw_8bit"
@@ -91,7 +91,7 @@ def test_small_state_has_documented_size(optim: str) -> None:
 def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> None:
     whole = take_steps(learner_with(optim), to=4)
     save(tmp_path, Checkpoint(4, whole.state(), {}), run_id="run", keep_last=1)
-    saved, resumed = restore(tmp_path, run_id="run"), learner_with(optim)
+    saved, resumed = newest(tmp_path, run_id="run"), learner_with(optim)
     assert saved is not None
     resumed.restore(4, saved.tensors)
     ours, expected = take_steps(resumed, to=7).state(), take_steps(whole, to=7).state()
