@@ -1,4 +1,8 @@
-"""Schema of a hosts file: the machines of a run and the workers on each."""
+"""Schema of a hosts file: the machines (hosts) of a run on several machines, for bin/lan.
+
+A worker is the trainer or one generator. A field has a default and a docstring; `load_hosts` checks
+the file, and each error is one line with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,8 @@ from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
 from peralta_zmq.config.sections import PlainName, Section, Text
 from peralta_zmq.errors import ConfigError
 
-PLAIN_FOLDER = re.compile(
-    r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*"
-)  # plain, because the path passes through two shells
+# Without spaces and special characters, because the path passes through two shells.
+PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
 
 
@@ -135,7 +138,7 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
         if location in seen:
             raise ConfigError(
                 f"hosts {seen[location]} and {host.name} are the same folder of the same machine; "
-                "list it once, with count = for its generators, or give each a dir of its own"
+                "list it once, with count = for its generators, or give each its own dir"
             )
         seen[location] = host.name
 

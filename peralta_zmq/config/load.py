@@ -1,4 +1,8 @@
-"""Loading of the command line and TOML files into `Config`; each error is reported in one line."""
+"""Load settings from the command line and TOML files into `Config`; print --help.
+
+A setting is written `section.name`, as the option --section.name or in the table [section] of a
+file. Each error is one line with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +55,16 @@ def load_config(program: str, arguments: Sequence[str]) -> Config:
 
 
 def files_given(arguments: Sequence[str] | None = None) -> str:
-    """Return the config files of the command line as arguments, such as ' @ configs/lan.toml'."""
+    """Return the config files of a command line as arguments, such as ' @ configs/lan.toml'.
+
+    `arguments` None means those of this process.
+    """
     words = _split_arguments(sys.argv[1:] if arguments is None else arguments)
     return "".join(f" @ {name}" for sign, name in pairwise(words) if sign == FILE_SIGN)
 
 
 def check_files(words: Sequence[str]) -> None:
-    """Raise ConfigError for a config file that does not exist or is not TOML."""
+    """Raise ConfigError for a config file that does not exist or does not end in .toml."""
     for sign, name in pairwise(words):
         path = Path(name)
         if sign != FILE_SIGN:
@@ -140,6 +147,7 @@ def help_text(program: str) -> str:
 
 
 def _setting_help(flag: str, field: FieldInfo, width: int) -> str:
+    """Return the lines of --help for one setting, `width` columns wide."""
     flag = f"  {flag} {default_text(field)}"
     description = field.description or ""
     if get_origin(field.annotation) is Literal:
@@ -174,6 +182,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _check_missing_values(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is followed by another option instead of a value."""
     known = known_fields()
     for flag, following in pairwise([*words, "--"]):
         section, _, leaf = flag.removeprefix("--").replace("-", "_").partition(".")

@@ -1,7 +1,7 @@
-"""config.toml in the run folder, and the settings that a resumed run may change.
+"""The file config.toml in a run folder, and the settings that a resumed run may change.
 
-The trainer compares its settings with those of the last start (`earlier_config`), then writes its
-own (`write_resolved`).
+At each start the trainer compares its settings with those of the previous start
+(`earlier_config`), then writes its settings into the run folder (`write_resolved`).
 """
 
 from __future__ import annotations

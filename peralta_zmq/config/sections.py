@@ -1,7 +1,7 @@
 """Settings of machines and processes: one pydantic model per TOML section.
 
-Each field has a default, bounds and a docstring; `--help` and docs/config.md are generated from
-these. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
+Each field has a default, bounds and a docstring, from which `--help` and docs/config.md are
+generated. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
 `training_sections`; `schema` joins all sections into `Config`.
 """
 
@@ -36,7 +36,7 @@ def _split_commas(value: object) -> object:
 
 
 def _check_plain_name(name: str) -> str:
-    """Require a name that is also a file name on every system."""
+    """Reject a name that is not a file name on every system."""
     if not PLAIN_NAME.fullmatch(name):
         message = "should be a plain name; use letters, digits, . _ and -"
         raise PydanticCustomError("plain_name", message)
@@ -137,7 +137,7 @@ class GeneratorSection(Section):
     name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
-    """share of the problems that this generator samples, from 0 to count - 1"""
+    """which share of the problems this generator samples, from 0 to count - 1"""
     count: PositiveInt = 1
     """number of shares into which the problems are split, one per generator"""
     num_workers: PositiveInt = 1

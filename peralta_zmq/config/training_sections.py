@@ -97,7 +97,7 @@ class CurriculumSection(Section):
     online_difficulty_filtering: bool = False
     """drop groups whose mean reward is exactly 0 or 1, and wait for other groups"""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """groups in flight as a multiple of the groups per step, at least 1; raise it to filter"""
+    """groups in flight as a multiple of the groups per step; raise it if filtering drops groups"""
 
 
 class SamplingSection(Section):

@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from peralta_zmq.config import load_config
 from peralta_zmq.config.programs import LAN_COMMANDS
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan_monitor, ssh
+from peralta_zmq.operate.lan_monitor import in_parallel
 
 if TYPE_CHECKING:
     from peralta_zmq.config import Config
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 PROGRAM = "bin/lan"
 STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE, EXAMPLE = Path("configs/hosts.toml"), Path("configs/hosts.example.toml")
-DOCTOR_READY = "answering the doctors"  # printed by the trainer's doctor
-LOOPBACK = ("127.0.0.1", "localhost")  # tests use 127.0.0.2 as the address of another machine
+DOCTOR_READY = "answering the doctors"  # start of the line after which the trainer's doctor serves
+LOOPBACK = ("127.0.0.1", "localhost")  # not 127.0.0.2, which tests use for another machine
+StepsOf: TypeAlias = "Callable[[Host], list[ssh.Command]]"  # commands of one phase for a host
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,21 +62,22 @@ def main(arguments: Sequence[str]) -> int:
             return fleet.sync()
         if (code := fleet.up()) or options.dry_run:
             return code
-        has_ended = lan_monitor.follow_logs(select(hosts, ()), hosts_option, lines=0)
+        has_ended = lan_monitor.follow_logs(select_workers(hosts, ()), hosts_option, lines=0)
         return lan_monitor.trainer_exit_code(hosts) if has_ended else 0
     if command == "status":
         return lan_monitor.print_status(hosts)
-    selected = select(hosts, options.names)
+    selected = select_workers(hosts, options.names)
     if command == "logs":
         lan_monitor.follow_logs(selected, hosts_option, lines=lan_monitor.DEFAULT_LINES)
         return 0
     return _command_supervisors(command, selected)
 
 
-def select(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
-    """The workers with these names, by host; a name of a host means its workers, no name all.
+def select_workers(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
+    """Return the workers with these names, by host.
 
-    Raises ConfigError for an unknown name.
+    The name of a host selects all of its workers; without names, all workers are selected. Raises
+    ConfigError for an unknown name.
     """
     known = {name for host in hosts.host for name in (host.name, *host.workers)}
     for name in names:
@@ -90,21 +92,21 @@ def select(hosts: Hosts, names: Sequence[str]) -> list[tuple[Host, list[str]]]:
 
 @dataclass
 class Fleet:
-    """Brings up the hosts in phases; a host that fails is left out, or stops all."""
+    """The hosts of a run, and the phases that bring them up; all hosts pass a phase in parallel."""
 
     hosts: Hosts
     config: Config
-    hosts_option: str = ""  # the option with which bin/lan finds the same hosts
-    partial: bool = False
-    dry_run: bool = False
+    hosts_option: str = ""  # `--hosts FILE` of this command, quoted in messages
+    partial: bool = False  # True: continue without a generator host that fails a phase
+    dry_run: bool = False  # True: print the commands instead of running them
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
 
     def sync(self) -> int:
-        """Probe, copy and install; an exit code."""
+        """Probe, copy and install; returns an exit code."""
         return int(not self._copy_and_install() or bool(self.failed))
 
     def up(self) -> int:
-        """All phases up to running workers; an exit code."""
+        """Run all phases up to running workers; returns an exit code."""
         keys = self.config.keys_folder
         if not self._copy_and_install():
             return 1
@@ -126,7 +128,11 @@ class Fleet:
         )
 
     def _run_doctors(self) -> bool:
-        """Run the trainer's doctor until those of the generators, which it answers, have ended."""
+        """Run bin/doctor on all hosts; returns True if the next phase may follow.
+
+        The trainer's doctor answers the network probes of the generators' doctors, so it starts
+        first and ends last. It does not answer if the trainer runs already; the trainer does.
+        """
         trainer = self.hosts.trainer
         others = [host for host in self.hosts.host if host is not trainer]
 
@@ -139,10 +145,10 @@ class Fleet:
         with ssh.run_in_background(step, DOCTOR_READY) as doctor:
             passed = not doctor.is_ready or run_doctors(others)
             result = doctor.end()
-        self._report(trainer, "doctor", step.find_problem(result))
+        self._report(trainer.name, "doctor", step.find_problem(result))
         if doctor.is_ready or self.failed:
             return passed and self._can_continue()
-        return run_doctors(others)  # a trainer that runs already answers them itself
+        return run_doctors(others)  # answered by the running trainer
 
     def _start(self) -> bool:
         self._run_steps("start", self._supervisor_steps("start"), self.hosts.host)
@@ -155,43 +161,34 @@ class Fleet:
         )
         return False
 
-    def _supervisor_steps(self, command: str) -> Callable[[Host], list[ssh.Command]]:
+    def _supervisor_steps(self, command: str) -> StepsOf:
         return lambda host: host_setup.supervisor_steps(
             host, command, host_setup.jobs_of(host, self.hosts, self.config)
         )
 
-    def _phase(
-        self,
-        title: str,
-        steps_of: Callable[[Host], list[ssh.Command]],
-        hosts: Sequence[Host] | None = None,
-    ) -> bool:
-        """Run one phase; True if the next one may follow."""
+    def _phase(self, title: str, steps_of: StepsOf, hosts: Sequence[Host] | None = None) -> bool:
+        """Run one phase on some hosts (None = all); returns True if the next one may follow."""
         self._run_steps(title, steps_of, self.hosts.host if hosts is None else hosts)
         return self._can_continue()
 
-    def _run_steps(
-        self, title: str, steps_of: Callable[[Host], list[ssh.Command]], hosts: Sequence[Host]
-    ) -> None:
-        """Run or print the steps of all hosts that have not failed, in parallel."""
+    def _run_steps(self, title: str, steps_of: StepsOf, hosts: Sequence[Host]) -> None:
+        """Run or print the steps of all hosts that have not failed."""
         active = [host for host in hosts if host.name not in self.failed]
-        work = [(host, steps) for host in active if (steps := steps_of(host))]
+        work = {host.name: steps for host in active if (steps := steps_of(host))}
         if self.dry_run:
-            for host, steps in work:
-                lines = [step.shown for step in steps]
-                sys.stdout.write("\n".join([f"# {host.name}: {title}", *lines]) + "\n")
+            for name, steps in work.items():
+                lines = [f"# {name}: {title}", *(step.shown for step in steps)]
+                sys.stdout.writelines(f"{line}\n" for line in lines)
             return
-        with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
-            problems = list(pool.map(_first_problem, [steps for _, steps in work]))
-        for (host, _), problem in zip(work, problems, strict=True):
-            self._report(host, title, problem)
+        for name, problem in in_parallel(_first_problem, work).items():
+            self._report(name, title, problem)
 
-    def _report(self, host: Host, title: str, problem: str | None) -> None:
+    def _report(self, name: str, title: str, problem: str | None) -> None:
         if problem:
-            self.failed[host.name] = problem
-            sys.stderr.write(f"{host.name}: {title}: {problem}\n")
+            self.failed[name] = problem
+            sys.stderr.write(f"{name}: {title}: {problem}\n")
         else:
-            sys.stdout.write(f"{host.name}: {title}: ok\n")
+            sys.stdout.write(f"{name}: {title}: ok\n")
         sys.stdout.flush()
 
     def _can_continue(self) -> bool:
@@ -199,18 +196,20 @@ class Fleet:
             return True
         names = ", ".join(self.failed)
         if self.hosts.trainer.name in self.failed:
-            sys.stderr.write(f"nothing was started: {names} failed, and that is the trainer\n")
+            sys.stderr.write(
+                f"nothing was started: {names} failed, which includes the trainer's host\n"
+            )
             return False
         remaining = [host for host in self.hosts.host if host.name not in self.failed]
         if self.partial and any(host.generators for host in remaining):
             return True
-        hint = "" if self.partial else "; --partial goes on without"
+        hint = "" if self.partial else "; --partial continues without it"
         sys.stderr.write(f"nothing was started: {names} failed{hint}\n")
         return False
 
 
 def _first_problem(steps: list[ssh.Command]) -> str | None:
-    """Run the steps of a host until one fails; return its problem."""
+    """Run the steps of a host until one fails; returns its problem, None if all succeed."""
     for step in steps:
         if problem := step.find_problem(ssh.run(step)):
             return problem
@@ -218,23 +217,25 @@ def _first_problem(steps: list[ssh.Command]) -> str | None:
 
 
 def _command_supervisors(command: str, selected: Sequence[tuple[Host, list[str]]]) -> int:
-    """Send a command to the supervisors of these workers; an exit code."""
+    """Send a command to the supervisors of the selected workers; returns an exit code."""
     verb = "stop" if command == "down" else command
 
-    def send(entry: tuple[Host, list[str]]) -> str | None:
-        host, names = entry
-        script = host_setup.supervisor_script(host, verb, *names)
-        step = ssh.on_host(host, script, seconds=ssh.LONG_SECONDS)
+    def send(step: ssh.Command) -> str | None:
         result = ssh.run(step)
         sys.stdout.write(result.out)
         return step.find_problem(result)
 
-    with ThreadPoolExecutor(max_workers=len(selected)) as pool:
-        problems = list(pool.map(send, selected))
-    for (host, _), problem in zip(selected, problems, strict=True):
+    steps = {
+        host.name: ssh.on_host(
+            host, host_setup.supervisor_script(host, verb, *names), seconds=ssh.LONG_SECONDS
+        )
+        for host, names in selected
+    }
+    problems = in_parallel(send, steps)
+    for name, problem in problems.items():
         if problem:
-            sys.stderr.write(f"{host.name}: {command}: {problem}\n")
-    return int(any(problems))
+            sys.stderr.write(f"{name}: {command}: {problem}\n")
+    return int(any(problems.values()))
 
 
 def _make_keys(folder: Path, generators: Sequence[str]) -> None:
@@ -248,8 +249,9 @@ def _make_keys(folder: Path, generators: Sequence[str]) -> None:
 def check_addresses(hosts: Hosts, config: Config) -> None:
     """Raise ConfigError for hosts that cannot find the weights folder or the trainer."""
     others = [host for host in hosts.host if host is not hosts.trainer]
-    served = all("://" in (host.weights_dir or "") for host in others)  # over HTTP by the trainer
-    for host in others if served else hosts.host:
+    # If all others load weights from a URL, the trainer may publish to its own run folder.
+    have_urls = all("://" in (host.weights_dir or "") for host in others)
+    for host in others if have_urls else hosts.host:
         if others and not (host.weights_dir or config.weights.dir):
             raise ConfigError(
                 f"host {host.name}: weights_dir is missing; set it to the shared folder as "

@@ -1,4 +1,8 @@
-"""Monitor the workers of all hosts: a status table and their merged logs."""
+"""Status table and merged logs of the workers on all hosts of a run.
+
+A worker is the trainer or one generator; its supervisor on the host keeps its state and its log
+(operate/supervisor.py), which this module queries over ssh.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from peralta_zmq.operate import host_setup, ssh
 
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
 FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host not reached
 DEFAULT_LINES = 20  # of each log, for `bin/lan logs`
 RECONNECT_SECONDS = 5.0
-Row: TypeAlias = "dict[str, object]"  # one worker, as `supervisor.print_status` prints it
+Row: TypeAlias = "dict[str, object]"  # a worker: what `supervisor.print_status` prints, and host
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def print_status(hosts: Hosts) -> int:
@@ -29,16 +34,14 @@ def print_status(hosts: Hosts) -> int:
     The exit code is 1 if a worker failed or a host cannot be reached.
     """
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
-    rows_by_host = _query_all(hosts)
-    for host, rows in zip(hosts.host, rows_by_host, strict=True):
-        sys.stdout.writelines(_status_text(host, row) for row in rows)
-    return int(any(row["state"] in FAILED_STATES for rows in rows_by_host for row in rows))
+    rows = _query_all(hosts)
+    sys.stdout.writelines(map(_status_text, rows))
+    return int(any(row["state"] in FAILED_STATES for row in rows))
 
 
 def running_workers(hosts: Hosts) -> list[str]:
     """Names of the running workers on the hosts that can be reached."""
-    rows = [row for host_rows in _query_all(hosts) for row in host_rows]
-    return [str(row["name"]) for row in rows if row["state"] == "running"]
+    return [str(row["name"]) for row in _query_all(hosts) if row["state"] == "running"]
 
 
 def trainer_exit_code(hosts: Hosts) -> int:
@@ -47,28 +50,36 @@ def trainer_exit_code(hosts: Hosts) -> int:
     return code if isinstance(code, int) else 1
 
 
-def _query_all(hosts: Hosts) -> list[list[Row]]:
-    with ThreadPoolExecutor(max_workers=len(hosts.host)) as pool:
-        return list(pool.map(_query, hosts.host))
+def in_parallel(function: Callable[[T], R], arguments: Mapping[str, T]) -> dict[str, R]:
+    """Call a function with each argument in a thread; returns its results by the same keys."""
+    with ThreadPoolExecutor(max_workers=max(1, len(arguments))) as pool:
+        return dict(zip(arguments, pool.map(function, arguments.values()), strict=True))
+
+
+def _query_all(hosts: Hosts) -> list[Row]:
+    rows_by_host = in_parallel(_query, {host.name: host for host in hosts.host})
+    return [row for rows in rows_by_host.values() for row in rows]
 
 
 def _query(host: Host) -> list[Row]:
-    """The status of each worker of a host; if it cannot be reached, the problem as its log."""
+    """Return a row for each worker of a host; if the host fails, the problem as the last line."""
     script = host_setup.supervisor_script(host, "status", *host.workers)
     step = ssh.on_host(host, script, find_problem=partial(ssh.failure, remedy="run bin/lan up"))
     result = ssh.run(step)
     if problem := step.find_problem(result):
         unknown = {"state": "unknown", "since": None, "restarts": "", "code": None}
-        return [{**unknown, "name": name, "tail": [problem]} for name in host.workers]
-    return [json.loads(line) for line in result.out.splitlines()]
+        rows = [{**unknown, "name": name, "tail": [problem]} for name in host.workers]
+    else:
+        rows = [json.loads(line) for line in result.out.splitlines()]
+    return [{**row, "host": host.name} for row in rows]
 
 
-def _status_text(host: Host, row: Row) -> str:
+def _status_text(row: Row) -> str:
     lines = cast("list[str]", row["tail"])
     since, state = row["since"], str(row["state"])
     age = _age(time.time() - since) if isinstance(since, float) else ""
     last_line = lines[-1] if lines else ""
-    text = _line(str(row["name"]), host.name, state, age, str(row["restarts"]), last_line)
+    text = _line(str(row["name"]), str(row["host"]), state, age, str(row["restarts"]), last_line)
     earlier_lines = lines[:-1] if state in FAILED_STATES else []
     return text + "".join(f"    {line}\n" for line in earlier_lines)
 
@@ -79,7 +90,7 @@ def _line(name: str, host: str, state: str, since: str, restarts: str, last_line
 
 
 def _age(seconds: float) -> str:
-    """12 s, 5 min, 3.5 h."""
+    """A duration in one unit: 12 s, 5 min, 3.5 h."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -89,9 +100,10 @@ def _age(seconds: float) -> str:
 def follow_logs(
     selected: Sequence[tuple[Host, list[str]]], hosts_option: str, *, lines: int
 ) -> bool:
-    """Print the logs until these workers have ended; False if Ctrl-C came first.
+    """Print the logs until the selected workers have ended; returns False if Ctrl-C came first.
 
-    `hosts_option` is shown in the commands that continue after Ctrl-C.
+    `lines` is the number of earlier lines of each log to print. `hosts_option` is `--hosts FILE`,
+    for the commands that are named after Ctrl-C.
     """
     stopped = threading.Event()
     readers = [LogReader(host, names, stopped) for host, names in selected]
@@ -106,7 +118,7 @@ def follow_logs(
     except KeyboardInterrupt:
         stopped.set()
         sys.stdout.write(
-            f"\nthe run goes on; logs: bin/lan logs {hosts_option}, "
+            f"\nthe run continues; logs: bin/lan logs {hosts_option}, "
             f"stop: bin/lan down {hosts_option}\n"
         )
     finally:
@@ -123,7 +135,7 @@ class LogReader:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, lines: int) -> None:
-        """Print the last lines of the logs and all new ones."""
+        """Print the last `lines` lines of each log and all new ones, until the workers end."""
         code = self._read(lines)
         while code == ssh.SSH_FAILED and self._host.ssh and not self._stopped.is_set():
             self._print(
@@ -134,7 +146,7 @@ class LogReader:
                 code = self._read(0)
 
     def close(self) -> None:
-        """End the connection; the workers do not depend on it."""
+        """End the connection; the workers continue."""
         if self._process:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""`bin/lan local`: a whole run on this machine, one trainer and its generators."""
+"""`bin/lan local`: a whole run on this machine, with one trainer and its generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(config: Config) -> int:
-    """`bin/lan local ARGUMENTS`: every worker gets the same arguments."""
+    """Run `bin/lan local ARGUMENTS`; every worker gets the same arguments."""
     return run_local(config, sys.argv[2:])
 
 
@@ -32,7 +32,9 @@ def run_local(
 ) -> int:
     """Run the trainer and the generators with these command-line arguments; returns an exit code.
 
-    Raises ConfigError if the run folder cannot be written or holds a run with other settings.
+    `on_tick` is called 5 times a second, for tools that inject faults. If a worker rejects its
+    settings, the folders that this call created are removed. Raises ConfigError if the run folder
+    cannot be written or holds a run with other settings.
     """
     folder = config.run_folder
     earlier_config(config, folder)
@@ -47,14 +49,14 @@ def run_local(
     code = supervise(workers, record=event_recorder(folder), on_tick=on_tick)
     if code == BAD_CONFIG and created:
         shutil.rmtree(folder / "logs")
-        with contextlib.suppress(OSError):  # the trainer has written something there
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
             for path in created:
                 path.rmdir()
     return code
 
 
 def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int) -> list[Worker]:
-    """The trainer first, then the generators; all of them share the cores."""
+    """Commands of the trainer, which is first, and of the generators; they share the cores."""
     share = ("--train.num-workers", str(num_generators + 1))
     trainer = Worker("trainer", (*program_command("trainer"), *arguments, *share))
     return [trainer] + [
@@ -74,13 +76,13 @@ def local_workers(folder: Path, arguments: Sequence[str], *, num_generators: int
 
 
 def event_recorder(folder: Path) -> Record:
-    """A function that appends supervisor events to the run's events.jsonl."""
+    """Return a function that appends supervisor events to the run's events.jsonl."""
 
     def record(event: str, **fields: object) -> None:
         try:
             with JsonLines(folder / EVENTS) as events:
                 events.append_event(event, **fields)
-        except OSError as error:  # a full disk must not stop the workers
+        except OSError as error:  # a full disk must not end the supervisor
             sys.stderr.write(f"{event} not recorded in {folder / EVENTS}: {error}\n")
 
     return record

@@ -1,4 +1,8 @@
-"""systemd and launchd: transient services for supervisors, and units that start at boot."""
+"""systemd and launchd: transient services for supervisors, and units that start them at boot.
+
+A supervisor restarts one worker (the trainer or a generator) of this machine; see supervisor.py. A
+user's systemd services end with the last login unless lingering is enabled for the user.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from pathlib import Path
 from peralta_zmq.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-LINGER_FOLDER = Path("/var/lib/systemd/linger")  # users whose services outlive their logins
+LINGER_FOLDER = Path("/var/lib/systemd/linger")  # has a file for each user with lingering
 COMMAND_SECONDS = 10.0
 PASSED_ENV = ("PATH", "PYTHONPATH")  # variables that a supervisor started by systemd needs
 
 
 def main(command: str, names: Sequence[str]) -> int:
-    """`enable` or `disable` the start of workers at boot. Raises ConfigError."""
+    """Enable or disable the start of workers at boot; returns 0. Raises ConfigError."""
     for name in names:
         path, text, commands = _unit(name, enable=command == "enable")
         if command == "enable":
@@ -34,7 +38,7 @@ def main(command: str, names: Sequence[str]) -> int:
 
 
 def systemd_is_usable() -> bool:
-    """True if a systemd service of this user outlives the login."""
+    """True if systemd runs for this user, with lingering."""
     if not shutil.which("systemd-run") or not _lingers():
         return False
     return _run(["systemctl", "--user", "show-environment"]) is None
@@ -42,14 +46,12 @@ def systemd_is_usable() -> bool:
 
 def start_in_systemd(name: str, words: Sequence[str], log: Path) -> bool:
     """Start a supervisor as a transient service; prints the reason and returns False on failure."""
-    passed_env = [f"--setenv={key}={os.environ[key]}" for key in PASSED_ENV if key in os.environ]
-    problem = _run([
-        "systemd-run", "--user", "--quiet", "--collect", f"--unit={_label(name)}",
-        f"--working-directory={Path.cwd()}", "--property=KillMode=mixed",
-        f"--property=StandardOutput=append:{log.absolute()}",
-        f"--property=StandardError=append:{log.absolute()}",
-        *passed_env, *words,
-    ])  # fmt: skip
+    options = [f"--unit={_label(name)}", f"--working-directory={Path.cwd()}"]
+    options += ["--property=KillMode=mixed"]  # stop only the supervisor, which stops its worker
+    options += [f"--property=Standard{to}=append:{log.absolute()}" for to in ("Output", "Error")]
+    options += [f"--setenv={key}={os.environ[key]}" for key in PASSED_ENV if key in os.environ]
+    command = ["systemd-run", "--user", "--quiet", "--collect"]
+    problem = _run([*command, *options, *words])
     if problem:
         sys.stdout.write(f"{name}: systemd-run failed ({problem}); started without it\n")
     return not problem
@@ -82,7 +84,7 @@ def _unit_text(template: str, name: str) -> str:
 
 
 def _install(path: Path, text: str, commands: Sequence[Sequence[str]]) -> None:
-    """Write a unit file and enable it; the file is removed if that fails."""
+    """Write a unit file and enable it; removes the file if that fails. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
     try:
@@ -99,8 +101,8 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _run(words: Sequence[str]) -> str | None:
-    """Run a command of systemd or launchd; an error message if it fails."""
-    # ssh sessions often lack the folder of the user's systemd
+    """Run a command of systemd or launchd; returns an error message, None if it succeeds."""
+    # An ssh session often lacks this variable, with which systemctl finds the user's systemd.
     environment = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ}
     try:
         done = subprocess.run(

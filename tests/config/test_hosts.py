@@ -70,7 +70,7 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
      "host mac is listed 2 times; list it once, with count = for more generators there"),
     (f'{TRAINER}[[host]]\nname = "pc"\nssh = "mac.local"\ndir = "~/peralta_zmq/"\n',
      "hosts mac and pc are the same folder of the same machine; list it once, with count = for "
-     "its generators, or give each a dir of its own"),
+     "its generators, or give each its own dir"),
     (f'{TRAINER}[[host]]\nname = "a"\ncount = 1\n[[host]]\nname = "a b"\ndir = "x"\n',
      "host.2.name = 'a b' is wrong: should be a plain name; use letters, digits, . _ and -"),
     (f'{TRAINER}[[host]]\nname = "pc"\nrolle = "x"\n',

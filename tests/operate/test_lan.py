@@ -185,12 +185,12 @@ def test_host_gets_only_the_keys_it_needs(tmp_path: Path) -> None:
 
 
 def test_select_accepts_names_of_hosts_and_workers() -> None:
-    selected = lan.select(HOSTS, ["pc-1", "mac"])
+    selected = lan.select_workers(HOSTS, ["pc-1", "mac"])
     assert [(host.name, names) for host, names in selected] == [
         ("mac", ["mac-trainer", "mac-0"]), ("pc", ["pc-1"])]  # fmt: skip
-    assert [names for _, names in lan.select(HOSTS, [])] == [MAC.workers, PC.workers]
+    assert [names for _, names in lan.select_workers(HOSTS, [])] == [MAC.workers, PC.workers]
     with pytest.raises(ConfigError, match=r"no host or worker 'pv'; there are mac, mac-0, mac-tr"):
-        lan.select(HOSTS, ["pv"])
+        lan.select_workers(HOSTS, ["pv"])
 
 
 # Problems of a host.

@@ -22,7 +22,7 @@ from tools.link_proxy import free_ports
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(200), needs_rsync]
 TOOLS = ("sh", "dirname", "df", "awk", "tail", "ls", "make", "mkdir", "touch", "rm", "cat")
 OLD_PYTHON = next(iter(sorted(Path.home().glob(".pyenv/versions/3.[6-9].*/bin/python"))), None)
-NOTHING = "nothing was started: beta failed; --partial goes on without\n"
+NOTHING = "nothing was started: beta failed; --partial continues without it\n"
 
 
 @pytest.fixture(autouse=True)

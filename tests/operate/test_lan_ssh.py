@@ -152,7 +152,7 @@ def test_run_over_ssh_survives_faults_and_leaves_no_process(home: Home) -> None:
         # Ctrl-C ends the log output, not the run.
         os.killpg(viewer.pid, signal.SIGINT)
         assert viewer.wait(timeout=20) == 0
-        assert seen("^the run goes on; logs: bin/lan logs --hosts .*, stop: bin/lan down")
+        assert seen("^the run continues; logs: bin/lan logs --hosts .*, stop: bin/lan down")
         step_after(home.step)
         states = home.states()
         assert states["alpha-trainer"][2] == states["beta-0"][2] == "running", states

@@ -32,12 +32,12 @@ LOCAL_NETWORK = (
     "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
     "and start it again"
 )
-INHIBIT = "start it with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
+INHIBIT = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
 RunCommand: TypeAlias = Callable[[Sequence[str]], str]  # see `output_of`
 
 
 def installed_version(library: str) -> str | None:
-    """The version of an installed library, or None."""
+    """The version of an installed library; None if it is not installed."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def installed_version(library: str) -> str | None:
 
 
 def this_python() -> tuple[tuple[int, ...], list[str]]:
-    """The version of Python and the requirements of the package, empty if it is not installed."""
+    """Version of this Python, and requirements of the package, empty if it is not installed."""
     try:
         requirements = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -58,7 +58,7 @@ def check_versions(
     requirements: Iterable[str],
     version_of: Callable[[str], str | None] = installed_version,
 ) -> Check:
-    """Check Python and every required library."""
+    """Check the version of Python and of every required library."""
     shown_python = ".".join(map(str, python[:3]))
     if python[:2] < OLDEST_PYTHON:
         detail = f"Python {shown_python} is too old"
@@ -78,7 +78,7 @@ def check_versions(
         return Check(False, ", ".join(wrong), remedy)
     libraries = ", ".join(f"{name} {version_of(name)}" for name in SHOWN)
     if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
-        detail = f"Python {shown_python} never frees names that it has read, {libraries}"
+        detail = f"Python {shown_python} leaks the memory of field names in messages, {libraries}"
         return Check(True, detail, "use Python 3.12.6 or newer, or 3.11, for a trainer")
     return Check(True, f"Python {shown_python}, {libraries}")
 
@@ -89,7 +89,7 @@ def _is_satisfied(library: Requirement, version: str | None) -> bool:
 
 
 def check_device(config: Config, *, has_gpu: bool | None = None) -> Check:
-    """Report the device and dtype and the reason. Raises ConfigError for a missing device."""
+    """Report the device, and the dtype with its reason. Raises ConfigError for the device."""
     from peralta_zmq import models
 
     device = models.choose_device(config.model.device)
@@ -143,7 +143,7 @@ def check_sleep(system: str, run_command: RunCommand, on_battery: bool) -> Check
         if minutes is None or minutes[1] == "0" or "prevented" in minutes[2]:
             return Check(True, "this Mac does not fall asleep by itself")
         detail = f"this Mac falls asleep after {minutes[1]} minutes without use"
-        return Check(True, detail, "start it with caffeinate -is COMMAND")
+        return Check(True, detail, "start the worker with caffeinate -is COMMAND")
     targets = run_command(["systemctl", "is-enabled", "sleep.target", "suspend.target"])
     inhibitors = run_command(["systemd-inhibit", "--list", "--no-legend"])
     is_inhibited = re.search(r"\bsleep\b.*\bblock\b", inhibitors) is not None
@@ -178,7 +178,7 @@ def send_packet(host: str) -> int:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """The output of a command; empty if it does not exist or hangs."""
+    """Return the output of a command; empty if the command does not exist or hangs."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):

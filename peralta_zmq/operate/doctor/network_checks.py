@@ -1,4 +1,9 @@
-"""Checks of the network: ports, connection to the trainer, probe, throughput, clocks and keys."""
+"""Checks of the network: ports, connection to the trainer, probe, throughput, clocks and keys.
+
+The trainer has NUM_PORTS consecutive ports from wire.port on. The last one answers probes: small
+messages with which the doctor of a generator measures the connection. Keys are CURVE keys, with
+which ZeroMQ encrypts connections and the trainer recognizes generators.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
 
 NUM_PORTS = 4  # rollouts, announcements, generator status, probe
-PROBE_SECONDS = 10.0  # a handshake that is refused silently is reported after 3 s
+PROBE_SECONDS = 10.0  # timeout; longer than the 3 s after which a refused handshake is reported
 NUM_PROBES = 5
 CONNECT_SECONDS, RETRY_SECONDS = 3.0, 0.5
 THROUGHPUT_SECONDS, THROUGHPUT_TIMEOUT = 1.0, 60.0
@@ -41,8 +46,8 @@ def is_this_machine(host: str) -> bool:
 def check_ports(config: Config, stack: ExitStack) -> Check:
     """Check that the trainer's ports are free, and hold them until the stack is closed.
 
-    The last one, for probes, is left to `serve_probes`. Ports held by a running trainer of this
-    run are fine.
+    The port of probes is left free for `serve_probes`. Ports in use by a running trainer of this
+    run are no failure.
     """
     port, bind = config.wire.port, config.wire.bind
     last = port + NUM_PORTS - 1
@@ -63,7 +68,7 @@ def check_ports(config: Config, stack: ExitStack) -> Check:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises WireError if the port is in use, OSError if the address is not of this machine."""
+    """Open a listening socket. Raises WireError if the port is in use, OSError for the address."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host.strip("[]"), port), family=family)
@@ -109,7 +114,7 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
     if error.errno == errno.ECONNREFUSED and is_first:
         return "start the trainer (bin/trainer @ CONFIG), with wire.bind = 0.0.0.0"
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return "is it on, and in the same network or VPN? Try ping"
+        return "is that machine on, and in the same network or VPN? Try ping"
     return f"open port {port} in the firewall of {host}"
 
 
@@ -123,7 +128,7 @@ class ProbeResult:
 
 
 def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
-    """A client of the trainer's probe port. Raises WireError for a key file."""
+    """Connect to the trainer's probe port. Raises WireError for a key file."""
     folder = config.keys_folder
     keys = wire.generator_keys(folder, name) if folder else None
     address = f"tcp://{config.wire.host}:{config.wire.port}"
@@ -131,7 +136,7 @@ def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
 
 
 def send_probes(client: wire.ProbeClient) -> ProbeResult:
-    """The fastest of NUM_PROBES round trips. Raises WireError without a reply."""
+    """Return the fastest of NUM_PROBES round trips. Raises WireError without a reply."""
     results: list[ProbeResult] = []
     for _ in range(NUM_PROBES):
         sent = time.time()
@@ -141,14 +146,14 @@ def send_probes(client: wire.ProbeClient) -> ProbeResult:
 
 
 def check_probe(result: ProbeResult, run: str) -> Check:
-    """Check that the reply is of our run; reports the round-trip time and the worker info."""
+    """Check that the reply names the configured `run`; reports round-trip time and worker info."""
     reply = result.reply
     if reply.run != run:
-        detail = f"run {reply.run} listens there, not {run}"
+        detail = f"run {reply.run} listens at wire.host, not {run}"
         return Check(False, detail, "give both sides the same config, or another wire.port")
-    facts = ", ".join(f"{name} {fact}" for name, fact in sorted(reply.worker_info.items()))
+    versions = ", ".join(f"{name} {value}" for name, value in sorted(reply.worker_info.items()))
     return Check(
-        True, f"the {reply.role} of run {run} answers in {1e3 * result.seconds:.1f} ms ({facts})"
+        True, f"the {reply.role} of run {run} answers in {1e3 * result.seconds:.1f} ms ({versions})"
     )
 
 
@@ -159,29 +164,29 @@ def check_throughput(client: wire.ProbeClient) -> Check:
 
 
 def check_clock(result: ProbeResult) -> Check:
-    """Compare the two clocks, which only logs, events and certificates depend on."""
+    """Compare the clocks of both machines; only logs, events and certificates depend on them."""
     uncertainty = result.seconds / 2
     ahead = result.sent + uncertainty - result.reply.time  # the reply is made in the middle
     side = "ahead of" if ahead > 0 else "behind"
     detail = f"{abs(ahead):.3f} s {side} the trainer's (within {uncertainty:.3f} s)"
-    remedy = "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
+    remedy = "set the clock: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com)"
     difference = abs(ahead) - uncertainty
     ok = difference <= CLOCK_FAIL_SECONDS
     return Check(ok, detail, remedy if difference > CLOCK_NOTE_SECONDS else "")
 
 
 def check_keys(config: Config, role: str, name: str) -> Check:
-    """Check the key files of this side. Raises WireError if one is missing or readable by all."""
+    """Check the key files of a role. Raises WireError if one is missing or readable by everyone."""
     from peralta_zmq.wire import auth
 
     folder, bind = config.keys_folder, config.wire.bind
     if folder is None:
-        remedy = "make some with bin/doctor keygen --security.keys DIR"
+        remedy = "make keys with bin/doctor keygen --security.keys DIR"
         is_open = role == "trainer" and not is_loopback(bind)
-        return Check(True, "none: no encryption", remedy if is_open else "")
+        return Check(True, "no keys, and so no encryption", remedy if is_open else "")
     if role == "generator":
         auth.generator_keys(folder, name)
-        return Check(True, f"{folder} has those of {name} and of the trainer")
+        return Check(True, f"{folder} has the keys of {name} and of the trainer")
     auth.trainer_secret(folder)
     names = sorted(auth.known_generators(folder).values())
     if not names:

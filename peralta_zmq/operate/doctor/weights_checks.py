@@ -1,4 +1,8 @@
-"""Checks of the weights folder: the same on both machines, safe to write, fast enough."""
+"""Checks of the weights folder: the same on both machines, safe to write, fast enough.
+
+The trainer publishes weight versions (step_00000042/) into this folder, which is usually on a NAS,
+and generators load them from there, or from a URL.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
     from peralta_zmq.weights.store import WeightStore
 
-NUM_VERSIONS, NUM_REPLICAS = 3, 2  # models that fit into the weights folder, and into a replica
+NUM_VERSIONS, NUM_REPLICAS = 3, 2  # models that must fit into the weights folder and a local copy
 SAMPLE_BYTES = 32 << 20  # written and read for a measurement
 MAX_READ_BYTES = 256 << 20  # of a published version
-VISIBLE_SECONDS = 30.0  # for a file of the other machine to appear
-EVENT_SECONDS = 2.0  # for its event to arrive after that
-LIST_SECONDS = 0.02
+VISIBLE_SECONDS = 30.0  # time limit for a file of the trainer's machine to appear here
+EVENT_SECONDS = 2.0  # time limit for the file system event of that file after it appeared
+LIST_SECONDS = 0.02  # between two listings of the folder
 NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
 OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
 CreateFile = Callable[[], tuple[str, str]]  # on the trainer's machine: name of a new file, or error
@@ -43,8 +47,8 @@ def check_folder(folder: Path, *, role: str) -> Check:
     except FileNotFoundError:
         if role == "trainer":
             parent = nearest_folder(folder)
-            remedy = "if it is on a NAS, mount that first" if folder.is_absolute() else ""
-            detail = f"{folder} will be made in {parent} (file system {filesystem})"
+            remedy = "if it is on a NAS, mount the NAS first" if folder.is_absolute() else ""
+            detail = f"{folder} will be created in {parent} (file system {filesystem})"
             return Check(True, detail, remedy)
         detail = f"{folder} does not exist"
         return Check(False, detail, "mount it here, or set weights.dir to its path on this machine")
@@ -55,7 +59,7 @@ def check_folder(folder: Path, *, role: str) -> Check:
 
 
 def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
-    """Check that files and folders can be written, fsynced and renamed."""
+    """Check that the folder, or its nearest parent, lets this user write, fsync and rename."""
     parent = nearest_folder(folder)
     content, started = os.urandom(num_bytes), time.monotonic()
     created, renamed = (
@@ -89,18 +93,18 @@ def check_owner(folder: Path, run: Path, *, trainer_runs: bool) -> Check:
     owner, run_id = WeightStore(backend).run_id, WeightStore(LocalBackend(run)).run_id
     if owner and owner != run_id:
         detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
-        return Check(False, detail, "choose another with weights.dir, or delete it")
+        return Check(False, detail, "choose another folder with weights.dir, or delete this one")
     holder = None if trainer_runs else backend.leases.holder(_folder_time(folder))
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         return Check(
-            False, detail, "stop it, wait 30 s if it is gone, or choose another weights.dir"
+            False, detail, "stop it, wait 30 s if it has ended, or choose another weights.dir"
         )
-    return Check(True, f"of run {owner}" if owner else "no run's yet")
+    return Check(True, f"belongs to run {owner}" if owner else "belongs to no run yet")
 
 
 def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VERSIONS) -> Check:
-    """Check the free space for a few versions of the model."""
+    """Check the free space for `num_models` models of `model_bytes` (None = size not known)."""
     parent = nearest_folder(folder)
     free = shutil.disk_usage(parent).free
     detail = f"{free >> 20} MiB free in {parent}"
@@ -108,7 +112,7 @@ def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VER
         return Check(True, f"{detail}, size of the model not known yet")
     needed = num_models * model_bytes
     detail += f", {num_models} models need {max(1, needed >> 20)} MiB"
-    remedy = "free some, or choose another folder" if free < needed else ""
+    remedy = "free some space, or choose another folder" if free < needed else ""
     return Check(free >= needed, detail, remedy)
 
 
@@ -168,7 +172,7 @@ def check_future_address(address: str, token_file: str | None, port: int) -> Che
     _open_store(address, token_file)
     detail = f"{address} cannot be checked before the trainer runs"
     served = f"it will serve them on its port {port} (weights.serve_port)"
-    return Check(True, detail, f"{served}: is that open in its firewall?")
+    return Check(True, detail, f"{served}: is that port open in its firewall?")
 
 
 def check_speed(
@@ -226,7 +230,7 @@ def model_bytes_of(config: Config) -> int | None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
@@ -238,7 +242,7 @@ def _open_store(address: str, token_file: str | None) -> WeightStore:
 
 
 def _folder_time(folder: Path) -> float:
-    """Unix seconds by the clock of the folder's file system."""
+    """Unix seconds by the clock of the folder's file system, which a NAS has of its own."""
     file = folder / f".doctor-clock-{atomic_files.PROCESS_TAG}"
     try:
         atomic_files.replace_file(file, b"")

@@ -133,7 +133,7 @@ def test_other_program_on_the_port_fails(
 
 def test_other_run_on_the_port_fails() -> None:
     check = network_checks.check_probe(network_checks.ProbeResult(REPLY, 1.0, 0.5), "sudoku")
-    assert not check.ok and check.detail == "run demo listens there, not sudoku"
+    assert not check.ok and check.detail == "run demo listens at wire.host, not sudoku"
     assert check.remedy == "give both sides the same config, or another wire.port"
 
 
@@ -180,7 +180,7 @@ def test_missing_keys_on_an_open_address_get_a_remedy(settings: list[str]) -> No
     assert not network_checks.check_keys(load_config("d", settings), "trainer", "trainer").remedy
     open_to_all = load_config("d", [*settings, "--wire.bind", "0.0.0.0", "--security.insecure"])
     check = network_checks.check_keys(open_to_all, "trainer", "trainer")
-    assert check.ok and check.remedy.startswith("make some with bin/doctor keygen")
+    assert check.ok and check.remedy.startswith("make keys with bin/doctor keygen")
 
 
 def test_wrong_trainer_key_is_refused_with_a_remedy(

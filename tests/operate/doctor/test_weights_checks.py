@@ -34,8 +34,8 @@ def test_missing_folder_fails_for_a_generator(tmp_path: Path) -> None:
 
 def test_missing_folder_is_a_note_for_a_trainer(tmp_path: Path) -> None:
     check = weights_checks.check_folder(tmp_path / "nas" / "weights", role="trainer")
-    assert check.ok and f"will be made in {tmp_path}" in check.detail
-    assert check.remedy == "if it is on a NAS, mount that first"
+    assert check.ok and f"will be created in {tmp_path}" in check.detail
+    assert check.remedy == "if it is on a NAS, mount the NAS first"
     assert not (tmp_path / "nas").exists()
 
 
@@ -75,7 +75,7 @@ def test_space_for_three_models(tmp_path: Path) -> None:
     assert weights_checks.check_space(tmp_path, free // 4).ok
     check = weights_checks.check_space(tmp_path, free // 2)
     assert not check.ok and "3 models need" in check.detail
-    assert check.remedy == "free some, or choose another folder"
+    assert check.remedy == "free some space, or choose another folder"
     assert "not known yet" in weights_checks.check_space(tmp_path, None).detail
 
 
@@ -152,7 +152,7 @@ def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     check = weights_checks.check_owner(tmp_path, run, trainer_runs=False)
     assert not check.ok
     assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
-    assert check.remedy.startswith("stop it, wait 30 s if it is gone")
+    assert check.remedy.startswith("stop it, wait 30 s if it has ended")
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=True).ok  # its own lease
     write_lease(tmp_path, age=60)
     assert weights_checks.check_owner(tmp_path, run, trainer_runs=False).ok  # expired
@@ -167,14 +167,14 @@ def test_weights_of_another_run_fail(tmp_path: Path) -> None:
     store.backend.leases.release()
     check = weights_checks.check_owner(folder, run, trainer_runs=False)
     assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
-    assert check.remedy == "choose another with weights.dir, or delete it"
+    assert check.remedy == "choose another folder with weights.dir, or delete this one"
     (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null}')
     assert weights_checks.check_owner(folder, run, trainer_runs=False).detail.endswith(
         "not to demo-2"
     )
     (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null}')
     check = weights_checks.check_owner(folder, run, trainer_runs=False)
-    assert check.ok and check.detail == "of run demo-1"
+    assert check.ok and check.detail == "belongs to run demo-1"
     assert os.listdir(folder) == ["RUN.json"]
 
 
