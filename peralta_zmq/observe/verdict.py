@@ -35,7 +35,7 @@ Level: TypeAlias = Literal["ok", "warn", "bad"]
 
 # Thresholds of the findings.
 WAITING = 0.25  # share of time that the trainer or a generator waits
-ONE_BLOCKED = 0.5  # share of time that one generator is blocked while the others are not
+ONE_BLOCKED = 0.5  # share of time that one generator is blocked while all others are not
 BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
 LOST_GROUPS = 0.10  # share of groups that were dropped as stale, or that got no reward
 FIRST_STEP_SECONDS = 120.0  # from the first join to a warning that there is no step yet
@@ -49,7 +49,7 @@ START_GENERATOR = "start one: bin/generator @ CONFIG"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A finding as a sentence, advice on what to change (may be empty), and its severity."""
+    """One sentence on the run, advice on what to change (may be empty), and the severity."""
 
     sentence: str
     advice: str
@@ -287,10 +287,9 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
 
 def _slow_generator(state: RunState) -> str:
     """Describe the slowest generator; empty unless it is much slower than the median."""
-    speeds = [generator.speed for generator in state.generators]
-    if not speeds or min(speeds) >= SLOW * median(speeds):
+    slowest = min(state.generators, key=lambda generator: generator.speed, default=None)
+    if not slowest or slowest.speed >= SLOW * median(stats.speed for stats in state.generators):
         return ""
-    slowest = min(state.generators, key=lambda generator: generator.speed)
     total = sum(generator.tokens_per_s for generator in state.generators)
     return f"; {slowest.name} is slow: {slowest.tokens_per_s:.0f} of {total:.0f} tokens/s"
 

@@ -71,6 +71,7 @@ ACTIVITIES = (
     Line("time/publish", "publish", "stack"),
     Line("time/other", "other", "stack"),
 )
+MEASURED_ACTIVITIES = [line.key for line in ACTIVITIES if line.key != "time/other"]
 WEIGHTS = (
     Line("weights/seconds", "publish"),
     Line("reload/max", "slowest reload"),
@@ -136,7 +137,8 @@ class Table:
         if math.isnan(value) or (key not in self.columns and len(self.columns) >= MAX_COLUMNS):
             return
         column = self.columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (len(self.steps) - 1 - len(column)))
+        if num_missing := len(self.steps) - 1 - len(column):
+            column.extend([math.nan] * num_missing)
         column.append(value)
 
     def _rewind(self, step: float) -> None:
@@ -154,7 +156,7 @@ def derived_numbers(row: Row) -> dict[str, float]:
 
     seconds = get("step_time")
     rate = 1 / seconds if seconds > 0 else math.nan
-    activities = {line.key: get(line.key, 0.0) for line in ACTIVITIES if line.key != "time/other"}
+    activities = {key: get(key, 0.0) for key in MEASURED_ACTIVITIES}
     reloads = filter(math.isfinite, generator_numbers(row, "reload_s").values())
     return {
         **activities,

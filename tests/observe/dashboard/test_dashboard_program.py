@@ -1,4 +1,4 @@
-"""The exported HTML file, the program bin/dashboard and the static files."""
+"""The program bin/dashboard, its HTML file and the static files."""
 
 from __future__ import annotations
 
