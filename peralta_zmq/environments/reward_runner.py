@@ -90,7 +90,7 @@ class _RewardProcess:
         with child_pipe:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, name, str(child_pipe.fileno())],
-                stdin=subprocess.PIPE,  # the kernel closes it when this process dies: see _serve
+                stdin=subprocess.PIPE,  # ends when this process dies: see _exit_with_parent
                 pass_fds=[child_pipe.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
