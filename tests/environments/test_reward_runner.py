@@ -1,4 +1,4 @@
-"""Rewards that fail are errors, never numbers; a process that hangs is replaced."""
+"""Reward functions that fail cause errors, never rewards; a hanging process is replaced."""
 
 from __future__ import annotations
 
@@ -140,16 +140,9 @@ def test_bounded_reward_runs_in_this_process() -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
     with closing(RewardRunner(calculator.reward, timeout_seconds=1, bounded=True)) as runner:
         assert [runner.reward(problem, text) for text in ("3 + 2", "7")] == [1.0, 0.0]
+        with pytest.raises(RewardError, match="two"):
+            runner.reward(Problem("1", "calculator", (), "two"), "2")
         assert runner._process is None
-
-
-def test_bounded_reward_that_fails_is_an_error() -> None:
-    broken = Problem("1", "calculator", (), "two")
-    with (
-        closing(RewardRunner(calculator.reward, timeout_seconds=1, bounded=True)) as runner,
-        pytest.raises(RewardError, match="two"),
-    ):
-        runner.reward(broken, "2")
 
 
 def test_reward_that_cannot_be_imported_is_named(task: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""The verifier over HTTP: equal rewards, retries, refused requests; environments of a run."""
+"""Verifier and client over HTTP: rewards, retries, refused requests; the environments of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peralta_zmq.environments import calculator
 from peralta_zmq.environments.dataset import check_tokens, load_problems
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
-from peralta_zmq.errors import ConfigError, PeraltaError, TaskError
+from peralta_zmq.errors import ConfigError, PeraltaError, RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
 from tools.link_proxy import free_ports
 
@@ -92,19 +92,17 @@ def failing(problem: Problem, text: str) -> float:
     raise {"key": KeyError("lost"), "task": TaskError("no idea")}[text]
 
 
-@pytest.mark.parametrize("text", ["key", "task"])
-def test_remote_reward_that_fails_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
-) -> None:
+def test_failing_remote_reward_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     add_task(monkeypatch, failing)
     with serving(config_of(tmp_path, OWN)) as verifier:
         environment = remote(verifier, env="own", retry_seconds=0.2)
         problem = next(environment.problems("train", 0))
-        with pytest.raises(TaskError, match=r"refuses /verify_answer with 422.*(lost|no idea)"):
-            environment.reward(problem, text)
+        for text in ("key", "task"):
+            with pytest.raises(TaskError, match=r"refuses /verify_answer with 422.*(lost|no idea)"):
+                environment.reward(problem, text)
 
 
-def test_remote_reward_keeps_named_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_remote_reward_keeps_named_terms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     add_task(monkeypatch, lambda problem, text: {"right": True, "short": 0.5} if text else object())
     with serving(config_of(tmp_path, OWN)) as verifier:
         environment = remote(verifier, env="own")
@@ -114,22 +112,29 @@ def test_remote_reward_keeps_named_parts(monkeypatch: pytest.MonkeyPatch, tmp_pa
             environment.reward(problem, "")
 
 
+@pytest.mark.parametrize("reward", ["null", '"1"', "NaN", "1e9", '{"right": "1"}'])
+def test_response_without_a_number_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, verifier: Verifier, reward: str
+) -> None:
+    monkeypatch.setattr(verifier, "reward", lambda *_: {"reward": json.loads(reward)})
+    environment = remote(verifier)
+    with pytest.raises(RewardError, match=r"unexpected response \(a reward of .*not a number"):
+        environment.reward(next(environment.problems("train", 0)), "1")
+
+
 def test_concurrent_requests_run_rewards_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    running, most = list[int](), list[int]()
+    outcomes: list[str] = []
     both_started = threading.Barrier(2, timeout=0.3)
 
     def reward(problem: Problem, text: str) -> float:
-        running.append(1)
-        most.append(len(running))
         try:
-            both_started.wait()  # would succeed if two calls ran at once
+            both_started.wait()  # succeeds only if two calls run at the same time
+            outcomes.append("together")
         except threading.BrokenBarrierError:
-            pass
-        else:
-            most.append(2)
-        running.pop()
+            outcomes.append("alone")
+            both_started.reset()
         return 1.0
 
     add_task(monkeypatch, reward)
@@ -143,7 +148,7 @@ def test_concurrent_requests_run_rewards_one_at_a_time(
             thread.start()
         for thread in threads:
             thread.join()
-    assert most == [1, 1]
+    assert outcomes == ["alone", "alone"]
 
 
 def test_client_waits_for_killed_verifier_and_gets_true_rewards(

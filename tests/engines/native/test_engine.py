@@ -87,13 +87,13 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, siblings: int = 1) -> l
 
 
 def sampled(engine: Any, sampling: Sampling, *source: Any, **options: Any) -> list[Completion]:
-    """In the order of the requests."""
+    """The completions, in the order of the requests."""
     completions = engine.generate(*source or (requests(),), sampling, **options)
-    return sorted(completions, key=lambda each: each.index)
+    return sorted(completions, key=lambda completion: completion.index)
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [each.token_ids.tolist() for each in completions]
+    return [completion.token_ids.tolist() for completion in completions]
 
 
 def plain_greedy(model: Any, prompt: Sequence[int], length: int) -> list[int]:
@@ -121,7 +121,7 @@ def test_engine_uses_compiled_kernels_if_there_is_a_compiler(engine: NativeEngin
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim"),  # of head_dim 8 torch's operators do all
+    ("kv_heads", "head_dim"),  # with head_dim 8, torch's operators are used
     [(1, 8), (2, 16), pytest.param(1, 16, marks=SLOW), pytest.param(2, 8, marks=SLOW)],
 )
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -140,7 +140,7 @@ def test_greedy_tokens_and_logprobs_match_transformers(
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: Any) -> None:
-    """Longer than a sliding window; the last prompt ends inside it, so that it shrinks."""
+    """The prefix is longer than a sliding window; the last prompt is shorter than the prefix."""
     prefix, settings = list(range(10, 30)), FAMILIES[family]
     prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:18]]
     expected = [plain_greedy(sharp_model(**settings), prompt, 12) for prompt in prompts]
@@ -236,8 +236,10 @@ def test_penalties_match_transformers(options: dict[str, Any], tokenizer: Any) -
 
 
 def ending_soon() -> Any:
-    """A model whose most frequent token ends a completion, and that never samples the pad token,
-    which transformers counts as a part of shorter prompts and penalizes."""
+    """A model whose most frequent token ends a completion.
+
+    It never samples the pad token, which transformers penalizes as a part of padded prompts.
+    """
     model = sharp_model(head_dim=8)
     frequent = plain_greedy(model, PROMPTS[0], 2)[1]
     model.generation_config.eos_token_id = [END, frequent]
@@ -266,7 +268,7 @@ def test_ended_row_is_refilled_at_the_next_step(tokenizer: Any) -> None:
     lengths = [len(each.token_ids) for each in completions]
     assert min(lengths) < max(lengths)
     free_at = [0, 0]
-    for length in lengths:  # each goes to the row that is free first
+    for length in lengths:  # each completion uses the row that is free first
         first = free_at.index(min(free_at))
         free_at[first] += length if length == 1 else length - 1  # start gives two tokens at once
     assert len(steps) <= max(free_at) + 1
@@ -279,16 +281,14 @@ def test_completion_does_not_depend_on_the_number_of_slots(tokenizer: Any) -> No
     assert one == four
 
 
-def test_samples_are_determined_by_the_seed(engine: NativeEngine) -> None:
+def test_samples_are_determined_by_the_seed_and_siblings_differ(engine: NativeEngine) -> None:
+    batch = requests(siblings=2)
     first, again, other = (
-        tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9))) for seed in (4, 4, 5)
+        tokens(sampled(engine, Sampling(seed=seed, max_completion_length=9), batch))
+        for seed in (4, 4, 5)
     )
     assert first == again != other
-
-
-def test_siblings_differ(engine: NativeEngine) -> None:
-    siblings = tokens(sampled(engine, Sampling(max_completion_length=9), requests(siblings=2)))
-    assert siblings[0] != siblings[1]
+    assert first[0] != first[1]
 
 
 def test_none_among_requests_does_not_end_the_source(engine: NativeEngine) -> None:
@@ -357,16 +357,12 @@ def tokens_computed(engine: NativeEngine, batch: list[Request]) -> int:
     return sum(computed)
 
 
-def test_prompt_is_computed_once_per_group(tokenizer: Any) -> None:
+def test_prompts_and_their_common_prefix_are_computed_once(tokenizer: Any) -> None:
     engine = engine_of(sharp_model(), tokenizer, slots=3)
     assert tokens_computed(engine, requests([[5, 9, 33, 8]], siblings=8)) == 4
-
-
-def test_common_prefix_is_computed_once(tokenizer: Any) -> None:
-    prefix = list(range(10, 30))
     engine = engine_of(sharp_model(), tokenizer, slots=4)
-    batch = requests([[*prefix, last, last + 1] for last in range(40, 52)])
-    assert tokens_computed(engine, batch) == 20 + 12 * 2
+    prompts = [[*range(10, 30), last, last + 1] for last in range(40, 52)]
+    assert tokens_computed(engine, requests(prompts)) == 20 + 12 * 2
 
 
 # New weights.
@@ -409,26 +405,30 @@ def test_apply_gives_new_tokens_without_a_second_model(
     engine.apply(weights, step=4)
     after = tokens(sampled(engine, GREEDY))
     assert after == [plain_greedy(sharp_model(**new), prompt, 12) for prompt in PROMPTS] != before
-    assert weights.most <= 6  # those of one product: three weights, and three biases
+    assert weights.most <= 6  # of one fused matmul: three weights and three biases
 
 
 def switched_greedy(
     prompt: Sequence[int], seeds: Sequence[int], family: str = "qwen3"
 ) -> tuple[list[int], Any]:
-    """Greedy tokens of transformers, and their logprobs, with the weights of `seeds[t]` for token t
-    and all earlier keys and values kept; until the end token."""
-    kind = FAMILIES[family]
-    model, cache, fed = sharp_model(**kind), None, torch.tensor([prompt])
+    """Greedy tokens and logprobs of transformers, with the weights of seed `seeds[t]` for token t.
+
+    Keys and values of earlier tokens are kept. Ends with the end token.
+    """
+    settings = FAMILIES[family]
+    model, cache, inputs = sharp_model(**settings), None, torch.tensor([prompt])
     out: list[int] = []
     scores: list[float] = []
     while len(out) < len(seeds) and (not out or out[-1] != END):
-        models.apply_weights(model, models.weights_of(sharp_model(seed=seeds[len(out)], **kind)))
+        models.apply_weights(
+            model, models.weights_of(sharp_model(seed=seeds[len(out)], **settings))
+        )
         with torch.no_grad():
-            output = model(input_ids=fed, past_key_values=cache, use_cache=True)
+            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache, logprobs = output.past_key_values, output.logits[0, -1].log_softmax(-1)
         out.append(int(logprobs.argmax()))
         scores.append(float(logprobs.max()))
-        fed = torch.tensor([[out[-1]]])
+        inputs = torch.tensor([[out[-1]]])
     return out, scores
 
 
@@ -449,7 +449,7 @@ def test_running_rows_continue_with_new_weights_and_old_keys(family: str, tokeni
         assert each.token_ids.tolist() == expected
         assert each.logprobs.tolist() == pytest.approx(scores, abs=2e-5)
         assert each.policy_steps.tolist() == [6] * 5 + [7] * (len(expected) - 5)
-    for prompt, each in zip(PROMPTS[2:], completions[2:], strict=True):  # started after it
+    for prompt, each in zip(PROMPTS[2:], completions[2:], strict=True):  # started later
         if set(each.policy_steps.tolist()) == {7}:
             assert each.token_ids.tolist() == plain_greedy(new, prompt, 12)
     assert set(completions[-1].policy_steps.tolist()) == {7}
@@ -457,7 +457,7 @@ def test_running_rows_continue_with_new_weights_and_old_keys(family: str, tokeni
 
 @pytest.mark.parametrize("room", [35, 200])
 def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokenizer: Any) -> None:
-    """Two prefixes of 20 do not fit into 35 positions: some prompts are computed whole."""
+    """With 35 positions, two prefixes of 20 do not fit: some prompts are computed as a whole."""
     seeds, steps = (0, 8, 9), list[int]()
     engine = engine_of(sharp_model(), tokenizer, slots=3, max_model_len=room)
 
@@ -482,7 +482,7 @@ COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
 
 
 def temperatures_of(completion: Completion) -> torch.Tensor:
-    """As the trainer computes them, [1, T] including the prompt."""
+    """The temperatures as the trainer computes them, [1, T] including the prompt."""
     steps = [0] * len(completion.prompt_ids) + completion.policy_steps.tolist()
     return torch.tensor([[COOLING(step) for step in steps]])
 
@@ -492,7 +492,7 @@ def temperatures_of(completion: Completion) -> torch.Tensor:
 def test_scheduled_temperature_follows_the_step_of_the_weights(
     engine_kind: Any, options: dict[str, Any], tokenizer: Any
 ) -> None:
-    """The weights stay equal and only their step changes, so every ratio must be 1."""
+    """Equal weights with another step: every ratio must be 1."""
     engine, calls = engine_kind(sharp_model(), tokenizer, slots=4, max_model_len=64, step=1), []
 
     def next_step() -> None:
@@ -525,7 +525,7 @@ def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
 
 def foreign_weights(name: str) -> dict[str, torch.Tensor]:
     weights = dict(models.weights_of(sharp_model(seed=8)))
-    last = "model.norm.weight"  # the check must come before the first copy
+    last = "model.norm.weight"  # last, so that a check during copying would be too late
     if name == "other name":
         weights["model.other.weight"] = weights.pop(last)
     elif name == "other shape":
@@ -619,7 +619,8 @@ def test_memory_is_constant_over_10_000_completions(tokenizer: Any) -> None:
     sampling = Sampling(max_completion_length=6)
 
     def source() -> Iterator[Request]:
-        for index in range(10_040):  # oneDNN keeps something for each number of rows: not the end
+        # A few more than are measured: at the end, fewer rows run, for which oneDNN caches memory.
+        for index in range(10_040):
             yield Request(index, np.array(PROMPTS[index // 8 % len(PROMPTS)], np.int32))
 
     resident, kept = list[int](), list[int]()
@@ -627,7 +628,7 @@ def test_memory_is_constant_over_10_000_completions(tokenizer: Any) -> None:
         if number in (5_000, 10_000):
             resident.append(resident_bytes())
             kept.append(alive(Completion) + alive(Request))
-    assert kept[1] - kept[0] < 100  # of 10,000 objects; those under way differ
+    assert kept[1] - kept[0] < 100  # of 10,000 objects; the number in flight varies
     assert resident[1] - resident[0] < 8 << 20
 
 

@@ -1,4 +1,4 @@
-"""Captured decode steps, with torch's operations in place of a GPU's kernels."""
+"""Captured decode steps, with torch's operations in place of GPU kernels."""
 
 from __future__ import annotations
 
@@ -88,35 +88,33 @@ def generated() -> dict[int, tuple[list[int], list[float], list[int]]]:
     }
 
 
-def test_captured_steps_give_identical_completions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_captured_steps_give_identical_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, capture = generated(), CountingCapture()
     monkeypatch.setattr(decoder, "capture_for", lambda device: capture)
     assert generated() == plain
-    assert max(len(tokens) for tokens, _, _ in plain.values()) == 62  # first there are 32 places
+    longest = max(len(tokens) for tokens, _, _ in plain.values())
+    assert longest == 62  # wider than the first rows, which have 32 columns
     assert max(step for _, _, steps in plain.values() for step in steps) > 5
-    assert capture.captures > 5  # for the layout of each step's prefix at least one
+    assert capture.captures > 5  # at least one for each new layout of the shared part
     assert capture.replays > 150
 
 
-def test_work_is_captured_at_its_second_run_per_layout() -> None:
+def test_forward_is_captured_at_its_second_run_per_layout() -> None:
     capture = CountingCapture()
     graphs, numbers = GraphCache(capture, CPU), torch.arange(6.0)
 
     def run(start: int, end: int, layout: int, scale: torch.Tensor) -> list[float]:
         inputs = numbers[start:end].clone()
-        return graphs.run(
-            lambda each: each * scale, inputs, key=end - start, layout=layout
-        ).tolist()  # fmt: skip
+        result = graphs.run(lambda value: value * scale, inputs, key=end - start, layout=layout)
+        return result.tolist()
 
     twice, thrice = torch.tensor(2.0), torch.tensor(3.0)
     assert run(0, 2, 0, twice) == [0.0, 2.0]
     assert (capture.captures, capture.replays) == (0, 0)
     assert run(2, 4, 0, twice) == [4.0, 6.0]
-    assert run(4, 6, 0, thrice) == [8.0, 10.0]  # what was recorded, not what it would be now
+    assert run(4, 6, 0, thrice) == [8.0, 10.0]  # the captured scale, not the new one
     assert (capture.captures, capture.replays) == (1, 2)
-    assert run(1, 4, 0, thrice) == [3.0, 6.0, 9.0]  # another kind
+    assert run(1, 4, 0, thrice) == [3.0, 6.0, 9.0]  # another key
     assert run(0, 2, 1, thrice) == [0.0, 3.0]
     assert run(2, 4, 1, thrice) == [6.0, 9.0]
     assert (capture.captures, capture.replays) == (2, 3)

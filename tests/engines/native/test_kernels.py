@@ -159,9 +159,14 @@ def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
     assert ops.norm(layer.norm(256), out).isnan().any(-1).sum() == 2
 
 
+@pytest.mark.parametrize(("group", "width"), [(2, 24), (2, 272), (9, 64)])
+def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> None:
+    assert decode_layer.library_for(torch.float32, CPU, queries_per_head=group, width=width) is None
+
+
 def panels(weight: torch.Tensor) -> gemm.PanelWeight:
     if not (HAS_COMPILER and gemm.supports_panels(compiler.processor())):
-        pytest.skip("no C compiler, or no processor for it here")
+        pytest.skip("no C compiler, or a processor that gemm.c does not support")
     packed = gemm.pack(weight)
     assert isinstance(packed, gemm.PanelWeight)
     return packed
@@ -175,7 +180,7 @@ def test_panels_multiply_exactly_for_any_number_of_rows(
     generator = torch.Generator().manual_seed(0)
     weight, bias = (
         torch.randn(outputs, inputs + 1, generator=generator).bfloat16().split([inputs, 1], -1)
-    )  # neither lies in one piece
+    )  # neither is contiguous
     bias = bias[:, 0].contiguous() if biased else None
     packed = panels(weight)
     for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 20, 41):
@@ -184,7 +189,7 @@ def test_panels_multiply_exactly_for_any_number_of_rows(
             rows.double(), weight.double(), None if bias is None else bias.double()
         )
         ours = packed.multiply(rows, bias).double()
-        assert torch.allclose(ours, exact, rtol=2**-8, atol=1e-5)  # to the nearest
+        assert torch.allclose(ours, exact, rtol=2**-8, atol=1e-5)  # rounded to the nearest
 
 
 def test_row_result_does_not_depend_on_other_rows_or_threads() -> None:
@@ -203,8 +208,8 @@ def test_row_result_does_not_depend_on_other_rows_or_threads() -> None:
 def test_panels_propagate_nan() -> None:
     weight, rows = torch.ones(70, 64).bfloat16(), torch.ones(8, 64).bfloat16()
     weight[66, 3] = rows[7, 5] = torch.nan
-    none = panels(weight).multiply(rows, None).isnan()
-    assert none[7].all() and none[:, 66].all() and none.sum() == 70 + 7
+    is_nan = panels(weight).multiply(rows, None).isnan()
+    assert is_nan[7].all() and is_nan[:, 66].all() and is_nan.sum() == 70 + 7
 
 
 @pytest.mark.parametrize("rows", [torch.ones(2, 64), torch.ones(2, 62).bfloat16()])
@@ -231,7 +236,7 @@ def test_pack_uses_onednn_where_panels_do_not_apply() -> None:
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty library cache and a PATH without a compiler; returns the folder of both."""
     if sys.platform != "linux":
-        pytest.skip("elsewhere nothing is compiled")
+        pytest.skip("kernels are compiled on Linux only")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     cached = (decode_layer.library_for, gemm.panel_library)
@@ -290,7 +295,7 @@ def test_processor_is_empty_if_cpuinfo_is_hidden(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def compile_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path]:
-    """Compiles a small library, or finds it in an empty cache folder."""
+    """A function that compiles a small library into an empty cache folder, or finds it there."""
     if not HAS_COMPILER:
         pytest.skip("no C compiler for Linux here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -330,8 +335,3 @@ def test_compiler_error_is_logged_with_its_reason(
         assert decode_layer.library_for(torch.float32, CPU, queries_per_head=2, width=64) is None
     assert f"{compiler} fails (stdint.h: No such file)" in caplog.text
     assert not list(empty_cache.rglob("*.so"))
-
-
-@pytest.mark.parametrize(("group", "width"), [(2, 24), (2, 272), (9, 64)])
-def test_unsupported_head_shapes_are_left_to_torch(group: int, width: int) -> None:
-    assert decode_layer.library_for(torch.float32, CPU, queries_per_head=group, width=width) is None

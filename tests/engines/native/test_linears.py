@@ -1,0 +1,69 @@
+"""Packed linear layers against torch's."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from peralta_zmq.engines.native.kernels.gemm import can_pack
+from peralta_zmq.engines.native.linears import FusedLinear, PackedLinear
+
+NAMES = ["wide", "narrow"]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: Any) -> torch.dtype:
+    if not can_pack(request.param):
+        pytest.skip("this build of torch cannot pack this dtype")
+    return request.param
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_packed_linears_match_plain_ones(num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(48, size).to(dtype) for size in (64, 16)]
+    fused = FusedLinear(linears, NAMES, [f"{name}_bias" for name in NAMES])
+    packed = [PackedLinear(fused, index) for index in (0, 1)]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+
+    def compare() -> None:
+        inputs = torch.randn(num_rows, 3, 48).to(dtype)
+        for ours, torchs in zip(packed, linears, strict=True):
+            assert torch.allclose(ours(inputs), torchs(inputs), atol=tolerance, rtol=tolerance)
+
+    with torch.inference_mode():
+        compare()
+        compare()  # other inputs, the same layers
+        for linear in linears:
+            linear.weight.mul_(2)
+            linear.bias.mul_(2)
+        weights = {name: linear.weight for name, linear in zip(NAMES, linears, strict=True)}
+        biases = {f"{name}_bias": linear.bias for name, linear in zip(NAMES, linears, strict=True)}
+        fused.load({**weights, **biases})
+        compare()
+
+
+def test_packed_bias_is_a_copy(dtype: torch.dtype) -> None:
+    """The source may be a mapped file, which changes before the next version is applied."""
+    linear, inputs = torch.nn.Linear(48, 16).to(dtype), torch.randn(3, 48).to(dtype)
+    fused = FusedLinear([linear], ["weight"], ["bias"])
+    weights = {"weight": linear.weight.detach() * 2, "bias": linear.bias.detach() * 2}
+    fused.load(weights)
+    with torch.inference_mode():
+        before = fused.output(0, inputs)
+        weights["bias"].zero_()
+        assert torch.equal(fused.output(0, inputs), before)
+
+
+def test_fused_linear_keeps_no_rows_after_the_last_output(dtype: torch.dtype) -> None:
+    linears = [torch.nn.Linear(48, 16).to(dtype) for _ in range(3)]
+    fused, inputs = FusedLinear(linears, ["q", "k", "v"]), torch.randn(3, 48).to(dtype)
+    outputs = [fused.output(index, inputs) for index in range(3)]
+    assert torch.equal(fused.output(1, inputs), outputs[1])  # out of order: computed again
+    assert torch.equal(fused.output(2, inputs), outputs[2])
+    memory = [weakref.ref(inputs), weakref.ref(outputs[0])]
+    del inputs, outputs
+    assert [reference() for reference in memory] == [None, None]
