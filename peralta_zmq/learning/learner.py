@@ -221,13 +221,11 @@ class Learner:
         Paths: model/NAME, OPTIM/KIND/NAME, reference/NAME (of a reference that is synced),
         rng/torch and skipped.
         """
-        tensors = {f"model/{name}": tensor for name, tensor in self.weights()}
+        gather = self._ranks.gather
+        tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
-                tensors[f"{self._settings.optim}/{kind}/{name}"] = self._ranks.gather(tensor)
-        if self._reference is not None:
-            for name, tensor in self._reference.state().items():
-                tensors[f"reference/{name}"] = self._ranks.gather(tensor)
+                tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
         return tensors | {"rng/torch": torch.get_rng_state(), "skipped": skipped}
 
@@ -242,12 +240,8 @@ class Learner:
         Raises ValueError, with nothing changed, for the state of another model or optimizer.
         """
         self._check_state(tensors)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._ranks.shard(tensors[f"model/{name}"], parameter))
-            if self._reference is not None:
-                for name, tensor in self._reference.state().items():
-                    tensor.copy_(self._ranks.shard(tensors[f"reference/{name}"], tensor))
+        for path, tensor in self._live_tensors().items():
+            tensor.copy_(self._ranks.shard(tensors[path], tensor))
         optimizer_state: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
             if path.startswith(f"{self._settings.optim}/"):
@@ -258,6 +252,14 @@ class Learner:
         torch.set_rng_state(tensors["rng/torch"])
         self._num_skipped, self._num_skipped_in_a_row = tensors["skipped"].tolist()
         self.step = step
+
+    def _live_tensors(self) -> dict[str, Tensor]:
+        """Parameters of the policy, and of a synced reference, by their path in a checkpoint."""
+        reference = {} if self._reference is None else self._reference.state()
+        return {
+            **{f"model/{name}": tensor.detach() for name, tensor in self._parameters.items()},
+            **{f"reference/{name}": tensor for name, tensor in reference.items()},
+        }
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}

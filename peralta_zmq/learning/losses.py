@@ -96,9 +96,7 @@ def grpo(
     """
     ratio = ratio_of(tokens.logprobs - tokens.old_logprobs, limit=STRICT_LOG_RATIO)
     per_token, clipped = _ppo_clip(ratio, tokens.advantages, epsilon, epsilon_high, c_clip)
-    return token_mean(tokens, per_token), {
-        name: token_mean(tokens, value) for name, value in clipped.items()
-    }
+    return token_mean(tokens, per_token), _token_means(tokens, clipped)
 
 
 def decoupled_ppo(
@@ -123,9 +121,7 @@ def decoupled_ppo(
         capped = (weight > behav_imp_weight_cap).to(weight.dtype)
         weight = weight * (1 - capped)
         metrics["masked/behav_imp_weight"] = capped
-    return token_mean(tokens, per_token * weight), {
-        name: token_mean(tokens, value) for name, value in metrics.items()
-    }
+    return token_mean(tokens, per_token * weight), _token_means(tokens, metrics)
 
 
 def gspo(
@@ -215,8 +211,7 @@ def importance(
     else:
         loss = sequence_mean(tokens, per_token).sum() / tokens.step_sequences
     return loss, {
-        "masked/mean": token_mean(tokens, dropped.to(ratio.dtype)),
-        **{name: token_mean(tokens, flags.to(ratio.dtype)) for name, flags in masked.items()},
+        **_token_means(tokens, {"masked/mean": dropped, **masked}),
         **{name: flags.sum() / tokens.step_sequences for name, flags in masked_sequences.items()},
     }
 
@@ -239,9 +234,7 @@ def dppo(
     low, high = (change < -dppo_mask_low) & ~positive, (change > dppo_mask_high) & positive
     gain = tokens.advantages * ratio_of(log_ratio) * ~(low | high)
     masked = {"masked/mean": low | high, "masked/token_low": low, "masked/token_high": high}
-    return token_mean(tokens, kl_tau * log_ratio**2 - gain), {
-        name: token_mean(tokens, flags.to(change.dtype)) for name, flags in masked.items()
-    }
+    return token_mean(tokens, kl_tau * log_ratio**2 - gain), _token_means(tokens, masked)
 
 
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
@@ -277,6 +270,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 def token_mean(tokens: Tokens, values: Tensor) -> Tensor:
     """This micro-batch's summand of the mean over all unmasked tokens of the step."""
     return (values * tokens.mask).sum() / tokens.step_tokens
+
+
+def _token_means(tokens: Tokens, values: Metrics) -> Metrics:
+    """`token_mean` of each of the values or flags, all [N]."""
+    return {name: token_mean(tokens, value) for name, value in values.items()}
 
 
 def sequence_sum(tokens: Tokens, values: Tensor) -> Tensor:
