@@ -85,9 +85,10 @@ class BatchCollector:
     ) -> tuple[list[RolloutGroup], int]:
         """Receive until the batch of `step` is full; return it and the initial queue depth.
 
-        Returns no groups if a stop is requested. The last journal commit runs in the background
-        while the step computes; the caller ends it with `commit`. `between_groups` is called before
-        each receive, with True if the previous one timed out after 0.2 s.
+        The queue depth is the number of groups that had arrived before the first wait. Returns no
+        groups if a stop is requested. The last journal commit runs in the background while the step
+        computes; the caller ends it with `commit`. `between_groups` is called before each receive,
+        with True if the previous one timed out after 0.2 s.
         """
         depth, queued, idle, self.journal_seconds = 0, True, False, 0.0
         last_group = last_warning = time.monotonic()
@@ -104,7 +105,9 @@ class BatchCollector:
             idle = received is None
             if received is None:
                 self.commit()
-                last_warning = self._warn_if_idle(last_group, last_warning)
+                if time.monotonic() - last_warning >= WARNING_SECONDS:
+                    last_warning = time.monotonic()
+                    self._warn_without_rollouts(last_warning - last_group)
                 continue
             depth += queued
             group, frame = received
@@ -235,22 +238,18 @@ class BatchCollector:
             **{f"curriculum/{pool}": size for pool, size in pools.sizes().items() if pools.active},
         }
 
-    def _warn_if_idle(self, last_group: float, last_warning: float) -> float:
-        """Warn if no usable group arrived for long; return the time of the last warning."""
-        now = time.monotonic()
-        if now - last_warning < WARNING_SECONDS:
-            return last_warning
+    def _warn_without_rollouts(self, seconds: float) -> None:
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
-        text = no_rollouts_text(now - last_group, self._receiver.address, dropped)
-        self._session.run_log.note(text)
-        return now
+        self._session.run_log.note(no_rollouts_text(seconds, self._receiver.address, dropped))
 
 
 @dataclass(slots=True)
 class Curriculum:
     """Sampling state that received groups update: difficulty pools and the next sample index.
 
-    The sample index numbers the samplings of a problem in the run; generators share the indices.
+    All samplings of problems in the run are numbered: the sample index decides the problem, and
+    each generator takes its share of the indices. Pools hold the problems that are excluded from
+    sampling as too easy or too hard.
     """
 
     pools: DifficultyPools

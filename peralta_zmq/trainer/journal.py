@@ -52,7 +52,7 @@ class DroppedGroup:
     min_sequence: int = 0  # the sender sends no lower sequence any more
     problem_id: str = ""
     mean_reward: float = 0.0
-    sample_index: int = -1  # number of the problem's turn in the run; -1: unknown
+    sample_index: int = -1  # index of this sampling of a problem in the run; -1: unknown
 
     def encode(self) -> bytes:
         """The content of its record."""
@@ -73,8 +73,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._step = -1
-        self._descriptor = -1
+        self._step = -1  # of the open file; -1: none yet
+        self._descriptor = -1  # of the open file; -1: closed
         self._size: int | None = None  # of the whole records in the step's file; None: unknown
         self._waiting: list[bytes] = []  # encoded, not yet committed
         self._waiting_since = 0.0  # monotonic seconds
@@ -219,7 +219,7 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
-    """The whole records of a step and the number of torn bytes after them; changes nothing."""
+    """Read the whole records of a step, and the number of bytes after them; changes nothing."""
     file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
     records: list[JournalRecord] = []

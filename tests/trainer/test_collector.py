@@ -141,15 +141,15 @@ def send_from_many(stack: ExitStack) -> Callable[[str], None]:
 def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    it = opened(stack, tmp_path, groups=4)
-    bound = it.collector.admission.max_off_policy_steps
-    proxy = stack.enter_context(Proxy(int(it.address.rpartition(":")[2])))
-    late, near = sender_to(proxy.address, stack), sender_to(it.address, stack)
+    scene = opened(stack, tmp_path, groups=4)
+    bound = scene.collector.admission.max_off_policy_steps
+    proxy = stack.enter_context(Proxy(int(scene.address.rpartition(":")[2])))
+    late, near = sender_to(proxy.address, stack), sender_to(scene.address, stack)
 
     def collected(
         step: int, between_groups: Callable[[bool], None] = lambda idle: None
     ) -> set[tuple[str, int]]:
-        return {(each.generator_id, each.sequence) for each in it.collect(step, between_groups)}
+        return {(each.generator_id, each.sequence) for each in scene.collect(step, between_groups)}
 
     def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
         for number in numbers:
@@ -168,12 +168,12 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     fresh = iter([range(4)])
 
     def send_fresh(idle: bool) -> None:
-        if it.collector.admission.ledger.total == 12:  # all late groups are received
+        if scene.collector.admission.ledger.total == 12:  # all late groups are received
             for numbers in fresh:
                 send(near, "near", numbers, 1 + bound)
 
     assert collected(2 + bound, send_fresh) == {("near", number) for number in range(4)}
-    assert it.collector.admission.ledger.outcomes == {"trained": 12, "stale": 4}
+    assert scene.collector.admission.ledger.outcomes == {"trained": 12, "stale": 4}
     dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
     assert [row["sequence"] for row in dropped] == [*range(8, 12)]
     assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
@@ -182,33 +182,33 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 def test_pools_without_a_normal_problem_are_refilled_with_an_event(
     stack: ExitStack, tmp_path: Path
 ) -> None:
-    it = opened(stack, tmp_path, groups=1, easy_threshold=0.5)
+    scene = opened(stack, tmp_path, groups=1, easy_threshold=0.5)
     frame = wire.encode_group(group_of([1.0, 0.0], problem_id="math_1k/7"))
-    assert sender_to(it.address, stack).send(frame, timeout=DEADLINE)
-    it.collect()
+    assert sender_to(scene.address, stack).send(frame, timeout=DEADLINE)
+    scene.collect()
     rows = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "pool_refilled"]
     assert [row["problems"] for row in rows] == [1]
 
 
 def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
-    it = opened(stack, tmp_path, groups=3)
-    sender = sender_to(it.address, stack)
+    scene = opened(stack, tmp_path, groups=3)
+    sender = sender_to(scene.address, stack)
     for sequence, index in enumerate([5, 2**53, 9]):
         group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=index)
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
-    it.collect()
-    assert it.collector.curriculum.next_sample_index == 10
+    scene.collect()
+    assert scene.collector.curriculum.next_sample_index == 10
 
 
 def test_acknowledgement_volume_is_bounded_for_many_senders(
     stack: ExitStack, tmp_path: Path, send_from_many: Callable[[str], None]
 ) -> None:
-    it = opened(stack, tmp_path, groups=NUM_SENDERS)
-    send_from_many(it.address)
+    scene = opened(stack, tmp_path, groups=NUM_SENDERS)
+    send_from_many(scene.address)
     started = monotonic()
-    assert len(it.collect()) == NUM_SENDERS
+    assert len(scene.collect()) == NUM_SENDERS
     seconds = monotonic() - started
-    *acknowledgements, begin = it.published
+    *acknowledgements, begin = scene.published
     assert (begin.started_step, len(begin.consumed)) == (1, NUM_SENDERS)
     # Each announcement goes to every sender that it lists.
     entries = sum(len(announcement.received) ** 2 for announcement in acknowledgements)
@@ -218,17 +218,17 @@ def test_acknowledgement_volume_is_bounded_for_many_senders(
 def test_all_groups_are_acknowledged_when_the_queue_is_empty(
     stack: ExitStack, tmp_path: Path, send_from_many: Callable[[str], None]
 ) -> None:
-    it = opened(stack, tmp_path, groups=NUM_SENDERS + 1)
-    send_from_many(it.address)
+    scene = opened(stack, tmp_path, groups=NUM_SENDERS + 1)
+    send_from_many(scene.address)
     deadline = monotonic() + DEADLINE
 
     def until_durable(idle: bool) -> None:
-        durable = it.published[-1].durable.values() if it.published else ()
+        durable = scene.published[-1].durable.values() if scene.published else ()
         is_durable = list(durable) == [0] * NUM_SENDERS
-        it.session.stop.requested = is_durable or monotonic() > deadline
+        scene.session.stop.requested = is_durable or monotonic() > deadline
 
-    it.collect(between_groups=until_durable)
-    newest = it.published[-1]
+    scene.collect(between_groups=until_durable)
+    newest = scene.published[-1]
     assert newest.waiting
     assert list(newest.received.values()) == list(newest.durable.values()) == [0] * NUM_SENDERS
 
@@ -239,20 +239,20 @@ def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     num = COMMIT_GROUPS - 1  # COMMIT_GROUPS are reason enough for a commit
     receiver = SlowReceiver(num)
     monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
-    it = opened(stack, tmp_path, groups=num, receiver=receiver)
-    journal = cast(CountingJournal, it.collector.journal)
+    scene = opened(stack, tmp_path, groups=num, receiver=receiver)
+    journal = cast(CountingJournal, scene.collector.journal)
     waited: list[float] = []
     started = receiver.now
-    groups, _ = it.collector.collect(1, lambda idle: waited.append(journal.waited))
-    it.collector.commit()
+    groups, _ = scene.collector.collect(1, lambda idle: waited.append(journal.waited))
+    scene.collector.commit()
     seconds = receiver.now - started
     assert len(groups) == num and seconds > 3 * COMMIT_SECONDS
     assert 3 <= journal.num_commits <= seconds / COMMIT_SECONDS + 1
     assert max(waited) < COMMIT_SECONDS + 2 * SlowReceiver.GAP
     assert journal.num_waiting == 0 and len(journal.read(1)) == num
-    assert list(it.published[-1].durable.values()) < [num - 1]  # announced before the commit
-    it.collector.acknowledgements.publish(1, started_step=1)
-    assert list(it.published[-1].durable.values()) == [num - 1]
+    assert list(scene.published[-1].durable.values()) < [num - 1]  # announced before the commit
+    scene.collector.acknowledgements.publish(1, started_step=1)
+    assert list(scene.published[-1].durable.values()) == [num - 1]
 
 
 def test_commit_is_immediate_when_the_queue_is_empty(
@@ -260,31 +260,31 @@ def test_commit_is_immediate_when_the_queue_is_empty(
 ) -> None:
     receiver = SlowReceiver(1)
     monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
-    it = opened(stack, tmp_path, groups=2, receiver=receiver)
+    scene = opened(stack, tmp_path, groups=2, receiver=receiver)
     started = receiver.now
 
     def until_durable(idle: bool) -> None:
-        durable = bool(it.published) and list(it.published[-1].durable.values()) == [0]
-        it.session.stop.requested = durable or receiver.now > started + 1
+        durable = bool(scene.published) and list(scene.published[-1].durable.values()) == [0]
+        scene.session.stop.requested = durable or receiver.now > started + 1
 
-    it.collector.collect(1, until_durable)
+    scene.collector.collect(1, until_durable)
     assert receiver.now < started + COMMIT_SECONDS
-    assert it.collector.journal.num_waiting == 0
+    assert scene.collector.journal.num_waiting == 0
 
 
 def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     tokens = ("--train.token-batch-size=40",)
-    it = opened(stack, tmp_path, groups=100, settings=tokens)
-    sender = sender_to(it.address, stack)
+    scene = opened(stack, tmp_path, groups=100, settings=tokens)
+    sender = sender_to(scene.address, stack)
     # With 3 prompt tokens per rollout: 11, 23 and 9 tokens; 46; 40.
     for number, lengths in enumerate([[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]):
         frame = wire.encode_group(group_of([1.0, 0.0], sequence=number, lengths=lengths))
         assert sender.send(frame, timeout=DEADLINE)
     for step, expected in ((1, [0, 1, 2]), (2, [3]), (3, [4])):
-        assert [group.sequence for group in it.collect(step)] == expected
-        assert not it.collector.is_full
+        assert [group.sequence for group in scene.collect(step)] == expected
+        assert not scene.collector.is_full
     again = opened(stack, tmp_path, groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
         assert load_journaled_batch(again.collector, again.session, step, vocab_size=64)
