@@ -239,19 +239,6 @@ def test_killed_trainer_resumes_with_a_bit_identical_replay(
     assert 0 <= summary["accounting"]["lost"] <= num_deleted
 
 
-@pytest.mark.slow  # tests/chaos/test_run_chaos.py kills generators too
-@pytest.mark.timeout(120)
-def test_run_completes_after_a_killed_generator(machine: Machine) -> None:
-    trainer = machine.start("trainer", "--train.max-steps", "6")
-    first = machine.start("generator", "--generator.name", "first")
-    until(lambda: len(machine.rows()) >= 2, trainer, first)
-    first.process.kill()
-    machine.start("generator", "--generator.name", "next")
-    assert trainer.wait() == 0, trainer.printed
-    assert machine.rows()[-1]["step"] == 6
-    assert all(row["dropped/invalid"] == 0 for row in machine.rows())
-
-
 @pytest.mark.timeout(120)
 def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
     machine: Machine, tmp_path: Path

@@ -22,6 +22,7 @@ from sample_data import group_of
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError, TrainingError
+from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
@@ -317,7 +318,7 @@ def test_stop_during_a_replay_changes_no_published_step(
         trainer = continued.open(stack, max_steps=8)
         learn = trainer.policy.learner.learn
 
-        def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> dict[str, float]:
+        def learn_then_stop(groups: Sequence[RolloutGroup], **options: float) -> StepResult:
             trainer.session.stop.requested = True
             return learn(groups, **options)
 

@@ -168,31 +168,19 @@ def test_final_statuses_are_awaited_until_the_timeout(
     assert 0.5 < time.monotonic() - started < 30
 
 
-def infos(folder: Path) -> list[tuple[object, object]]:
-    return [(row["event"], row.get("worker_info")) for row in read_rows(folder / EVENTS)]
-
-
-def test_join_is_recorded_once_with_the_worker_info(
-    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = opened(stack, tmp_path)
-    for _ in range(3):
-        empty.mark_alive("ann/00", step=1, worker_info=INFO)
-    assert infos(tmp_path) == [("join", None), ("worker_info", INFO)]
-    printed = capsys.readouterr().out
-    assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
-
-
-def test_worker_info_after_the_first_group_is_recorded(
+def test_worker_info_after_the_first_group_is_recorded_once(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = opened(stack, tmp_path)
     empty.mark_alive("ann/00", step=1)
     assert "generator ann" not in capsys.readouterr().out
-    empty.mark_alive("ann/00", step=1, worker_info=INFO)
-    empty.mark_alive("ann/00", step=1)
-    assert infos(tmp_path) == [("join", None), ("worker_info", INFO)]
-    assert "generator ann" in capsys.readouterr().out
+    for _ in range(2):
+        empty.mark_alive("ann/00", step=1, worker_info=INFO)
+    rows = read_rows(tmp_path / EVENTS)
+    recorded = [(row["event"], row.get("worker_info")) for row in rows]
+    assert recorded == [("join", None), ("worker_info", INFO)]
+    printed = capsys.readouterr().out
+    assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
 
 
 def test_each_start_of_a_generator_joins(empty: GeneratorRegistry, tmp_path: Path) -> None:
