@@ -182,12 +182,6 @@ def test_generator_with_keys_refuses_a_trainer_without(folder: Path, stack: Exit
     assert receiver.receive(timeout=0.3) is None
 
 
-def test_libzmq_enforces_the_zap_domain(receiver: wire.RolloutReceiver) -> None:
-    options = (zmq.ZAP_ENFORCE_DOMAIN, zmq.CURVE_SERVER)
-    assert [receiver._socket.getsockopt(each) for each in options] == [1, 1]
-    assert receiver._socket.getsockopt(zmq.ZAP_DOMAIN) == auth.DOMAIN
-
-
 def test_group_under_a_foreign_name_is_dropped(
     folder: Path, receiver: wire.RolloutReceiver, stack: ExitStack
 ) -> None:
