@@ -31,7 +31,7 @@ def test_numbers_equal_those_of_the_files(tmp_path: Path, serve: Callable, tab: 
               "generators")}  # fmt: skip
     # 128 rollouts of 9.5 generated tokens in 0.4 s, half of which is waiting
     assert shown == {"eval": "0.875", "rollouts": "320", "wait": "50%", "queue": "14",
-                     "staleness": "1.3", "dropped": "3", "generators": "2"}  # fmt: skip
+                     "staleness": "1.2", "dropped": "3", "generators": "2"}  # fmt: skip
     assert seen.text("note-rollouts") == "3,040 generated tokens/s"
     assert (seen.text("run"), seen.text("about")) == ("hand", "embedded \u00b7 calculator")
     assert (seen.text("step"), seen.text("max-steps")) == ("30", "60")
