@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from benchmarks.harness import Claim, bounded, compared, interleaved, progress, seconds, spread
-from benchmarks.limits import flops, reader
+from benchmarks.limits import bandwidth_meter, flops
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
 from peralta_zmq.engines.native import NativeEngine, decoder, linears
@@ -317,7 +317,7 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
     before and after each round; and the shares of matmuls, attention and the rest of a step.
     """
     size = setting.num_parameters * setting.dtype.itemsize  # tied: the head is the embedding
-    read = reader(size, setting.device)
+    read = bandwidth_meter(size, setting.device)
     per_token = 2 * setting.num_parameters  # operations
     for name, num_prompts, bound in (
         ("bandwidth_share", 1, lambda: SIBLINGS * read() / size),

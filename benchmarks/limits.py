@@ -9,7 +9,7 @@ import torch
 from benchmarks.harness import seconds
 
 
-def reader(num_bytes: int, device: torch.device) -> Callable[[], float]:
+def bandwidth_meter(num_bytes: int, device: torch.device) -> Callable[[], float]:
     """A function that measures the bytes per second that all threads of torch read from memory.
 
     It takes the best of five sums over one fp32 array: a sum writes nothing and is limited by the

@@ -237,7 +237,7 @@ def one_step(collector: BatchCollector, step: int) -> list[RolloutGroup]:
 def open_collector(
     stack: ExitStack, folder: Path, num_groups: int
 ) -> tuple[BatchCollector, GeneratorRegistry, StatusPublisher, str]:
-    """The real thing without a model; unused evaluates here."""
+    """The trainer's collector with its receiver, journal and registry, without a model."""
     config = load_config(
         "bin/trainer",
         ["--run.dir", str(folder), "--run.name", "scale",

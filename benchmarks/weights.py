@@ -187,7 +187,7 @@ def _measure_apply(
 
 def _reader_peak(weights: Path) -> float:
     """Peak memory of a reader, in bytes, measured in another process."""
-    command = [sys.executable, "-m", "benchmarks.reader", str(weights)]
+    command = [sys.executable, "-m", "benchmarks.reader_memory", str(weights)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     progress(f"reader: at most {int(done.stdout) / 1e6:.1f} MB")
     return float(done.stdout)

@@ -1,4 +1,4 @@
-"""What a person is told when something is missing, by its text; and the pages that list it."""
+"""Messages about missing programs and missing signal, and the pages that quote messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a person started this program."""
+    """The command line with which the program was started."""
     monkeypatch.setattr(sys, "argv", ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"])
 
 
@@ -38,7 +38,7 @@ def test_generator_without_a_trainer_names_both_commands() -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_generator_that_sees_no_version_of_a_trainer_that_answers_doubts_the_folder() -> None:
+def test_generator_without_a_version_names_the_folder_if_the_trainer_answers() -> None:
     assert waiting_text("tcp://mac.local:5555", 5, "/nas", answers=True) == (
         "waiting for trainer tcp://mac.local:5555 (5 s): it answers, but /nas has no version. "
         "Is that its weights.dir? Diagnose: bin/doctor @ configs/lan.toml"
@@ -54,8 +54,8 @@ def test_trainer_without_generators_names_the_command() -> None:
 
 
 def test_trainer_that_drops_all_generators_names_them() -> None:
-    said = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
-    assert ", except dropped ones of ann, bob (logprob mismatch). Start a generator" in said
+    text = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["ann", "bob"])
+    assert ", except dropped ones of ann, bob (logprob mismatch). Start a generator" in text
 
 
 def test_steps_without_signal_are_named_once_with_three_samples(
@@ -63,8 +63,8 @@ def test_steps_without_signal_are_named_once_with_three_samples(
 ) -> None:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
-    with RunLog(tmp_path, run="demo", max_steps=99) as books:
-        recorder = StepRecorder(books, tokenizer)
+    with RunLog(tmp_path, run="demo", max_steps=99) as run_log:
+        recorder = StepRecorder(run_log, tokenizer)
         for step in range(1, NO_SIGNAL_STEPS + 5):
             assert ("no learning signal" in capsys.readouterr().out) is (step > NO_SIGNAL_STEPS)
             row = {"frac_reward_zero_std": 1.0, "reward": 0.25}
@@ -83,11 +83,12 @@ def test_steps_without_signal_are_named_once_with_three_samples(
 
 
 def literals(source: str) -> Iterator[str]:
-    """Every text of a program, with ... for what is filled in."""
+    """Every string of a program; `...` replaces the values of f-strings and log arguments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = [each.value if isinstance(each, ast.Constant) else "..."
-                     for each in node.values]  # fmt: skip
+            parts = (
+                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
             yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"%[.0-9]*[sdf]", "...", node.value)
@@ -106,14 +107,14 @@ ROWS = [
 
 
 def is_printed(message: str) -> bool:
-    """Whether one text of the program has the message's words, in their order."""
-    words = [each for each in message.split("...") if each.strip()]
+    """True if one string of the program has the fixed parts of the message, in their order."""
+    words = [part for part in message.split("...") if part.strip()]
     pattern = re.compile(".*".join(map(re.escape, words)))
     return any(pattern.search(text) for text in PROGRAM)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
+def test_message_of_the_troubleshooting_page_is_printed(
     row: list[str],
 ) -> None:
     messages = re.findall(r"`([^`]+)`", row[0])
@@ -122,11 +123,11 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
 
 
 @pytest.mark.parametrize("message", [
-    # what hurts elsewhere
+    # faults that other systems do not report
     "no TCP answer. Start it: bin/trainer", "no rollouts for", "no learning signal: 100% of groups",
     "macOS keeps this program from the local network", "is in use by", "was made with other",
     "giving up", "is not a multiple of", "the same command resumes it", "cannot keep up",
-    # what can be wrong with a machine
+    # problems of a machine
     "cannot be reached; is it on", "its key is not accepted there", "there is no ...; install it",
     "3.10 or later is needed", "is full:", "is listed", "are both the trainer",
     "it is another folder", "another trainer works in", "another trainer (...) publishes to",
@@ -135,23 +136,23 @@ def test_message_of_the_troubleshooting_page_is_one_that_the_program_prints(
     "no dashboard: ", "would let every machine", "dashboard stopped", "dashboard request failed",
     "reward.png or report.html not written",
 ])  # fmt: skip
-def test_message_that_a_person_will_meet_has_a_row(message: str) -> None:
+def test_common_message_has_a_row(message: str) -> None:
     assert len([row for row in ROWS if message in row[0]]) == 1
     assert is_printed(message)
 
 
-def test_message_that_nobody_prints_is_found_out() -> None:
+def test_is_printed_rejects_an_unknown_message() -> None:
     assert len(ROWS) > 35
     assert not is_printed("no rollouts for ... s on ... since Tuesday")
 
 
-def test_page_of_settings_is_what_the_models_say() -> None:
+def test_settings_page_equals_the_schema() -> None:
     assert config_reference.DOCUMENT.read_text("utf-8") == config_reference.config_text(), (
         "run make docs"
     )
 
 
-def test_page_of_settings_has_every_setting_once() -> None:
+def test_settings_page_has_every_setting_once() -> None:
     page = config_reference.config_text()
     for section, leaves in known_fields().items():
         part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
@@ -159,7 +160,7 @@ def test_page_of_settings_has_every_setting_once() -> None:
         assert sorted(listed) == sorted(set(leaves) - {"env"}), section
 
 
-def test_page_of_settings_names_bounds_and_choices() -> None:
+def test_settings_page_names_bounds_and_choices() -> None:
     page = config_reference.config_text()
     assert "| `num_generations` | `8` | whole number, at least 2 |" in page
     assert "| `update` | `in_flight` | `in_flight` or `between_groups` |" in page

@@ -1,7 +1,7 @@
 """Peak memory of a process that reads published weights.
 
-`python -m benchmarks.reader WEIGHTS` advances a local copy to the last two versions and prints the
-peak of the process's anonymous memory during that, in bytes.
+`python -m benchmarks.reader_memory WEIGHTS` advances a local copy to the last two versions and
+prints the peak of the process's anonymous memory during that, in bytes.
 """
 
 from __future__ import annotations
