@@ -84,11 +84,20 @@ class AdamWBf16(torch.optim.Optimizer):
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         mean, square = (state[kind].float() for kind in MOMENTS)
-        beta1, beta2 = group["betas"]
         options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        tensors = [parameter], [gradient], [mean], [square], [], [state["step"]]
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        step: list[Tensor] = [state["step"]]
         adamw_step(
-            *tensors, fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **options
+            [parameter],
+            [gradient],
+            [mean],
+            [square],
+            [],
+            step,
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            **options,
         )
         state["exp_avg"].copy_(mean)
         state["exp_avg_sq"].copy_(square)
