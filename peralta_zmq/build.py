@@ -147,10 +147,7 @@ def make_loss(config: Config) -> TokenLoss:
 
 
 def make_advantage(config: Config) -> AdvantageFunction:
-    """The function of [advantage] with its options bound.
-
-    Raises ConfigError for an unknown option.
-    """
+    """The function of [advantage] with its options bound; ConfigError for an unknown option."""
     return _bind_section("advantage", config.advantage)
 
 
