@@ -25,7 +25,7 @@ from benchmarks.harness import Claim, bounded, compared, interleaved, progress, 
 from benchmarks.limits import flops
 from peralta_zmq import models
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.learner import take_step
+from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import Batch, PackedSample, make_batches, pack_groups
@@ -108,7 +108,7 @@ class Setting:
         batches: list[Batch] = make_batches(
             self.samples(num_groups), max_tokens=1 << 16, device=self._device
         )
-        take_step(
+        update_parameters(
             self._optimizer, batches,
             compute_logprobs=self._scorers[dtype], loss=reinforce, max_grad_norm=1.0,
         )  # fmt: skip

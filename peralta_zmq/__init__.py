@@ -34,8 +34,8 @@ files are enough: a folder, and a file named in parentheses, does what its line 
 
 Other questions:
 
-    how weights return       weights/version_writer.py writes a version, store.py marks it STABLE,
-                             loader.py verifies it, generator/weight_sync.py loads it in place
+    how weights return       weights/store.py defines a complete version, publishes and verifies it;
+                             loader.py loads it, generator/weight_sync.py applies it in place
     what happens on restart  trainer/recovery.py: newest checkpoint, then the journal
     where settings go        config/ reads them, build.py makes objects from them
     how to extend it         registry.py: protocols and names of tasks, engines, losses, filters

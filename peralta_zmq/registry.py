@@ -156,8 +156,8 @@ class Loss(Protocol):
     """A function of `learning.losses.Tokens` that returns a scalar tensor and metrics by name.
 
     `tokens` are those of one micro-batch. The trainer sums losses and metrics over all
-    micro-batches of a step, so the function divides both by `tokens.step_tokens` or
-    `tokens.step_sequences`, the totals of the whole step.
+    micro-batches of an update, so the function divides both by `tokens.step_tokens` or
+    `tokens.step_sequences`, the totals of the whole update.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...

@@ -15,7 +15,7 @@ from weight_sets import COMPANIONS, reports_of, same
 from peralta_zmq import models
 from peralta_zmq.engines.native import NativeEngine, decoder
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.learner import StepResult, take_step
+from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import reinforce
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import make_batches, pack_groups
@@ -106,7 +106,7 @@ def trained(device: str, dtype: torch.dtype) -> tuple[list[StepResult], dict[str
     groups = [siblings([1.0, 0.0, 0.0], lengths=[4, 7, 9], seed=seed) for seed in range(2)]
     samples = pack_groups(groups, group_mean, max_tokens=1000).samples
     results = [
-        take_step(
+        update_parameters(
             optimizer, make_batches(samples, max_tokens=1000, device=device),
             compute_logprobs=Scorer(model, dtype=dtype), loss=reinforce, max_grad_norm=1.0,
         )

@@ -172,7 +172,7 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
-    """steps by which generators run ahead of the newest weights; 0 = on-policy"""
+    """steps for which generators sample rollouts in advance, with older weights; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """drop groups sampled by weights older than this many steps; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1

@@ -277,7 +277,7 @@ class Outbox:
         return is_new and now - self._idle_since > IDLE_SECONDS
 
     def _resend(self, below: int) -> list[bytes]:
-        """The frames that were not received and have a lower sequence than `below`."""
+        """The frames with a sequence below `below` that the trainer has not received."""
         frames = [
             frame for sequence, frame in self._frames.items() if self._received < sequence < below
         ]

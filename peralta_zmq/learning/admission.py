@@ -3,7 +3,7 @@
 A group is all rollouts of one problem, sent as one message. `Admission.admit` decides on it for an
 optimizer step; the first row that applies is the decision:
 
-    invalid     the decoder rejected the content of the message
+    invalid     the group has no rollouts, because the decoder rejected them
     abandoned   sampled from weights that a roll-back of the run has undone
     evaluated   completions of held-out problems, for an evaluation
     mismatched  the sender is flagged: its logprobs differ too much from the trainer's
@@ -12,9 +12,10 @@ optimizer step; the first row that applies is the decision:
     no_signal   in the batch, but all rewards are equal, so every advantage is 0
     trained     in the batch
 
-A duplicate is dropped without a new decision. A lost group never arrived, and its sender will not
-send it again. A sender is one start of one generator; it numbers its groups 0, 1, ...: the
-sequence. A group is settled when it has one of these outcomes; `Ledger` records them.
+A group that was settled before is a duplicate: it is dropped and counted. A lost group never
+arrived, and its sender will not send it again. A sender is one start of one generator; it numbers
+its groups 0, 1, ...: the sequence. A group is settled when it has one of these outcomes; `Ledger`
+records them. `max_off_policy_steps` is the setting of train, but 0 if train.max_async_level is 0.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Admission:
 
     def _decide(self, group: RolloutGroup, step: int) -> Outcome:
         """The first outcome whose condition holds."""
-        # Weights of step `step` or later do not exist yet, unless a roll-back has undone them.
+        # The newest weights now are those of `step` - 1. A group from later ones was sampled before
+        # a roll-back to an earlier step.
         is_abandoned = group.newest_step >= step or group.weights_id in self.abandoned
         conditions: dict[Outcome, bool] = {
             "invalid": not group.rollouts,

@@ -1,10 +1,11 @@
 """Training of the policy on groups of rollouts: tokens, logprobs, loss, optimizer step.
 
-`Learner.learn` takes one step: filter the rollouts and compute advantages (advantages.py), pack
-them into micro-batches (packing.py), compute the logprobs of reference models, and update the
-parameters. `take_step` is one update: for each micro-batch the policy's logprobs
-(models/scoring.py), the loss (losses.py) and the backward pass; then the optimizer step.
-With train.num_iterations above 1, a step has that many updates, each on a share of the groups.
+`Learner.learn` takes one training step: filter the rollouts and compute advantages (advantages.py),
+pack them into micro-batches (packing.py), compute the logprobs of reference models, and update the
+parameters. `update_parameters` makes one update: for each micro-batch the policy's logprobs
+(models/scoring.py), the loss (losses.py) and the backward pass; then the step of the optimizer.
+With train.num_iterations above 1, a training step has that many updates, each on a share of the
+groups.
 
 A rollout is a prompt with its completion; a group is all rollouts of one problem; the sender of a
 group is one start of one generator. A rank is one process of a data-parallel trainer. A step is
@@ -145,7 +146,7 @@ class Learner:
             included=included,
         )
         updates = [
-            take_step(
+            update_parameters(
                 self._optimizer,
                 batches,
                 loss=settings.loss,
@@ -275,7 +276,7 @@ class Learner:
             raise ValueError(f"its train.optim is {min(other)}, not {self._settings.optim}")
 
 
-def take_step(
+def update_parameters(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,

@@ -12,7 +12,7 @@ settings are rejected. A loss outside this package, named by its import path, ge
 loss.kwargs.
 
 The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
-the whole optimizer update. The trainer adds the results of all micro-batches and ranks, so their
+the whole parameter update. The trainer adds the results of all micro-batches and ranks, so their
 number and order do not change the gradient.
 
 Notation, per token: pi = logprobs, mu = old_logprobs, prox, ref and teacher = the other logprobs,
@@ -51,11 +51,12 @@ class Tokens:
     mask: Tensor  # float32, 1; 0 on tokens that are in no loss and no metric
     sequence: Tensor  # int64, index of the token's rollout in this micro-batch
     num_sequences: int  # rollouts in this micro-batch
-    step_tokens: float  # unmasked tokens in the whole step on all ranks, at least 1
-    step_sequences: float  # rollouts with an unmasked token in the whole step, at least 1
+    step_tokens: float  # unmasked tokens of the whole update on all ranks, at least 1
+    step_sequences: float  # rollouts with an unmasked token in the whole update, at least 1
     prox_logprobs: Tensor | None = None
     """Policy before the first update of the step; equal to `logprobs`, without gradient, if
-    train.num_iterations is 1. Always set by the trainer."""
+    train.num_iterations is 1. The trainer always
+    sets it; None is for direct calls of a loss."""
     ref_logprobs: Tensor | None = None  # reference model, when the run has one
     teacher_logprobs: Tensor | None = None  # teacher model, when the run has one
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef

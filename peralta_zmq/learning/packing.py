@@ -39,7 +39,7 @@ class PackedSample:
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]  # per rollout
     sender: str  # start of a generator that sent the group
-    group: int  # index of the group among those of the step that have a sample
+    group: int  # number of the group, counting only groups of the step that are trained on
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ class Acknowledgements:
     durable: dict[str, int] = field(default_factory=dict[str, int])
     """Sender -> all of its groups up to this sequence are durable."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> number of its consumed groups, minus 1."""
+    """Sender -> number of its groups in started steps or dropped, minus 1; -1 = none."""
     groups_in_step: int = 0  # of the newest step
     next_publish: float = 0.0  # monotonic seconds: earliest time of the next acknowledgement
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks, join
-from peralta_zmq.learning.learner import take_step
+from peralta_zmq.learning.learner import update_parameters
 from peralta_zmq.learning.losses import grpo, importance, reinforce
 from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
@@ -65,7 +65,7 @@ def gradients(ranks: Ranks) -> dict[str, tuple[Tensor, dict[str, float]]]:
             samples = pack_groups(groups, group_mean, max_tokens=max_tokens).samples
             batches = make_batches(samples, max_tokens=max_tokens, ranks=ranks)
             optimizer = GradientRecorder(model.parameters(), lr=1.0)
-            result = take_step(
+            result = update_parameters(
                 optimizer,
                 batches,
                 compute_logprobs=score,

@@ -14,7 +14,7 @@ from sample_data import siblings, tiny_model
 from torch import Tensor
 
 from peralta_zmq.learning.advantages import group_mean
-from peralta_zmq.learning.learner import StepResult, take_step
+from peralta_zmq.learning.learner import StepResult, update_parameters
 from peralta_zmq.learning.losses import TokenLoss, Tokens, grpo, reinforce
 from peralta_zmq.learning.packing import (
     Batch,
@@ -73,7 +73,7 @@ def gradient(
     """The whole gradient of a step, flat, and the step's metrics."""
     optimizer = GradientRecorder(model.parameters(), lr=1.0)
     options = {"compute_logprobs": Scorer(model), **options}
-    result = take_step(
+    result = update_parameters(
         optimizer, batches, loss=loss, max_grad_norm=math.inf, **options
     )  # fmt: skip
     return torch.cat([each.flatten() for each in optimizer.gradients]), result.metrics
@@ -171,7 +171,7 @@ def step_by_hand(
         "max_grad_norm": 10.0,
     }
     optimizer = options.pop("optimizer", None) or torch.optim.SGD([parameter], lr=0.1)
-    return take_step(optimizer, batches, **{**chosen, **options})
+    return update_parameters(optimizer, batches, **{**chosen, **options})
 
 
 def test_mismatch_kl_of_one_token_by_hand() -> None:
