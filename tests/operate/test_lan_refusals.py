@@ -142,7 +142,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         failed = up(tmp_path, {}, "--wire.port", str(port))
     assert "beta" not in failed.stderr
     assert f"alpha: doctor: ports: port {port} is in use by pid {os.getpid()}" in failed.stderr
-    assert "and that is the trainer" in failed.stderr
+    assert "failed, which includes the trainer's host" in failed.stderr
     assert started(tmp_path) == []
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from peralta_zmq.config.hosts import Host
 from peralta_zmq.operate import lan_monitor, supervisor
 from peralta_zmq.operate.supervisor import Job
 
@@ -54,9 +53,11 @@ def call(command: str, *jobs: Job) -> subprocess.CompletedProcess[str]:
     """Call the supervisor as bin/lan does."""
     words = [] if jobs else [NAME]
     return subprocess.run(
-        [sys.executable, "-m", "peralta_zmq.operate.supervisor", command, *words], check=False,
-        input="".join(map(supervisor.job_text, jobs)), capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "peralta_zmq.operate.supervisor", command, *words],
+        input="".join(map(supervisor.job_text, jobs)),
+        capture_output=True,
+        text=True,
+    )
 
 
 def start(command: str, *jobs: Job) -> int:
@@ -102,7 +103,7 @@ def test_status_of_repeated_crashes_shows_twenty_lines_and_the_reason(
     assert reason == (
         f"{NAME} crashed 5 times in 60 s, last: exit code 9; giving up; its output is above"
     )
-    lines = lan_monitor._status_text(Host(name="pc"), row).splitlines()
+    lines = lan_monitor._status_text({**row, "host": "pc"}).splitlines()
     assert lines[0].split()[:4] == [NAME, "pc", "gave", "up"] and lines[0].endswith(reason)
     assert lines[1:] == [f"    {line}" for line in shown]
 
