@@ -25,7 +25,8 @@ FAILED_STATES = ("gave up", "bad config", "crashed", "unknown")  # unknown: host
 DEFAULT_LINES = 20  # of each log, for `bin/lan logs`
 RECONNECT_SECONDS = 5.0
 Row: TypeAlias = "dict[str, object]"  # a worker: what `supervisor.print_status` prints, and host
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def print_status(hosts: Hosts) -> int:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,7 +145,9 @@ def _timed_out(seconds: float) -> Result:
 
 
 @contextmanager
-def run_in_background(command: Command, ready_line: str) -> Iterator[BackgroundCommand]:
+def run_in_background(
+    command: Command, ready_line: str
+) -> Generator[BackgroundCommand, None, None]:
     """Start a command and wait until it prints a line that begins with `ready_line`, or ends.
 
     Leaving the `with` block kills the command if it still runs, as does its time limit.
