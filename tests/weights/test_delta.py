@@ -80,15 +80,11 @@ def test_delta_without_changes_has_headers_only() -> None:
     assert round_trip(same, same) == 4 + (2 + 1 + 8) + 24 + 4 + 2
 
 
-def test_change_of_every_element_round_trips() -> None:
+def test_float16_and_changes_of_every_element_round_trip() -> None:
     random = np.random.default_rng(0)
     old, new = (halves(random.integers(0, 1 << 16, 70_000)) for _ in range(2))
     round_trip({"w": old}, {"w": new})
-
-
-def test_float16_round_trips() -> None:
-    old = torch.randn(500).half()
-    round_trip({"w": old}, {"w": (old * 1.001).half()})
+    round_trip({"w": old.half()}, {"w": new.half()})
 
 
 @given(left=PATTERNS, right=PATTERNS)
@@ -126,22 +122,16 @@ def test_entropy_of_every_other_element_is_one_bit_each() -> None:
     assert entropy_bits(old, new) == pytest.approx(8.0)
 
 
-def test_delta_of_another_base_is_refused() -> None:
-    old, new = {"w": torch.zeros(9).bfloat16()}, {"w": torch.ones(9).bfloat16()}
-    encoded = b"".join(delta.encode(old, new, {}))
-    with pytest.raises(ValueError, match="w has another base"):
-        delta.apply(io.BytesIO(encoded).read, {"w": torch.full((9,), 5.0).bfloat16()})
-
-
 @pytest.mark.parametrize(
     "tensors, reason",
     [
+        ({"w": torch.full((9,), 5.0).bfloat16()}, "w has another base"),
         ({}, "unknown tensor 'w'"),
         ({"w": torch.zeros(8).bfloat16()}, "w has another size"),
         ({"w": torch.zeros(9).bfloat16(), "x": torch.zeros(1).bfloat16()}, "the delta lacks x"),
     ],
 )
-def test_delta_of_another_model_is_refused(tensors: dict[str, torch.Tensor], reason: str) -> None:
+def test_delta_of_other_tensors_is_refused(tensors: dict[str, torch.Tensor], reason: str) -> None:
     old, new = {"w": torch.zeros(9).bfloat16()}, {"w": torch.ones(9).bfloat16()}
     encoded = b"".join(delta.encode(old, new, {}))
     with pytest.raises(ValueError, match=reason):

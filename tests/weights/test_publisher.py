@@ -74,12 +74,6 @@ def test_keyframe_interval_is_kept_and_every_version_is_bit_exact(
     assert all(same(loaded(store, each), weights_at(each.step)) for each in versions[4:])
 
 
-def test_requested_keyframe_is_published(open_publisher: Opener) -> None:
-    publisher = open_publisher()
-    published(publisher, 0)
-    assert published(publisher, 1, keyframe=True).kind == "keyframe"
-
-
 def test_float32_is_published_as_keyframes(open_publisher: Opener) -> None:
     publisher = open_publisher(dtype=torch.float32)
     assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "keyframe"]

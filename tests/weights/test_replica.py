@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip_bit
 from weight_sets import COMPANIONS, loaded, publish, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
@@ -87,10 +88,7 @@ def test_copy_with_a_flipped_bit_is_not_recovered(
     store: WeightStore, replica: LocalReplica
 ) -> None:
     replica.advance(store, publish(store, 1))
-    file = replica.folder / WEIGHTS
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(bytes(content))
+    flip_bit(replica.folder / WEIGHTS)
     assert LocalReplica(replica.folder).recover() is None
 
 
@@ -156,21 +154,15 @@ def refuses(replica: LocalReplica, store: WeightStore, version: Version | None, 
     assert "\n" not in str(caught.value)
 
 
-def test_missing_base_is_named_and_the_copy_stays(
+def test_missing_or_wrong_base_is_named_and_the_copy_stays(
     store: WeightStore, replica: LocalReplica
 ) -> None:
     versions = publish_chain(store, 4)
     replica.advance(store, versions[0])
-    shutil.rmtree(versions[2].folder)
-    refuses(replica, store, versions[3], "version 3 needs version 2, which is missing")
-    assert same(replica.tensors(), weights_at(0)) and replica.version is not None
-
-
-def test_wrong_base_is_named_and_the_copy_stays(store: WeightStore, replica: LocalReplica) -> None:
-    versions = publish_chain(store, 3)
-    replica.advance(store, versions[0])
     wrong = rewritten(store, versions[2], base="0" * 32)
     refuses(replica, store, wrong, "version 2 has another base than version 1")
+    shutil.rmtree(versions[2].folder)
+    refuses(replica, store, versions[3], "version 3 needs version 2, which is missing")
     assert same(replica.tensors(), weights_at(0)) and replica.version is not None
 
 
@@ -193,8 +185,7 @@ def test_wrong_digest_in_the_manifest_invalidates_the_copy(
 
 def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: LocalReplica) -> None:
     versions = publish_chain(store, 2)
-    file = versions[1].folder / DELTA
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    flip_bit(versions[1].folder / DELTA)
     for _ in range(3):
         refuses(replica, store, versions[1], "does not verify")
     newest = store.newest()
@@ -248,15 +239,11 @@ def test_export_writes_any_step_with_its_companions(store: WeightStore, tmp_path
     assert names_in(tmp_path / "out") == {WEIGHTS, *COMPANIONS}
 
 
-def test_export_of_a_missing_step_lists_the_available_ones(
+def test_export_of_a_missing_step_or_to_an_existing_folder_is_refused(
     store: WeightStore, tmp_path: Path
 ) -> None:
     publish_chain(store, 2)
     with pytest.raises(StoreError, match=r"no version of step 9.*available steps: 0, 1"):
         export_step(store, 9, tmp_path / "out")
-
-
-def test_export_to_an_existing_folder_is_refused(store: WeightStore, tmp_path: Path) -> None:
-    publish(store, 0)
     with pytest.raises(StoreError, match="exists; choose a new folder"):
         export_step(store, 0, tmp_path)

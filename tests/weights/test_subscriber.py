@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip_bit, remove, truncate
 from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
@@ -266,17 +267,11 @@ def test_check_finite_finds_one_element(value: float, index: int) -> None:
 
 
 @pytest.mark.parametrize("name", [DELTA, "manifest.json", "STABLE"])
-@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
+@pytest.mark.parametrize("damage", [truncate, remove, flip_bit])
 def test_damaged_version_is_skipped_until_a_keyframe_repairs(
-    store: WeightStore, subscribe: Opener, damage: str, name: str
+    store: WeightStore, subscribe: Opener, damage: Callable[[Path], None], name: str
 ) -> None:
-    file = publish_chain(store, 2)[1].folder / name
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    if damage == "remove":
-        file.unlink()
-    else:
-        file.write_bytes(bytes(content) if damage == "flip" else file.read_bytes()[:-1])
+    damage(publish_chain(store, 2)[1].folder / name)
     subscriber = subscribe()
     until(lambda: subscriber.poll(timeout=0.1) or subscriber.wants_keyframe)
     if weights := subscriber.poll():
