@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,6 @@ def test_load_option_overrides_file_overrides_default(tmp_path: Path) -> None:
     assert (train.batch_size, train.max_steps, train.warmup_steps) == (128, 5, 3)
 
 
-def test_load_accepts_scientific_notation() -> None:
-    assert load("--train.learning-rate", "1e-5").train.learning_rate == 0.00001
-
-
 def test_load_accepts_each_default_on_the_command_line() -> None:
     arguments = [
         f"--{name}.{leaf.replace('_', '-')}={default_text(field)}"
@@ -40,20 +37,13 @@ def test_load_accepts_each_default_on_the_command_line() -> None:
     assert load(*arguments) == Config()
 
 
-def test_load_accepts_file_name_joined_to_sign() -> None:
-    assert load(f"@{CONFIGS / 'lan.toml'}").run.name == "lan-demo"
-
-
 def test_groups_per_step_is_batch_size_by_num_generations() -> None:
     assert load("--train.batch-size", "48", "--sampling.num-generations", "4").groups_per_step == 12
 
 
-def test_run_folder_is_dir_and_name() -> None:
-    assert load("--run.dir", "/a", "--run.name", "b").run_folder == Path("/a/b")
-
-
 def test_weights_folder_defaults_to_run_folder() -> None:
-    assert load("--run.dir", "/a").weights_folder == Path("/a/demo/weights")
+    config = load("--run.dir", "/a", "--run.name", "b")
+    assert (config.run_folder, config.weights_folder) == (Path("/a/b"), Path("/a/b/weights"))
     assert load("--weights.dir", "/nas/w").weights_folder == Path("/nas/w")
 
 
@@ -77,9 +67,8 @@ def test_calculator_file_has_the_original_settings() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.95, 40)
     assert sampling.max_completion_length == 48
     assert (train.learning_rate, train.lr_scheduler_type) == (2e-6, "constant")
-    assert (train.max_grad_norm, config.loss.name, config.advantage.name) == (
-        0.5, "reinforce", "group_mean",
-    )  # fmt: skip
+    assert train.max_grad_norm == 0.5
+    assert (config.loss.name, config.advantage.name) == ("reinforce", "group_mean")
     assert (config.data.train, config.data.eval, config.wire.hwm) == ("math_1k", "math_250", 12)
 
 
@@ -90,7 +79,7 @@ def test_calculator_file_prompt_has_a_correct_example() -> None:
 
 
 def test_lan_file_binds_all_interfaces_and_publishes_to_nas() -> None:
-    config = load("@", str(CONFIGS / "lan.toml"))
+    config = load(f"@{CONFIGS / 'lan.toml'}")  # without a space
     assert config.wire.bind == "0.0.0.0"
     assert config.weights_folder == Path("/mnt/nas/peralta/lan-demo")
 
@@ -116,20 +105,17 @@ def test_missing_file_names_the_nearest_file() -> None:
     assert refusal("@", f"{CONFIGS}/dmeo.toml") == expected
 
 
-def test_file_with_other_suffix_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("train: {}")
-    assert "a.yaml is not a TOML file" in refusal("@", str(tmp_path / "a.yaml"))
-
-
-def test_invalid_toml_is_reported_with_its_line(tmp_path: Path) -> None:
-    message = toml_refusal(tmp_path, "[run]\nname =\n")
-    assert "Invalid TOML" in message
-    assert "line 2" in message
-
-
-def test_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
-    assert "UTF-8" in refusal("@", str(tmp_path / "a.toml"))
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.yaml", b"train: {}", "a.yaml is not a TOML file"),
+        ("a.toml", b"\xff\xfe", "UTF-8"),
+        ("a.toml", b"[run]\nname =\n", "Invalid TOML in .*line 2"),
+    ],
+)
+def test_invalid_file_is_refused(name: str, content: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.search(expected, refusal("@", str(tmp_path / name)))
 
 
 @settings(deadline=None)

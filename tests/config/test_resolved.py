@@ -34,10 +34,10 @@ def test_toml_text_preserves_any_text(text: str) -> None:
 
 def test_toml_text_preserves_tables(tmp_path: Path) -> None:
     config = load(
-        "--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong",
-        "--filter.repetition.window=7", "--filter.gibberish.enforce",
-        "--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}',
-    )  # fmt: skip
+        *("--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong"),
+        *("--filter.repetition.window=7", "--filter.gibberish.enforce"),
+        *("--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}'),
+    )
     write_resolved(config, tmp_path)
     again = load("@", str(tmp_path / "config.toml"))
     assert again == config
@@ -67,12 +67,6 @@ def test_write_resolved_without_folder_raises_config_error(tmp_path: Path) -> No
         write_resolved(Config(), tmp_path / "file" / "run")
 
 
-def test_earlier_config_accepts_same_settings(tmp_path: Path) -> None:
-    earlier_config(Config(), tmp_path)
-    write_resolved(Config(), tmp_path)
-    earlier_config(Config(), tmp_path)
-
-
 def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> None:
     write_resolved(Config(), tmp_path)
     changed = load("--loss.name", "grpo", "--train.batch-size", "64")
@@ -88,6 +82,7 @@ def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "argument",
     [
+        "--run.seed=0",  # unchanged
         "--log.level=debug",
         "--generator.name=x",
         "--wire.port=6000",
@@ -102,8 +97,9 @@ def test_earlier_config_names_changed_settings_and_remedies(tmp_path: Path) -> N
     ],
 )
 def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> None:
+    assert earlier_config(load(argument), tmp_path) == load(argument)  # a new run
     write_resolved(Config(), tmp_path)
-    earlier_config(load(argument), tmp_path)
+    assert earlier_config(load(argument), tmp_path) == Config()
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,20 @@ from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 
 
-def test_text_for_a_number_is_refused() -> None:
-    assert refusal("--train.max-steps", "many") == (
-        "train.max_steps = 'many' is wrong: "
-        "should be a valid integer, unable to parse string as an integer"
-    )
-
-
-def test_wrong_choice_lists_the_choices() -> None:
-    assert refusal("--train.lr-scheduler-type", "linaer") == (
-        "train.lr_scheduler_type = 'linaer' is wrong: should be 'constant', 'linear' or 'cosine'"
-    )
-
-
-def test_true_is_refused_as_a_number(tmp_path: Path) -> None:
-    message = toml_refusal(tmp_path, "[train]\nmax_steps = true")
-    assert message.startswith("train.max_steps = True is wrong: should be a number or text; ")
-
-
-def test_number_is_refused_as_text(tmp_path: Path) -> None:
-    message = toml_refusal(tmp_path, "[run]\nname = 5")
-    assert message == "run.name = 5 is wrong: should be a valid string"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[train]\nmax_steps = 'x'", "train.max_steps = 'x' is wrong: should be a valid integer"),
+        (
+            "[train]\nmax_steps = true",
+            "train.max_steps = True is wrong: should be a number or text",
+        ),
+        ("[run]\nname = 5", "run.name = 5 is wrong: should be a valid string"),
+        ("[log]\nlevel = 'loud'", "log.level = 'loud' is wrong: should be 'debug', 'info', 'warn"),
+    ],
+)
+def test_value_of_another_type_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    assert toml_refusal(tmp_path, text).startswith(expected)
 
 
 def test_all_wrong_values_are_reported_together() -> None:
