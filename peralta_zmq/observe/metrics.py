@@ -4,6 +4,8 @@ metrics.jsonl   one row for each optimizer step: metric name -> number
 events.jsonl    start, resume, a generator that joins or leaves, a publication, ...
 samples.jsonl   one group (all rollouts of one problem) of each step
 eval.jsonl      one row for each held-out evaluation
+
+Also `read_toml`, for the tables of this package and the settings of a run.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ import logging
 import math
 import mmap
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Row: TypeAlias = dict[str, object]
 
@@ -79,6 +87,11 @@ def parse_rows(block: bytes) -> list[Row]:
     return rows
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises OSError or ValueError."""
+    return tomllib.loads(path.read_text("utf-8"))
+
+
 def last_step(path: Path) -> int | None:
     """Return `step` of the newest row that has one; None for an empty or absent file."""
     steps = (row.get("step") for row in reversed(read_rows(path)))
@@ -109,16 +122,9 @@ def format_number(value: float, spec: str, unit: str = "") -> str:
     return f"{value:{spec}}{unit}" if math.isfinite(value) else "-"
 
 
-def nan_to_null(value: object) -> object:
+def nan_to_null(content: Any) -> Any:
     """Return a copy with None for each NaN and infinity at any depth; JSON has neither."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        fields = cast("Mapping[str, object]", value)
-        return {key: nan_to_null(field) for key, field in fields.items()}
-    if isinstance(value, (list, tuple)):
-        return [nan_to_null(element) for element in cast("Sequence[object]", value)]
-    return value
+    return json.loads(json.dumps(content), parse_constant=lambda name: None)
 
 
 def _truncate_torn_line(file: BinaryIO) -> None:

@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from peralta_zmq.observe.metrics import number
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from peralta_zmq.observe.metrics import number, read_toml
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"gen": "generator", "rewards": "reward"}  # first part of a metric name -> label
@@ -27,9 +21,7 @@ LABELLED = re.compile(r"(gen|rewards)/(.+)/([^/]+)", re.DOTALL)
 COUNTER_PREFIX = "dropped/"  # cumulative since the run began
 
 # section of docs/metrics.md -> documented name -> meaning
-SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(
-    Path(__file__).with_name("metric_names.toml").read_text("utf-8")
-)
+SECTIONS: Mapping[str, Mapping[str, str]] = read_toml(Path(__file__).with_name("metric_names.toml"))
 MEANINGS = {name: meaning for names in SECTIONS.values() for name, meaning in names.items()}
 PATTERNS = {
     name: re.compile(re.escape(name).replace("NAME", "(.+)"), re.DOTALL) for name in MEANINGS

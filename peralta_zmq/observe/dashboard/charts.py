@@ -1,7 +1,7 @@
 """Charts of the dashboard: a column store of all metrics, and the points sent to the browser.
 
-A number that is missing, NaN or infinite is NaN in a column and null in the browser. A roll-back
-makes the trainer repeat steps that were undone.
+charts.toml lists the charts and their columns. A number that is missing, NaN or infinite is NaN in
+a column and null in the browser. A roll-back makes the trainer repeat steps that were undone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peralta_zmq.observe.metrics import Row, generator_numbers, number
+from peralta_zmq.observe.metrics import Row, generator_numbers, number, read_toml
 
 Column: TypeAlias = NDArray[np.float64]
 EVAL = "eval"  # column of held-out accuracy, which has its own steps
@@ -47,48 +48,12 @@ class Chart:
     generator_metric: str = ""
 
 
-REWARD = (
-    Line("reward/low", "- std", "band"),
-    Line("reward/high", "+ std", "band"),
-    Line("reward", "reward"),
-    Line(EVAL, "held-out", "dots"),
-)
-SIGNAL = (
-    Line("frac_reward_zero_std", "no signal", percent=True),
-    Line("completions/clipped_ratio", "truncated", percent=True),
-)
-LOSS = (Line("loss", "loss"), Line("grad_norm", "gradient norm", right=True))
-ENTROPY = (Line("entropy", "entropy"), Line("mismatch_kl", "mismatch KL", right=True))
-STALENESS = (
-    Line("staleness/mean", "mean"),
-    Line("staleness/max", "max"),
-    Line("dropped", "dropped groups, total", right=True),
-)
-ACTIVITIES = (
-    Line("time/forward_backward", "compute", "stack"),
-    Line("time/wait_for_batch", "wait", "stack"),
-    Line("time/journal", "journal", "stack"),
-    Line("time/publish", "publish", "stack"),
-    Line("time/other", "other", "stack"),
-)
-MEASURED_ACTIVITIES = [line.key for line in ACTIVITIES if line.key != "time/other"]
-WEIGHTS = (
-    Line("weights/seconds", "publish"),
-    Line("reload/max", "slowest reload"),
-    Line("weights/megabytes", "version, MB", right=True),
-)
-CHARTS = (
-    Chart("reward", "Reward", REWARD),
-    Chart("signal", "Groups without signal, truncated completions", SIGNAL),
-    Chart("loss", "Loss and gradient norm", LOSS),
-    Chart("entropy", "Entropy and mismatch KL", ENTROPY),
-    Chart("staleness", "Staleness and dropped groups", STALENESS, unit="steps"),
-    Chart("speed", "Tokens per second of each generator", generator_metric="tokens_per_s"),
-    Chart("time", "Step time by activity", ACTIVITIES, unit="seconds"),
-    Chart("queue", "Groups waiting for the trainer", (Line("queue/depth", "queue"),)),
-    Chart("weights", "Publish and reload", WEIGHTS, unit="seconds"),
-    Chart("length", "Completion length", (Line("completions/mean_length", "mean"),), "tokens"),
-)
+CHARTS = [
+    Chart(**{**chart, "lines": tuple(Line(**line) for line in chart.get("lines", ()))})
+    for chart in read_toml(Path(__file__).with_name("charts.toml"))["charts"]
+]
+# Activities that the trainer measures; the rest of the step time is time/other.
+ACTIVITIES = ("time/forward_backward", "time/wait_for_batch", "time/journal", "time/publish")
 
 
 class Table:
@@ -156,7 +121,7 @@ def derived_numbers(row: Row) -> dict[str, float]:
 
     seconds = get("step_time")
     rate = 1 / seconds if seconds > 0 else math.nan
-    activities = {key: get(key, 0.0) for key in MEASURED_ACTIVITIES}
+    activities = {key: get(key, 0.0) for key in ACTIVITIES}
     reloads = filter(math.isfinite, generator_numbers(row, "reload_s").values())
     return {
         **activities,
@@ -172,15 +137,36 @@ def derived_numbers(row: Row) -> dict[str, float]:
     }
 
 
-def charts_of(
-    table: Table, evaluations: Mapping[float, float], *, after: int = 0
-) -> list[dict[str, Any]]:
-    """Return all charts from row `after` of the table on: `{id, title, unit, lines, x, columns}`.
+def points(
+    chart: Chart, table: Table, evaluations: Mapping[float, float], *, after: int
+) -> dict[str, Any]:
+    """Return a chart from row `after` of the table on: the fields of Chart, `x` and `columns`.
 
     `evaluations` maps steps to held-out accuracy. `x` has steps, `columns` the values of each line.
     Long columns are downsampled; a missing value is NaN.
     """
-    return [_points(chart, table, evaluations, after) for chart in CHARTS]
+    lines = [
+        line
+        for line in (*chart.lines, *_generator_lines(chart, table))
+        if (evaluations if line.key == EVAL else line.key in table.columns)
+    ]
+    values = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
+    indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
+    held_out = evaluations if any(line.key == EVAL for line in lines) else {}
+    indices |= {index for step in held_out if (index := table.index(step)) is not None}
+    index_of = {table.steps[index]: index for index in sorted(indices)}
+    x = sorted(index_of.keys() | held_out.keys())
+
+    def value(line: Line, step: float) -> float:
+        if line.key == EVAL:
+            return held_out.get(step, math.nan)
+        return float(f"{table.value(line.key, index_of.get(step)):.7g}")  # makes the JSON shorter
+
+    return {
+        **asdict(replace(chart, lines=tuple(lines))),
+        "x": x,
+        "columns": [[value(line, step) for step in x] for line in lines],
+    }
 
 
 def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int64]:
@@ -206,30 +192,6 @@ def downsample(columns: Sequence[Column], *, num_buckets: int) -> NDArray[np.int
             starts + missing.argmax(axis=1),
         ]
     return np.unique(np.minimum(np.concatenate(indices), size - 1))
-
-
-def _points(
-    chart: Chart, table: Table, evaluations: Mapping[float, float], after: int
-) -> dict[str, Any]:
-    lines = [
-        line
-        for line in (*chart.lines, *_generator_lines(chart, table))
-        if (evaluations if line.key == EVAL else line.key in table.columns)
-    ]
-    values = [table.values(line.key, after=after) for line in lines if line.key != EVAL]
-    indices = {after + int(index) for index in downsample(values, num_buckets=NUM_BUCKETS)}
-    held_out = evaluations if any(line.key == EVAL for line in lines) else {}
-    indices |= {index for step in held_out if (index := table.index(step)) is not None}
-    index_of = {table.steps[index]: index for index in sorted(indices)}
-    x = sorted(index_of.keys() | held_out.keys())
-
-    def value(line: Line, step: float) -> float:
-        if line.key == EVAL:
-            return held_out.get(step, math.nan)
-        return float(f"{table.value(line.key, index_of.get(step)):.7g}")  # makes the JSON shorter
-
-    columns = [[value(line, step) for step in x] for line in lines]
-    return {**asdict(chart), "lines": [asdict(line) for line in lines], "x": x, "columns": columns}
 
 
 def _generator_lines(chart: Chart, table: Table) -> list[Line]:

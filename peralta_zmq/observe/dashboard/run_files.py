@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,11 +22,6 @@ from peralta_zmq.observe.dashboard.charts import Table
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, SAMPLES, Row, number
 from peralta_zmq.observe.report import SUMMARY
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, stall_limit
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG = "config.toml"
 LOCK = "lock"  # held by the trainer
@@ -148,8 +142,7 @@ def _read_small_file(path: Path) -> Mapping[str, Any]:
 @lru_cache
 def _parse(path: Path, mtime_ns: int) -> Mapping[str, Any]:
     """Parse a file; a changed file has another `mtime_ns`, so that it is parsed again."""
-    text = path.read_text("utf-8")
-    return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    return json.loads(path.read_bytes()) if path.suffix == ".json" else metrics.read_toml(path)
 
 
 def status_of(run: RunFiles, *, now: float) -> str:

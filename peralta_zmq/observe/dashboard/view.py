@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from peralta_zmq.atomic_files import replace_file
-from peralta_zmq.observe.dashboard.charts import charts_of
+from peralta_zmq.observe.dashboard.charts import CHARTS, points
 from peralta_zmq.observe.dashboard.run_files import (
     ENDED,
     NOT_RUNNING,
@@ -84,11 +84,12 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     is_new = reset or sent != (num_steps, num_evaluations)
     accuracies = {step: number(row, "accuracy") for step, row in run.evaluations.items()}
     after = 0 if reset else num_steps
+    charts = CHARTS if is_new else []
     return {
         "cursor": f"{run.generation}:{sent[0]}:{sent[1]}",
         "reset": reset,
         "loading": run.loading,
-        "charts": charts_of(run.table, accuracies, after=after) if is_new else [],
+        "charts": [points(chart, run.table, accuracies, after=after) for chart in charts],
         "state": state(run, now=now),
     }
 
