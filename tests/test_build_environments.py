@@ -62,7 +62,7 @@ def test_slow_loading_shows_progress(
     with closing(open_environments(config, "eval")):
         assert capsys.readouterr().err == ""  # done within two seconds
     monkeypatch.setattr(terminal, "PROGRESS_DELAY", 0.0)
-    monkeypatch.setitem(terminal.PROGRESS_SECONDS, False, 0.0)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     with closing(open_environments(config, "eval")):
         lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "loading calculator: 0 of 250 (0%)"
