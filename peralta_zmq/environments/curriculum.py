@@ -16,6 +16,9 @@ from itertools import accumulate
 from itertools import count as count_from
 from typing import Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from peralta_zmq.errors import TaskError
 
 BLOCK_SIZE = 1000  # samples; in each block the environments have exactly their ratios
@@ -140,7 +143,7 @@ class DifficultyPools:
         for position, problem_id in enumerate(ids):
             self._positions.setdefault(problem_id, []).append(position)
         self._excluded: dict[str, Pool] = {}  # pool by problem id
-        self._bits = bytearray(-(-len(ids) // 8))  # bit p % 8 of byte p // 8 is position p
+        self._is_excluded = np.zeros(len(ids), np.bool_)  # by position
 
     @property
     def active(self) -> bool:
@@ -150,7 +153,7 @@ class DifficultyPools:
     @property
     def excluded(self) -> bytes:
         """A bitmap with one bit per position, 1 if excluded; empty if no problem is excluded."""
-        return bytes(self._bits) if self._excluded else b""
+        return bitmap(self._is_excluded) if self._excluded else b""
 
     def sizes(self) -> dict[Pool, int]:
         """Number of problems in each pool."""
@@ -164,7 +167,7 @@ class DifficultyPools:
         If no normal problem is left, all problems become normal again. Returns the number of
         problems that this made normal; 0 if normal problems are left.
         """
-        if not self.active or problem_id not in self._positions:
+        if problem_id not in self._positions:
             return 0
         self._move(problem_id, self._pool_for_reward(mean_reward))
         if len(self._excluded) < len(self._positions):
@@ -173,9 +176,8 @@ class DifficultyPools:
 
     def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
         """Move random fractions of the easy and hard problems to normal; returns their number."""
-        fractions: dict[Pool, float] = {"easy": easy_fraction, "hard": hard_fraction}
         returned: list[str] = []
-        for pool, fraction in fractions.items():
+        for pool, fraction in zip(EXCLUDED_POOLS, (easy_fraction, hard_fraction), strict=True):
             ids = self._ids_in(pool)
             rng = random.Random(f"return {pool} {seed}")
             returned += rng.sample(ids, round(fraction * len(ids)))
@@ -208,17 +210,17 @@ class DifficultyPools:
             self._excluded.pop(problem_id, None)
         else:
             self._excluded[problem_id] = pool
-        for position in self._positions[problem_id]:
-            bit = 1 << position % 8
-            if pool == "normal":
-                self._bits[position // 8] &= ~bit
-            else:
-                self._bits[position // 8] |= bit
+        self._is_excluded[self._positions[problem_id]] = pool != "normal"
 
     def _move_to_normal(self, problem_ids: Sequence[str]) -> int:
         for problem_id in problem_ids:
             self._move(problem_id, "normal")
         return len(problem_ids)
+
+
+def bitmap(values: ArrayLike) -> bytes:
+    """One bit for each of the booleans [N]: value i is bit `i % 8` of byte `i // 8`."""
+    return np.packbits(np.asarray(values, np.bool_), bitorder="little").tobytes()
 
 
 def is_in_bitmap(bits: bytes, position: int) -> bool:

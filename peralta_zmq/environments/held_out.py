@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
+from peralta_zmq.environments.curriculum import bitmap
 from peralta_zmq.rollout import Answer, Problem
 
 PASSING_REWARD = 1.0  # smallest reward of a correct answer
@@ -29,50 +30,37 @@ class Evaluation:
         self.step = step
         self.policy_steps: list[int] = []  # optimizer steps of the weights, one per group
         self._problems, self._num_rollouts = problems, rollouts_per_example
-        self._positions: dict[str, list[int]] = {}  # by problem id; equal ids are one problem
-        for position, problem in enumerate(problems):
-            self._positions.setdefault(problem.id, []).append(position)
-        self._answers: dict[int, list[Answer]] = {}  # by position
+        self._unanswered = {problem.id for problem in problems}  # equal ids are one problem
+        self._answers: dict[str, Sequence[tuple[str, float]]] = {}  # by problem id
 
     def expects(self, problem_id: str, num_answers: int) -> bool:
         """Whether the number of answers is right and the example has no answers yet."""
-        positions = self._positions.get(problem_id, [])
-        return num_answers == self._num_rollouts and any(
-            position not in self._answers for position in positions
-        )
+        return num_answers == self._num_rollouts and problem_id in self._unanswered
 
     def add(
         self, problem_id: str, answers: Sequence[tuple[str, float]], *, policy_step: int
     ) -> None:
         """Store the answers (text, reward) to an example."""
         self.policy_steps.append(policy_step)
-        for position in self._positions[problem_id]:
-            question = self._problems[position].question
-            self._answers[position] = [Answer(question, text, reward) for text, reward in answers]
+        self._unanswered.remove(problem_id)
+        self._answers[problem_id] = answers
 
     @property
     def complete(self) -> bool:
         """Whether every example has answers."""
-        return len(self._answers) == len(self._problems)
-
-    @property
-    def num_answered(self) -> int:
-        """Number of examples with answers."""
-        return len(self._answers)
+        return not self._unanswered
 
     @property
     def answered(self) -> bytes:
-        """One bit per example, 1 if it has answers: bit p % 8 of byte p // 8."""
-        bits = bytearray(-(-len(self._problems) // 8))
-        for position in self._answers:
-            bits[position // 8] |= 1 << position % 8
-        return bytes(bits)
+        """One bit per example, 1 if it has answers: a bitmap for `curriculum.is_in_bitmap`."""
+        return bitmap([problem.id in self._answers for problem in self._problems])
 
     def answers(self) -> list[tuple[Problem, list[Answer]]]:
         """The examples that have answers, in data set order."""
         return [
-            (self._problems[position], self._answers[position])
-            for position in sorted(self._answers)
+            (problem, [Answer(problem.question, *answer) for answer in self._answers[problem.id]])
+            for problem in self._problems
+            if problem.id in self._answers
         ]
 
 

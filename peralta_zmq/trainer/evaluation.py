@@ -90,7 +90,7 @@ class EvaluationCoordinator:
             self._current = None
             self._announce()
             self._session.run_log.note(
-                f"evaluation of step {current.step} incomplete: {current.num_answered} of "
+                f"evaluation of step {current.step} incomplete: {len(current.answers())} of "
                 f"{len(self._held_out.problems)} examples were answered in time"
             )
 
