@@ -44,7 +44,8 @@ class RewardRunner:
         self._function, self._options = function, dict(options or {})
         self._timeout, self._bounded = timeout_seconds, bounded
         self._name = f"{function.__module__}:{function.__qualname__}"
-        self._process: _RewardProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # imports the function and calls it
+        self._pipe: Connection | None = None  # to this process
         self._num_failures = 0  # since the last reward
 
     def reward(self, problem: Problem, completion_text: str) -> Reward:
@@ -66,69 +67,55 @@ class RewardRunner:
         raise RewardError(message)
 
     def close(self) -> None:
-        """Kill the process of the reward function, if it runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        """Kill the process of the reward function and its child processes, if it runs."""
+        if self._process is None:
+            return
+        assert self._pipe is not None and self._process.stdin is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+        self._pipe.close()
+        self._process = self._pipe = None
 
     def _call(self, problem: Problem, text: str) -> Reward | str:
         """The reward, or the reason of a failure."""
         if self._bounded:
             return _call_function(self._function, problem, text, self._options)
-        self._process = self._process or _RewardProcess(self._name, self._options)
-        result = self._process.call(problem, text, timeout_seconds=self._timeout)
-        if not self._process.alive:
-            self._process = None
-        return result
+        if self._process is None:
+            self._start()
+        return cast("Reward | str", self._exchange((problem, text), self._timeout))
 
-
-class _RewardProcess:
-    """A process that imports the reward function and calls it, one completion at a time."""
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def _start(self) -> None:
+        """Start the process, which imports the function. Raises TaskError if it cannot."""
         self._pipe, child_pipe = Pipe()
         with child_pipe:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, name, str(child_pipe.fileno())],
+                [sys.executable, "-m", __name__, self._name, str(child_pipe.fileno())],
                 stdin=subprocess.PIPE,  # ends when this process dies: see _exit_with_parent
                 pass_fds=[child_pipe.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
             )
-        self.alive = True
-        self._pipe.send(options)
-        if (message := self._receive(START_TIMEOUT_SECONDS)) != "ready":
-            self.kill()
-            raise TaskError(f"the process of reward function {name} did not start: it {message}")
+        if (result := self._exchange(self._options, START_TIMEOUT_SECONDS)) != "ready":
+            self.close()
+            raise TaskError(f"reward function {self._name} did not start: its process {result}")
 
-    def call(self, problem: Problem, text: str, *, timeout_seconds: float) -> Reward | str:
-        """The reward, or the reason of a failure; after some failures, `alive` is False."""
+    def _exchange(self, message: object, timeout_seconds: float) -> object:
+        """Send a message to the process and return its reply.
+
+        If no reply arrives in time, kills the process and returns the reason instead.
+        """
+        assert self._process is not None and self._pipe is not None
+        process = self._process
         try:
-            self._pipe.send((problem, text))
-        except OSError:
-            self.kill()
-            return "lost the connection to its process"
-        return cast("Reward | str", self._receive(timeout_seconds))
-
-    def kill(self) -> None:
-        """Kill the process and its child processes."""
-        self.alive = False
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._pipe.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def _receive(self, timeout_seconds: float) -> object:
-        """The next message; if none arrives, kills the process and returns the reason."""
-        try:
+            self._pipe.send(message)
             if self._pipe.poll(timeout_seconds):
                 return self._pipe.recv()
         except (EOFError, OSError):
-            self.kill()
-            return f"exited with code {self._process.returncode}"
-        self.kill()
+            self.close()
+            return f"exited with code {process.returncode}"
+        self.close()
         return f"took longer than {timeout_seconds:g} s"
 
 

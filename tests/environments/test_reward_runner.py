@@ -64,7 +64,7 @@ def test_reward_is_computed_in_another_process(runner: RewardRunner) -> None:
     assert runner.reward(PROBLEM, "anything") == 1.0
     assert runner.reward(PROBLEM, "true") == 1.0
     assert runner.reward(PROBLEM, "parts") == {"right": 1.0, "short": 0.5}
-    assert runner._process is not None and runner._process._process.pid != os.getpid()
+    assert runner._process is not None and runner._process.pid != os.getpid()
 
 
 FAILURES = {
@@ -149,7 +149,7 @@ def test_reward_that_cannot_be_imported_is_named(task: ModuleType) -> None:
     task.reward.__module__ = "no_such_task_at_all"
     with (
         closing(RewardRunner(task.reward, timeout_seconds=1)) as runner,
-        pytest.raises(TaskError, match="no_such_task_at_all:reward did not start: it exited"),
+        pytest.raises(TaskError, match="no_such_task_at_all:reward did not start: its process exited"),
     ):
         runner.reward(PROBLEM, "anything")
 
