@@ -16,7 +16,7 @@ import signal
 import threading
 from contextlib import closing, suppress
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from peralta_zmq.atomic_files import read_private_token
@@ -31,6 +31,7 @@ MAX_REQUEST_BYTES = 1 << 20
 # Maximum wait for other calls of reward functions, then the response is status 503 and the client
 # retries; shorter than the client's request timeout.
 LOCK_TIMEOUT_SECONDS = 25.0
+ANSWER_FIELDS = ("env", "problem", "completion")  # of the body of /verify_answer
 logger = logging.getLogger(__name__)
 
 
@@ -53,9 +54,9 @@ def run(config: Config) -> None:
 class _RequestError(Exception):
     """A request that is answered with an HTTP error status and a reason."""
 
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
+    def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status = HTTPStatus(status)
 
 
 class Verifier:
@@ -95,31 +96,27 @@ class Verifier:
     def problems(self, env: str, split: str) -> dict[str, Any]:
         """The problems of an environment, as a response. Raises _RequestError for a wrong name."""
         if split not in self._splits:
-            raise _RequestError(HTTPStatus.NOT_FOUND, f"split {split!r:.40} is not train or eval")
+            raise _RequestError(404, f"split {split!r:.40} is not train or eval")
         environments = self._splits[split]
         if env not in environments.sizes:
             names = ", ".join(environments.sizes)
-            raise _RequestError(
-                HTTPStatus.NOT_FOUND, f"no environment {env!r:.40}; there are {names}"
-            )
+            raise _RequestError(404, f"no environment {env!r:.40}; there are {names}")
         problems = [problem for problem in environments.problems if problem.task == env]
         return {"problems": list(map(problem_to_json, problems))}
 
     def reward(self, env: str, problem_id: str, completion: str) -> dict[str, Any]:
         """The reward of a completion, as a response. Raises _RequestError if computing it fails."""
         if (env, problem_id) not in self._problems:
-            raise _RequestError(
-                HTTPStatus.NOT_FOUND, f"no problem {problem_id!r:.40} in {env!r:.40}"
-            )
+            raise _RequestError(404, f"no problem {problem_id!r:.40} in {env!r:.40}")
         problem, environments = self._problems[env, problem_id]
         if not self._reward_lock.acquire(timeout=LOCK_TIMEOUT_SECONDS):
-            raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "busy")
+            raise _RequestError(503, "busy")
         try:
             if self._closed:
-                raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "stopped")
+                raise _RequestError(503, "stopped")
             return {"reward": environments.reward(problem, completion)}
         except PeraltaError as error:
-            raise _RequestError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
+            raise _RequestError(422, str(error)) from None
         finally:
             self._reward_lock.release()
 
@@ -133,9 +130,7 @@ class _Handler(RequestHandler):
         """Respond to a GET or POST request."""
         try:
             if not self.is_authorized():
-                raise _RequestError(
-                    HTTPStatus.UNAUTHORIZED, "set the password in verifier.token_file"
-                )
+                raise _RequestError(401, "set the password in verifier.token_file")
             status, message = HTTPStatus.OK, self._result()
         except _RequestError as error:
             status, message = error.status, {"error": str(error)}
@@ -155,36 +150,24 @@ class _Handler(RequestHandler):
                 query = {name: values[0] for name, values in parse_qs(url.query).items()}
                 return self.verifier.problems(query.get("env", ""), query.get("split", "train"))
             case "POST", "/verify_answer":
-                body = self._body()
-                env, problem_id, completion = (
-                    _text(body, name) for name in ("env", "problem", "completion")
-                )
-                return self.verifier.reward(env, problem_id, completion)
+                return self.verifier.reward(*self._body())
             case _:
-                raise _RequestError(
-                    HTTPStatus.NOT_FOUND,
-                    "no such path; use GET /health, GET /problems or POST /verify_answer",
-                )
+                choices = "GET /health, GET /problems or POST /verify_answer"
+                raise _RequestError(404, f"no such path; use {choices}")
 
-    def _body(self) -> dict[str, Any]:
-        """The JSON object in the body of the current request. Raises _RequestError."""
+    def _body(self) -> list[str]:
+        """The texts ANSWER_FIELDS in the body of the current request. Raises _RequestError."""
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 10):
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or invalid")
+            raise _RequestError(411, "Content-Length is missing or invalid")
         if int(length) > MAX_REQUEST_BYTES:
-            raise _RequestError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {MAX_REQUEST_BYTES} bytes"
-            )
+            raise _RequestError(413, f"more than {MAX_REQUEST_BYTES} bytes")
         try:
             body = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            raise _RequestError(HTTPStatus.BAD_REQUEST, "not JSON") from None
-        if not isinstance(body, dict):
-            raise _RequestError(HTTPStatus.BAD_REQUEST, "not a JSON object")
-        return cast("dict[str, Any]", body)
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    if not isinstance(value := body.get(name), str):
-        raise _RequestError(HTTPStatus.BAD_REQUEST, f"{name} is missing or not a string")
-    return value
+            texts = [body[name] for name in ANSWER_FIELDS]
+        except (ValueError, RecursionError, TypeError, KeyError):
+            texts = []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            fields = ", ".join(ANSWER_FIELDS)
+            raise _RequestError(400, f"the body is not a JSON object with the texts {fields}")
+        return texts
