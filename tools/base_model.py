@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from peralta_zmq import models
-from peralta_zmq.observe.terminal import progress_on
+from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import Message
 from tools.calculator_problems import LARGEST_NUMBER, calculator_files, fresh_rows
 
@@ -157,7 +157,7 @@ def train(model: models.Model, tokenizer: models.Tokenizer, recipe: Recipe) -> N
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    progress = progress_on("training the base model", recipe.num_steps)
+    progress = progress_on_stderr("training the base model", recipe.num_steps)
     model.train()
     for step, (ids, targets) in enumerate(lesson_batches(tokenizer, recipe), start=1):
         warmup = min(1.0, step / recipe.warmup_steps)

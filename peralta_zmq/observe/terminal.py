@@ -34,12 +34,7 @@ REPEAT_SECONDS = 60.0  # minimum time between two lines with the same kind of ve
 PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
 REDRAW_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates of a progress; drawn in place or not
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-PACKAGES = {  # key of a generator's info -> name
-    "package": "peralta_zmq",
-    "python": "Python",
-    "torch": "torch",
-    "transformers": "transformers",
-}
+VERSIONS = ("package", "python", "torch", "transformers")  # in a generator's info
 logger = logging.getLogger(__name__)
 
 
@@ -81,8 +76,7 @@ class Terminal:
 
     def progress(self, description: str, total: int) -> Progress:
         """Return a progress display of an operation; on a terminal it is below the table."""
-        in_place = self._live is not None
-        return Progress(description, total, show=self._show_progress, in_place=in_place)
+        return Progress(description, total, self._show_progress, in_place=bool(self._live))
 
     def step(self, row: Row, verdict: Verdict | None = None) -> None:
         """Show one row of metrics.jsonl, and the verdict; as a line only if its kind changed."""
@@ -177,27 +171,19 @@ class Progress:
     """
 
     def __init__(
-        self,
-        description: str,
-        total: int,
-        *,
-        show: Callable[[str], None],
-        in_place: bool,
-        clock: Callable[[], float] = time.monotonic,
+        self, description: str, total: int, show: Callable[[str], None], *, in_place: bool
     ) -> None:
         self._description, self._total = description, total
-        self._show, self._in_place, self._clock = show, in_place, clock
-        self._start = clock()
+        self._show, self._in_place = show, in_place
+        self._start = time.monotonic()
         self._next_update = self._start + PROGRESS_DELAY
-        self._is_shown = False
 
     def update(self, done: int) -> None:
         """Report that `done` of `total` items are finished."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._next_update or done >= self._total:
             return
         self._next_update = now + (REDRAW_SECONDS if self._in_place else LINE_SECONDS)
-        self._is_shown = True
         seconds = (now - self._start) / max(1, done) * (self._total - done)
         eta = f", {format_duration(seconds)} left" if done else ""
         share = 100 * done // self._total
@@ -205,8 +191,7 @@ class Progress:
 
     def hide(self) -> None:
         """Remove a text drawn in place, so that something else can be printed."""
-        if self._is_shown and self._in_place:
-            self._is_shown = False
+        if self._in_place:
             self._show("")
 
     def __enter__(self) -> Progress:
@@ -216,21 +201,20 @@ class Progress:
         self.hide()
 
 
-def progress_on(description: str, total: int, stream: TextIO | None = None) -> Progress:
-    """Return a progress display on `stream` (default: standard error)."""
-    out = stream or sys.stderr
-    in_place = out.isatty()
+def progress_on_stderr(description: str, total: int) -> Progress:
+    """Return a progress display on standard error."""
+    in_place = sys.stderr.isatty()
 
     def show(text: str) -> None:
-        out.write(f"\r{text}\x1b[K" if in_place else f"{text}\n")
-        out.flush()
+        sys.stderr.write(f"\r{text}\x1b[K" if in_place else f"{text}\n")
+        sys.stderr.flush()
 
-    return Progress(description, total, show=show, in_place=in_place)
+    return Progress(description, total, show, in_place=in_place)
 
 
 def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
     """Yield the items; show a progress display if `items` has a length hint."""
-    with progress_on(description, length_hint(items)) as progress:
+    with progress_on_stderr(description, length_hint(items)) as progress:
         for count, item in enumerate(items):
             progress.update(count)
             yield item
@@ -245,8 +229,9 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
     threads = f", threads: {info['threads']}" if "threads" in info else ""
     differences = [
-        f"{name} {info[key]} (trainer: {trainer.get(key, 'unknown')})"
-        for key, name in PACKAGES.items()
+        f"{'peralta_zmq' if key == 'package' else key} {info[key]} "
+        f"(trainer: {trainer.get(key, 'unknown')})"
+        for key in VERSIONS
         if key in info and info[key] != trainer.get(key)
     ]
     comparison = ", ".join(differences) or "same versions as the trainer"

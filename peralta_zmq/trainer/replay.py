@@ -21,7 +21,7 @@ from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.learner import Learner
 from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, number, read_rows
-from peralta_zmq.observe.terminal import progress_on
+from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import write_merged
@@ -95,7 +95,7 @@ def replay(
         raise JournalError(f"{folder}/journal is empty; there is nothing to replay")
     _restore(learner, folder, min(steps), first)
     begin, end = learner.step, max(steps) if last is None else min(last, max(steps))
-    with progress_on("replaying", end - begin) as progress:
+    with progress_on_stderr("replaying", end - begin) as progress:
         while last is None or learner.step < last:
             step = learner.step + 1
             records, _ = journal.read_records(folder / "journal", step)
@@ -205,7 +205,7 @@ def _published(config: Config) -> dict[int, str]:
     fingerprints: dict[int, str] = {}
     store = WeightStore.open(config.weights_address)
     versions = store.versions()
-    with progress_on("reading published weights", len(versions)) as progress:
+    with progress_on_stderr("reading published weights", len(versions)) as progress:
         for count, version in enumerate(versions, start=1):
             # A version of an earlier step than the previous one follows a roll-back to that step.
             fingerprints = {s: value for s, value in fingerprints.items() if s < version.step}

@@ -13,7 +13,7 @@ from peralta_zmq.observe.metrics import Row
 from peralta_zmq.observe.terminal import (
     Progress,
     Terminal,
-    progress_on,
+    progress_on_stderr,
     worker_info_text,
 )
 from peralta_zmq.observe.verdict import Verdict
@@ -184,62 +184,45 @@ def test_progress_is_shown_below_the_table_and_removed() -> None:
     assert "evaluating" not in after
 
 
-class Walk:
-    """Records the progress of 100 items that take one second each."""
-
-    def __init__(self, *, in_place: bool) -> None:
-        self.texts: list[str] = []
-        self._now = 0.0
-        show, clock = self.texts.append, lambda: self._now
-        with Progress("walking", 100, show=show, in_place=in_place, clock=clock) as progress:
-            for done in range(1, 101):
-                self._now = float(done)
-                progress.update(done)
-
-
-def test_progress_off_a_terminal_is_a_line_every_ten_seconds() -> None:
-    texts = Walk(in_place=False).texts
-    assert texts[:2] == [
-        "walking: 2 of 100 (2%), 1m38s left", "walking: 12 of 100 (12%), 1m28s left",
-    ]  # fmt: skip
-    assert texts[-1] == "walking: 92 of 100 (92%), 8s left"
-    assert len(texts) == 10
-
-
-def test_progress_on_a_terminal_is_redrawn_and_removed() -> None:
-    texts = Walk(in_place=True).texts
-    assert len(texts) == 99  # 2 to 99, and the removal
-    assert texts[-2:] == ["walking: 99 of 100 (99%), 1s left", ""]
-
-
 @pytest.mark.parametrize(
-    ("now", "done", "texts"),
+    ("in_place", "num_items", "seconds", "texts"),
     [
-        (1.9, 2, []),
-        (3.0, 0, ["scan: 0 of 3 (0%)"]),
-        (3.0, 1, ["scan: 1 of 3 (33%), 6s left"]),
+        # off a terminal: one line every ten seconds
+        (False, 100, 1.0, [f"walk: {done} of 100 ({done}%), {left} left" for done, left in (
+            (2, "1m38s"), (12, "1m28s"), (22, "1m18s"), (32, "1m08s"), (42, "58s"), (52, "48s"),
+            (62, "38s"), (72, "28s"), (82, "18s"), (92, "8s"))]),
+        # on a terminal: redrawn after two seconds, and removed at the end
+        (True, 5, 1.0, [f"walk: {done} of 5 ({20 * done}%), {5 - done}s left"
+                        for done in (2, 3, 4)] + [""]),
+        (False, 3, 0.6, []),  # too short for a progress display
+        (False, 2, 3.0, ["walk: 1 of 2 (50%), 3s left"]),
     ],
-)
-def test_progress_needs_two_seconds_and_a_finished_item(
-    now: float, done: int, texts: list[str]
+)  # fmt: skip
+def test_progress_shows_share_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    in_place: bool,
+    num_items: int,
+    seconds: float,
+    texts: list[str],
 ) -> None:
-    shown: list[str] = []
-    clock = iter([0.0, now]).__next__
-    with Progress("scan", 3, show=shown.append, in_place=False, clock=clock) as progress:
-        progress.update(done)
+    """Each of the items takes `seconds`."""
+    now, shown = 0.0, list[str]()
+    monkeypatch.setattr("peralta_zmq.observe.terminal.time.monotonic", lambda: now)
+    with Progress("walk", num_items, shown.append, in_place=in_place) as progress:
+        for done in range(num_items + 1):
+            now = seconds * done
+            progress.update(done)
     assert shown == texts
 
 
-def test_progress_drawn_in_place_is_erased_by_hide() -> None:
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Screen()
-    progress = progress_on("drawing", 10, screen)
+def test_progress_on_a_terminal_is_erased_by_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", screen)
+    progress = progress_on_stderr("drawing", 10)
     progress._next_update = 0.0
     progress.update(0)
-    progress.hide()
     progress.hide()
     assert screen.getvalue() == "\rdrawing: 0 of 10 (0%)\x1b[K\r\x1b[K"
 
@@ -253,7 +236,7 @@ TRAINER = {"package": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transform
      "cpu float32, threads: 2; same versions as the trainer"),
     ({**TRAINER, "python": "3.10.12", "torch": "2.6.0"}, TRAINER,
      "cuda:0 bfloat16, threads: 8; "
-     "Python 3.10.12 (trainer: 3.11.7), torch 2.6.0 (trainer: 2.13.0)"),
+     "python 3.10.12 (trainer: 3.11.7), torch 2.6.0 (trainer: 2.13.0)"),
     ({"torch": "3.0", "mood": "good"}, {}, "device unknown; torch 3.0 (trainer: unknown)"),
     ({**TRAINER, "device": "\x1b[2J"}, TRAINER,
      "?[2J bfloat16, threads: 8; same versions as the trainer"),

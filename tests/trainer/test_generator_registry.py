@@ -180,7 +180,7 @@ def test_worker_info_after_the_first_group_is_recorded_once(
     recorded = [(row["event"], row.get("worker_info")) for row in rows]
     assert recorded == [("join", None), ("worker_info", INFO)]
     printed = capsys.readouterr().out
-    assert printed.count("generator ann: cpu; Python 3.10.12 (trainer: 3.11.7)") == 1
+    assert printed.count("generator ann: cpu; python 3.10.12 (trainer: 3.11.7)") == 1
 
 
 def test_each_start_of_a_generator_joins(empty: GeneratorRegistry, tmp_path: Path) -> None:
