@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from peralta_zmq.atomic_files import read_private_token
-from peralta_zmq.errors import ConfigError, PeraltaError
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.dashboard.run_files import CONFIG
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import EVENTS, METRICS
 
-DEFAULT_PORT = 8470
 OPTIONS = ("--export", "--host", "--port", "--token-file")
 
 
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     add("--export", type=Path, metavar="FILE", help="write one HTML file instead of serving")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=DEFAULT_PORT, help="first port to try (default: %(default)s)")
+    add("--port", type=int, default=8470, help="first port to try (default: %(default)s)")
     add("--token-file", help="file of mode 0600 with the password of the dashboard")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -37,12 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     for folder in options.runs:
         if not any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG)):
             raise ConfigError(f"{folder} is not a run folder; choose one with {METRICS}")
-    if options.export:
+    if file := options.export:
         try:
-            sys.stdout.write(f"{write_report(options.runs, options.export)}\n")
+            sys.stdout.write(f"{write_report(options.runs, file)}\n")
         except OSError as error:
-            reason = f"cannot be written ({error.strerror})"
-            raise ConfigError(f"--export {options.export} {reason}") from None
+            raise ConfigError(f"--export {file} cannot be written ({error.strerror})") from None
         return 0
     token = read_private_token(options.token_file, option="--token-file")
 
@@ -57,9 +54,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s")
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except PeraltaError as error:
-        sys.stderr.write(f"dashboard: error: {error}\n")
-        sys.exit(2)
+    sys.exit(main(sys.argv[1:]))

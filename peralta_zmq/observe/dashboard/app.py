@@ -57,20 +57,6 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SERVER_OPTIONS: dict[
-    str, Any
-] = {  # of uvicorn, which would use uvloop, httptools and websockets if installed
-    "loop": "asyncio",
-    "http": "h11",
-    "ws": "none",
-    "lifespan": "off",
-    "log_config": None,
-    "log_level": "critical",  # any client could fill the log with messages of lower levels
-    "access_log": False,
-    "server_header": False,
-    "limit_concurrency": 64,
-    "timeout_graceful_shutdown": 1,
-}
 COOKIE = "peralta_token"
 NUM_PORTS = 20  # ports that are tried, starting with the requested one
 LAST_PORT = 65_535
@@ -104,7 +90,18 @@ class Dashboard:
         self.port = int(self._socket.getsockname()[1])
         self.banner = _banner(host, port, self.port)
         app = make_app(open_runs(folders, live=live), host=host, token=token)
-        self._server = uvicorn.Server(uvicorn.Config(app, **SERVER_OPTIONS))
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",  # without these three, uvicorn uses optional packages if installed
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # any client could fill the log with messages of lower levels
+            limit_concurrency=64,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:

@@ -63,7 +63,7 @@ class RunFiles:
         self._tails = {name: Tail(self.folder / name, size) for name, size in MAX_BYTES.items()}
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=NUM_ROWS)
-        self.evaluations: dict[float, Row] = {}  # by step
+        self.accuracies: dict[float, float] = {}  # of held-out evaluations, by step
         self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
         self.frequent_events: deque[Row] = deque(maxlen=NUM_EVENTS)
         self.samples: deque[tuple[int, Row]] = deque(maxlen=NUM_SAMPLES)  # with running numbers
@@ -105,7 +105,7 @@ class RunFiles:
         while True:
             self._add_metrics(self._tails[METRICS].read())
             for row in self._tails[EVALUATIONS].read():
-                self.evaluations[number(row, "step")] = row
+                self.accuracies[number(row, "step")] = number(row, "accuracy")
             for row in self._tails[EVENTS].read():
                 is_frequent = row.get("event") in FREQUENT_EVENTS
                 (self.frequent_events if is_frequent else self.events).append(row)
@@ -156,7 +156,7 @@ def status_of(run: RunFiles, *, now: float) -> str:
         return "loading"
     kinds = [row.get("event") for row in run.events]
     newest = [kind for kind in kinds if kind in (*SESSION_STARTS, *SESSION_ENDS)][-1:]
-    if newest == ["complete"] or _is_complete(run):
+    if newest == ["complete"]:
         return "finished"
     if newest == ["stop"]:
         return "stopped"
@@ -166,12 +166,6 @@ def status_of(run: RunFiles, *, now: float) -> str:
     if run.is_held:
         return "stalled" if run.rows else "empty"  # an evaluation before step 1 may take minutes
     return "silent" if run.is_held is None else "crashed"
-
-
-def _is_complete(run: RunFiles) -> bool:
-    if not run.summary():
-        return False
-    return number(run.last, "step", 0.0) >= number(run.config().get("train", {}), "max_steps")
 
 
 class Tail:

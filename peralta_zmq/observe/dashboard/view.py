@@ -54,17 +54,6 @@ MAX_EVENT_TEXT = 300  # characters
 REPORT_SECONDS = 60.0  # time limit for reading the files of one run for the HTML file
 # Events that are listed but not marked in the charts; run_files keeps publish and drop separately.
 UNMARKED = {*EVALUATION_EVENTS, "worker_info", "last_report", "pool_refilled", "pool_returned"}
-STATUS_TEXTS = {
-    "loading": "reading the run's files",
-    "empty": "waiting for the first step",
-    "training": "training",
-    "stalled": "no recent step",
-    "silent": "no recent data",
-    "crashed": "crashed",
-    "stopped": "stopped",
-    "finished": "finished",
-}
-GENERATOR_METRICS = ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
@@ -79,17 +68,16 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
     """
     generation, num_steps, num_evaluations = _parse_cursor(cursor)
-    sent = (len(run.table.steps), len(run.evaluations))
+    sent = (len(run.table.steps), len(run.accuracies))
     reset = generation != run.generation or num_steps > sent[0]
     is_new = reset or sent != (num_steps, num_evaluations)
-    accuracies = {step: number(row, "accuracy") for step, row in run.evaluations.items()}
     after = 0 if reset else num_steps
     charts = CHARTS if is_new else []
     return {
         "cursor": f"{run.generation}:{sent[0]}:{sent[1]}",
         "reset": reset,
         "loading": run.loading,
-        "charts": [points(chart, run.table, accuracies, after=after) for chart in charts],
+        "charts": [points(chart, run.table, run.accuracies, after=after) for chart in charts],
         "state": state(run, now=now),
     }
 
@@ -149,8 +137,11 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
     up, left = membership(run.events)
     generators: list[Json] = []
     for name in sorted(reported | up.keys() | left.keys()):
-        values = {key: number(run.last, f"gen/{name}/{key}") for key in GENERATOR_METRICS}
-        reports = math.isfinite(values["tokens_per_s"]) or math.isfinite(values["groups"])
+        step, speed, blocked, reload_seconds, groups = (
+            number(run.last, f"gen/{name}/{key}")
+            for key in ("step", "tokens_per_s", "blocked_frac", "reload_s", "groups")
+        )
+        reports = math.isfinite(speed) or math.isfinite(groups)
         is_new = up.get(name, -math.inf) > number(run.last, "time", -math.inf)
         if name in left or not (reports or is_new):
             generator_state = "gone"
@@ -162,12 +153,12 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
             {
                 "name": name,
                 "state": generator_state,
-                "step": format_number(values["step"], ",.0f"),
-                "behind": format_number(number(run.last, "step") - values["step"], ",.0f"),
-                "tokens_per_s": format_number(values["tokens_per_s"], ",.0f"),
-                "blocked": format_number(values["blocked_frac"], ".0%"),
-                "reload_s": format_number(values["reload_s"], ".3f", " s"),
-                "groups": format_number(values["groups"], ",.0f"),
+                "step": format_number(step, ",.0f"),
+                "behind": format_number(number(run.last, "step") - step, ",.0f"),
+                "tokens_per_s": format_number(speed, ",.0f"),
+                "blocked": format_number(blocked, ".0%"),
+                "reload_s": format_number(reload_seconds, ".3f", " s"),
+                "groups": format_number(groups, ",.0f"),
             }
         )
     return generators
@@ -206,11 +197,11 @@ def _data(runs: Sequence[RunFiles]) -> str:
     Text that a model wrote therefore never becomes markup.
     """
     now = time.time()
-    exported: list[Json] = []
     for run in runs:
         run.refresh(seconds=REPORT_SECONDS)
-        content = {"name": run.name, "update": update(run, now=now), "samples": samples(run)}
-        exported.append(content)
+    exported = [
+        {"name": run.name, "update": update(run, now=now), "samples": samples(run)} for run in runs
+    ]
     data = nan_to_null({"written": now, "runs": exported})
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
@@ -225,14 +216,15 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
     train, model = config.get("train", {}), config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
     max_steps, step = number(train, "max_steps"), number(run.last, "step", 0.0)
+    status_text, explanation = _status_texts(run, now)[status]
     return {
         "run": run.name,
         "folder": str(run.folder),
         "model": str(model.get("name", "")),
         "task": ", ".join(tasks) or str(config.get("task", {}).get("name", "")),
         "status": status,
-        "status_text": STATUS_TEXTS[status],
-        "explanation": _explanation(run, status, now),
+        "status_text": status_text,
+        "explanation": explanation,
         "step": format_number(step, ",.0f"),
         "max_steps": format_number(max_steps, ",.0f"),
         "share": step / max_steps if max_steps > 0 else None,
@@ -241,21 +233,30 @@ def _header(run: RunFiles, status: str, session: Session, now: float) -> Json:
     }
 
 
-def _explanation(run: RunFiles, status: str, now: float) -> str:
+def _status_texts(run: RunFiles, now: float) -> dict[str, tuple[str, str]]:
+    """Return the name and the explanation, which may be empty, of each status."""
     age, summary = format_duration(now - run.newest_time), run.summary()
     steps = format_number(number(summary, "steps"), ",.0f")
     duration = format_duration(number(summary, "seconds"))
     accuracy = change_text(summary, "eval_before", "eval_after")
+    resume = "The same command resumes it without loss."
     return {
-        "stalled": f"The trainer is running and has taken no step for {age}.",
-        "silent": f"No new data for {age}: the trainer is waiting or was killed. "
-        "The same command resumes it without loss.",
-        "crashed": f"No new data for {age}, and no trainer on this machine uses the run folder: it "
-        "was killed or crashed, unless it runs on another machine. "
-        "The same command resumes it without loss.",
-        "stopped": "Stopped by the user and saved. The same command resumes it.",
-        "finished": f"{steps} steps in {duration}; held-out accuracy {accuracy}.",
-    }.get(status, "")
+        "loading": ("reading the run's files", ""),
+        "empty": ("waiting for the first step", ""),
+        "training": ("training", ""),
+        "stalled": ("no recent step", f"The trainer is running and has taken no step for {age}."),
+        "silent": (
+            "no recent data",
+            f"No new data for {age}: the trainer is waiting or was killed. {resume}",
+        ),
+        "crashed": (
+            "crashed",
+            f"No new data for {age}, and no trainer on this machine uses the run folder: it was "
+            f"killed or crashed, unless it runs on another machine. {resume}",
+        ),
+        "stopped": ("stopped", "Stopped by the user and saved. The same command resumes it."),
+        "finished": ("finished", f"{steps} steps in {duration}; held-out accuracy {accuracy}."),
+    }
 
 
 def _eta(run: RunFiles, session: Session, steps_left: float) -> str:
@@ -312,9 +313,9 @@ def _reward_change(run: RunFiles) -> str:
 
 
 def _evaluation(run: RunFiles) -> tuple[str, str]:
-    if not run.evaluations:
+    accuracies = run.accuracies
+    if not accuracies:
         return "-", "none yet"
-    accuracies = {step: number(row, "accuracy") for step, row in run.evaluations.items()}
     first, last = min(accuracies), max(accuracies)
     note = f"step {last:.0f}"
     if first < last:
@@ -349,8 +350,7 @@ def _markers(run: RunFiles) -> list[Json]:
         if not math.isfinite(step):
             index = int(np.searchsorted(times, number(row, "time")))
             step = steps[min(index, len(steps) - 1)] if steps else 0.0
-        event = _event(row)
-        markers.append({"step": step, "event": event["event"], "text": event["text"]})
+        markers.append({**_event(row), "step": step})
     return markers
 
 

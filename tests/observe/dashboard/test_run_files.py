@@ -41,12 +41,12 @@ def test_tail_skips_a_line_that_is_not_a_row(tmp_path: Path, bad: str) -> None:
     assert Tail(path, 1 << 20).read() == [{"step": 1}, {"step": 2}]
 
 
-NEWER = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
+NEWER: Row = {"time": 2e9, "step": 7, "event": "start", "accuracy": 0.5, "texts": []}
 
 
-def shown(run: RunFiles) -> dict[str, list[Row]]:
+def shown(run: RunFiles) -> dict[str, object]:
     """Content of each file except the metrics."""
-    return {"eval.jsonl": list(run.evaluations.values()), "events.jsonl": list(run.events),
+    return {"eval.jsonl": run.accuracies, "events.jsonl": list(run.events),
             "samples.jsonl": [sample for _, sample in run.samples]}  # fmt: skip
 
 
@@ -61,8 +61,8 @@ def test_run_started_again_shows_nothing_of_the_earlier_one(tmp_path: Path) -> N
     update = view.update(run, cursor=cursor, now=0.0)
     assert (update["reset"], update["charts"][0]["x"]) == (True, [1, 2])
     assert shown(run) == shown(read_run(folder))
-    assert [row["step"] for row in shown(run)["samples.jsonl"]] == [2]
-    assert shown(run)["eval.jsonl"] == []
+    assert [sample["step"] for _, sample in run.samples] == [2]
+    assert run.accuracies == {}
 
 
 @pytest.mark.parametrize("name", ["eval.jsonl", "events.jsonl", "samples.jsonl"])
@@ -74,7 +74,8 @@ def test_replaced_file_is_read_again(tmp_path: Path, name: str) -> None:
     append(folder / "new", NEWER)
     (folder / "new").rename(folder / name)
     run.refresh()
-    assert shown(run) == before | {name: [NEWER]}
+    newer = {7.0: 0.5} if name == "eval.jsonl" else [NEWER]
+    assert shown(run) == before | {name: newer}
     assert view.update(run, cursor=cursor, now=0.0)["reset"]
 
 

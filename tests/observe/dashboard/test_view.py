@@ -118,7 +118,7 @@ def header_of(run: RunFiles, *, later: float = 1.0) -> dict[str, object]:
     return view.state(run, now=run.newest_time + later)["header"]
 
 
-@pytest.mark.parametrize("status", sorted(view.STATUS_TEXTS.keys() - {"loading"}))
+@pytest.mark.parametrize("status", sorted(TEXTS.keys() - {"loading"}))
 def test_each_status_has_its_explanation(tmp_path: Path, status: str) -> None:
     folder = make_run(tmp_path / "hand", num_steps=0 if status == "empty" else 3)
     (folder / "summary.json").write_text(json.dumps(SAVED))
