@@ -1,8 +1,10 @@
 """Atomic files and folders: written under a temporary name, fsynced, renamed, verified on reading.
 
 A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
-last, with the hash of the manifest. Also file locks, password files, `is_loopback`, and failpoints:
-named places in the code where a test can kill the process, e.g. between two of these writes.
+last, with the hash of the manifest. Weight versions and checkpoints are folders of this kind.
+
+Also file locks, password files, `is_loopback`, and failpoints. A failpoint is a named place in the
+code, for example between two writes, where a test can kill the process.
 """
 
 from __future__ import annotations
@@ -28,20 +30,22 @@ from peralta_zmq.errors import ConfigError
 
 MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20  # bytes read or written at a time
-# Part of temporary names, because processes on two machines with one NAS may have equal ids.
+# Part of temporary names: processes on two machines may share a NAS and have equal process ids.
 PROCESS_TAG = os.urandom(4).hex()
 RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
-# Fields of a manifest besides the files, or a function that is called after they are written.
+# Fields of a manifest other than `files`, or a function that returns the fields and is called after
+# the files are written.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
-Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, or its pieces
-STEP_NAME = re.compile(r"step_\d{6,8}")  # of a folder
-# What parsing JSON of an unknown writer may raise; OverflowError is from int(1e999), RecursionError
-# from deeply nested brackets.
+Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, whole or in pieces
+STEP_NAME = re.compile(r"step_\d{6,8}")  # name of a folder or file, without suffix
+# What reading fields from JSON of an unknown writer may raise: OverflowError comes from int(1e999),
+# RecursionError from deeply nested brackets.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-# File names that cannot lead to another folder, and are not hidden.
+# File names without path separators that are not hidden: a name in a manifest from another machine
+# must not lead to another folder.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
-MIN_TOKEN = 16  # characters
+MIN_TOKEN = 16  # characters of a password
 FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
 
 
@@ -51,7 +55,7 @@ class CorruptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a complete folder."""
+    """The file manifest.json of a complete folder, parsed."""
 
     digest: str  # sha256 of manifest.json, hex
     about: dict[str, Any]  # all fields except `files`
@@ -59,13 +63,13 @@ class Manifest:
 
 
 def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
-    """Write a folder that is either absent or complete; the rename is the commit point.
+    """Write the folder `final`, which becomes visible in one rename, when it is complete.
 
     Raises OSError, after removing the partial folder. A failed fsync is not repeated, because the
     second call may succeed without having written the data.
     """
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
-    parent = os.open(final.parent, os.O_RDONLY)  # after the rename no descriptor may be free
+    parent = os.open(final.parent, os.O_RDONLY)  # opened now: must not fail after the rename
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         failpoint("atomic_files.cleared")
@@ -83,8 +87,8 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
         _rename(temporary, final)
         failpoint("atomic_files.renamed")
         os.fsync(parent)
-    except BaseException:  # an iterable of buffers may raise anything
-        _discard(temporary)  # nothing is left to remove after the rename
+    except BaseException:  # an iterable in `files` may raise anything
+        _discard(temporary)  # does nothing after the rename
         raise
     finally:
         os.close(parent)
@@ -92,7 +96,7 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
 
 
 def describe(written: Mapping[str, tuple[int, str]], about: About) -> tuple[Manifest, bytes]:
-    """The manifest of files with these sizes and sha256, and its text."""
+    """The manifest and its text (manifest.json), from the size and sha256 of each file."""
     entries = [
         {"name": name, "bytes": size, "sha256": digest} for name, (size, digest) in written.items()
     ]
@@ -115,13 +119,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete folder. Raises CorruptError; OSError if it is missing."""
+    """The manifest of a folder. Raises OSError if it is incomplete, CorruptError if damaged."""
     text = (folder / MANIFEST).read_bytes()
     return parse_manifest(text, stable=(folder / STABLE).read_bytes(), where=str(folder))
 
 
 def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
-    """Parse a manifest. Raises CorruptError if it is malformed or STABLE has another hash."""
+    """Parse manifest.json. Raises CorruptError if malformed, or if `stable` is not its hash."""
     digest = hashlib.sha256(text).hexdigest()
     if stable.strip() != digest.encode():
         raise CorruptError(f"{where}: STABLE does not match {MANIFEST}")
@@ -139,12 +143,15 @@ def parse_manifest(text: bytes, *, stable: bytes, where: str) -> Manifest:
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
-    """A file of a complete folder in chunks. Raises CorruptError at the end if it is damaged."""
+    """A file of a folder in chunks. Raises CorruptError after the last chunk if it is damaged."""
     return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
 
 
 def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> Iterator[bytes]:
-    """Pass the chunks on. Raises CorruptError at the end unless size and sha256 are `expected`."""
+    """Yield the chunks; at the end, raise CorruptError unless size and sha256 are `expected`.
+
+    `where` is the name of the file in the message.
+    """
     size, digest = expected
     num_read, sha256 = 0, hashlib.sha256()
     for chunk in chunks:
@@ -170,7 +177,7 @@ def read_chunks(path: Path, *, start: int = 0) -> Iterator[bytes]:
 
 
 def steps_in(folder: Path, *, suffix: str = "") -> dict[int, Path]:
-    """Folders named step_N, or files step_N + `suffix`, by number in ascending order."""
+    """Step number -> path of folders step_N, or of files step_N + `suffix`, in ascending order."""
     try:
         stems = {Path(name).stem for name in os.listdir(folder) if Path(name).suffix == suffix}
     except FileNotFoundError:
@@ -188,7 +195,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete temporary files that killed writers left in a folder; it must have a single writer."""
+    """Delete the temporary files and folders in `folder` that killed processes left.
+
+    Only for the process that alone may write there: the files of another writer could be in use.
+    """
     for pattern in (".tmp-*", ".trash-*"):
         for path in folder.glob(pattern):
             if path.is_dir():
@@ -200,7 +210,7 @@ def sweep(folder: Path) -> None:
 def is_held(lock: Path) -> bool | None:
     """Whether a process has locked a file (flock); None if the file is missing or unreadable.
 
-    On network file systems without locking, locks of other machines are not visible.
+    On network file systems without locking, locks of other machines read as not locked.
     """
     try:
         with lock.open("rb") as file:
@@ -221,9 +231,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
-    """The password in the file that `option` names; None without a file.
+    """The password in `file`; None without a file. `option` is the setting that names the file.
 
-    Raises ConfigError if other users may read it, or the password is too short.
+    Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.
     """
     if file is None:
         return None
@@ -242,7 +252,7 @@ def read_private_token(file: str | None, *, option: str = "weights.token_file") 
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that new and renamed names in it survive a power failure."""
+    """Fsync a folder, so that new and renamed names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -251,9 +261,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _write(path: Path, content: Content) -> tuple[int, str]:
-    """Write a new file and fsync it; returns its size and sha256.
+    """Write a new file and fsync it; return its size and sha256.
 
-    Only the fsync of the descriptor that wrote reports write errors of a NAS.
+    The fsync is on the descriptor that wrote, because only that one reports write errors of a NAS.
     """
     written, sha256 = 0, hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -278,6 +288,7 @@ def chunks_of(content: Content) -> Iterator[memoryview]:
 
 
 def _write_all(descriptor: int, chunk: memoryview) -> int:
+    """Write the whole chunk, where os.write may write only a part; return its size."""
     done = 0
     while done < len(chunk):
         done += os.write(descriptor, chunk[done:])
@@ -285,7 +296,7 @@ def _write_all(descriptor: int, chunk: memoryview) -> int:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """Retry EACCES and EBUSY: a virus scanner or a NAS may hold a new folder for a moment."""
+    """Rename; retry EACCES and EBUSY: a virus scanner or a NAS may hold a new folder briefly."""
     for delay in RETRY_DELAYS:
         try:
             return os.rename(source, target)
@@ -297,7 +308,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder; retry, because NFS keeps a renamed copy of a deleted file for a moment."""
+    """Remove a folder; retry, because NFS briefly keeps a renamed copy of a deleted open file."""
     for delay in RETRY_DELAYS:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -306,6 +317,7 @@ def _discard(folder: Path) -> None:
 
 
 def _sync(descriptor: int) -> None:
+    """Fsync an open file, on macOS with F_FULLFSYNC if the file system supports it."""
     if sys.platform == "darwin":  # fsync on macOS leaves the data in the drive's cache
         with contextlib.suppress(OSError):  # not supported by some network mounts
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -314,7 +326,7 @@ def _sync(descriptor: int) -> None:
 
 
 def parse_failpoints(text: str) -> dict[str, int]:
-    """'journal.synced:2,send' -> {'journal.synced': 2, 'send': 1}. Raises ValueError."""
+    """Parse 'journal.synced:2,send' to {'journal.synced': 2, 'send': 1}. Raises ValueError."""
     counts: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
         name, _, count = entry.partition(":")
@@ -324,14 +336,14 @@ def parse_failpoints(text: str) -> dict[str, int]:
     return counts
 
 
-_failpoints = parse_failpoints(os.environ.get(FAILPOINT_VARIABLE, ""))  # passes left, by name
+_failpoints = parse_failpoints(os.environ.get(FAILPOINT_VARIABLE, ""))  # calls until the kill
 
 
 def failpoint(name: str) -> None:
-    """Send SIGKILL to this process if PERALTA_FAILPOINT names this place; only tests set it.
+    """Kill this process (SIGKILL) if the environment variable PERALTA_FAILPOINT has this name.
 
-    `PERALTA_FAILPOINT=publish.visible:3` kills at the third pass of that place; commas separate
-    several. Without the variable the call is one dictionary lookup.
+    Only tests set the variable. `PERALTA_FAILPOINT=publish.visible:3` kills at the third call with
+    this name; commas separate several. Without the variable a call is one dictionary lookup.
     """
     if name not in _failpoints:
         return

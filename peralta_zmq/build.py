@@ -1,10 +1,11 @@
 """Build the objects of a run from its settings: learner, loss, engine, environments.
 
-This is the only module that passes settings to constructors; all classes below it take plain
-values. An environment is a source of problems together with the reward function for them. A
-generator opens an engine, which samples completions; the trainer makes a learner, which takes
-optimizer steps. A published weight version is either a whole model or, with [lora], the adapters
-alone, to be added to the base model on each machine.
+Only this module passes settings (`config`) to constructors; the classes that it builds take plain
+values. The policy is the model that is trained. The trainer's learner takes training steps; a
+generator's engine samples completions. An environment is a source of problems with their reward
+function; a verifier is a service that runs environments for generators. A weight version that the
+trainer publishes is a whole model or, with [lora], only adapters, which each machine adds to the
+base model.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from peralta_zmq.weights.loader import PendingWeights
 from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
-TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")
-# By loss option: the model whose logprobs the loss needs if the option is above 0.
+TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
+# Option of a loss -> the model whose logprobs the loss needs if the option is above 0.
 REQUIRED_MODELS = {"beta": "reference", "teacher_tau": "teacher"}
 
 
@@ -60,7 +61,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     """The learner that the [train], [loss], [advantage] and [filter] sections describe.
 
     A loss may compare the policy with a reference model or teacher; unless `model.teacher` is set,
-    they are copies of the weights that `model` has now, which must be the base weights. `ranks` are
+    both are copies of the weights that `model` has now, which must be the base weights. `ranks` are
     the processes of a distributed trainer; `ranks.prepare(model)` shards the model over them.
     """
     train = config.train
@@ -95,21 +96,21 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 
 
 def load_policy(config: Config, folder: Path) -> models.Model:
-    """The model in `folder` in fp32, to be trained, with LoRA adapters if `lora.rank` is set."""
+    """The policy: the model in `folder` in fp32, with LoRA adapters if `lora.rank` is set."""
     device = models.choose_device(config.model.device)
     model = models.load_model(folder, device=device, dtype=torch.float32)
     section = config.lora
     if section.rank is not None:
         lora.add_adapters(model, seed=config.run.seed, **section.model_dump())
         if section.dropout:
-            torch.manual_seed(config.run.seed)  # a resumed run restores the state of a checkpoint
+            torch.manual_seed(config.run.seed)  # a resumed run then loads its checkpoint's state
         num_trained = sum(tensor.numel() for tensor in lora.trained_parameters(model).values())
         logger.info("lora rank=%d trained=%d", section.rank, num_trained)
     return model
 
 
 def make_scorer(config: Config, model: models.Model) -> Scorer:
-    """The forward pass of the trainer, which returns logprobs; logs its dtype with the reason."""
+    """The forward pass of the trainer, which returns logprobs; logs the dtype with the reason."""
     train = config.train
     dtype, reason = models.training_dtype(model, train.dtype)
     scorer = Scorer(model, dtype=dtype, gradient_checkpointing=train.gradient_checkpointing)
@@ -120,7 +121,7 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
 
 
 def learning_rate_schedule(config: Config) -> functools.partial[float]:
-    """The learning rate as a function of the optimizer step."""
+    """The learning rate as a function of the training step."""
     train = config.train
     return functools.partial(
         learning_rate,
@@ -135,7 +136,7 @@ def learning_rate_schedule(config: Config) -> functools.partial[float]:
 
 
 def make_loss(config: Config) -> TokenLoss:
-    """The loss of [loss] with its options bound and, if `entropy_coef` is set, an entropy bonus.
+    """The loss of [loss] with its options bound, plus an entropy bonus if `entropy_coef` is set.
 
     Raises ConfigError for an unknown option.
     """
@@ -152,10 +153,10 @@ def make_advantage(config: Config) -> AdvantageFunction:
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
-    """The filters of [filter], which exclude rollouts from training, with their options bound.
+    """The filters of [filter], which detect rollouts to exclude, with their options bound.
 
-    A filter with a parameter `vocab_size` or `max_completion_length` gets the run's value. Raises
-    ConfigError for an unknown option.
+    A filter function with a parameter `vocab_size` or `max_completion_length` gets the value of the
+    run. Raises ConfigError for an unknown option.
     """
     run_values = {
         "vocab_size": vocab_size,
@@ -175,7 +176,7 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
 
 
 def _load_function(kind: FunctionKind, name: str) -> Callable[..., Any]:
-    """The function with this name; one of the user's own is checked at each call."""
+    """The function with this name; the calls of a function that the user wrote are checked."""
     function = registry.resolve(kind, name)
     is_shipped = registry.is_shipped(kind, name)
     return function if is_shipped else checked_function(kind, name, function)
@@ -187,8 +188,8 @@ def _bind_section(
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
-    separate = {"name", "kwargs", "entropy_coef"}  # not options of the function
-    settings = section.model_dump(exclude=separate, exclude_defaults=True)
+    no_options = {"name", "kwargs", "entropy_coef"}  # settings that the function does not get
+    settings = section.model_dump(exclude=no_options, exclude_defaults=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
 
@@ -228,10 +229,10 @@ def make_reference_models(
 
 
 def reference_models_used(config: Config) -> set[str]:
-    """The models that the loss needs: 'reference', 'teacher', both or none.
+    """The models besides the policy that the loss needs: 'reference', 'teacher', both or none.
 
-    A loss needs a model if its option of REQUIRED_MODELS is not 0. A user's loss may use a teacher
-    without having that option: for such a loss, setting `model.teacher` is enough.
+    A loss needs a model if the option that REQUIRED_MODELS lists for it is not 0. A user's loss may
+    use a teacher without having the option: for such a loss, setting `model.teacher` is enough.
     """
     section = config.loss
     defaults = registry.defaults(registry.resolve("loss", section.name))
@@ -243,6 +244,7 @@ def reference_models_used(config: Config) -> set[str]:
 
 
 def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
+    """The teacher that `model.teacher` names, or None; ConfigError unless it fits the policy."""
     if config.model.teacher is None:
         return None
     folder = models.model_folder(config.model.teacher)
@@ -265,7 +267,7 @@ def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
 def make_engine(
     config: Config, weights: PendingWeights
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """The engine of [engine] with the weights of a verified version, and the tokenizer.
+    """The engine of [engine] with the weights of a verified weight version, and the tokenizer.
 
     Raises ConfigError if the version has adapters for a model other than `model.name`.
     """
@@ -286,7 +288,7 @@ def make_engine(
 
 
 def base_folder(config: Config, version: Version) -> Path:
-    """The folder of `model.name`, the base model of a version that contains adapters only.
+    """The folder of `model.name`, the base model of a weight version that has only adapters.
 
     Raises ConfigError if the adapters were trained on a different model, according to the digest
     of the base weights in the version's manifest.
@@ -296,13 +298,13 @@ def base_folder(config: Config, version: Version) -> Path:
         raise ConfigError(
             f"version {version.number} is an adapter for {version.field('adapts_name')} "
             f"({version.field('adapts')}), but model.name {config.model.name} is another model; "
-            "set it to the trainer's model, with identical files"
+            "set model.name to the trainer's model, with identical files"
         )
     return folder
 
 
 def make_sampling(config: Config, *, seed: int) -> Sampling:
-    """The sampling options of training rollouts."""
+    """The sampling parameters of rollouts for training."""
     section = config.sampling
     return Sampling(
         **section.model_dump(exclude={"num_generations", "stop", *TEMPERATURE_OPTIONS}),
@@ -314,10 +316,10 @@ def make_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
-    """The sampling options of an evaluation.
+    """The sampling parameters of an evaluation.
 
-    Greedy with one rollout per held-out problem; as in training with `eval.rollouts_per_example`
-    above 1.
+    One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
+    completions are sampled as in training.
     """
     if config.eval.rollouts_per_example > 1:
         return make_sampling(config, seed=seed)
@@ -325,7 +327,7 @@ def make_eval_sampling(config: Config, *, seed: int) -> Sampling:
 
 
 def temperature_schedule(config: Config) -> TemperatureSchedule | None:
-    """The temperature as a function of the policy step (optimizer steps of the sampling weights).
+    """The temperature by policy step: the number of training steps of the sampling weights.
 
     None if the temperature is constant.
     """
@@ -344,33 +346,33 @@ def temperature_schedule(config: Config) -> TemperatureSchedule | None:
 def open_environments(
     config: Config, split: Literal["train", "eval"], *, local: bool = False, limit: int = -1
 ) -> Environments:
-    """All environments of a split, with at most `limit` problems of each; -1 means no limit.
+    """All environments of a split, with at most `limit` problems each; -1 means no limit.
 
-    For an environment with `env.address`, the verifier service at that address supplies problems
-    and rewards, unless `local` is True, as in the verifier itself. Shows a progress bar while
-    loading takes long. Raises ConfigError or TaskError.
+    For an environment with `env.address`, the verifier at that address supplies problems and
+    rewards. With `local` True, as in the verifier itself, the address is ignored. Shows a progress
+    bar if loading takes long. Raises ConfigError or TaskError.
     """
     sections = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
     reward_sources: dict[str, RewardSource] = {}
     for env in sections:
-        options: dict[str, str] = {}  # a verifier service has its own
+        options: dict[str, str] = {}  # a verifier uses the [data] options of its own settings
         if env.address is None or local:
             source = registry.resolve("task", env.task)
-            rewards, options = make_reward_runner(config, source), env.data_options
+            reward_source, options = make_reward_runner(config, source), env.data_options
         else:
             host, port = host_and_port(env.address, option="env.address")
             token = read_private_token(config.verifier.token_file, option="verifier.token_file")
-            source = rewards = RemoteEnvironment(host, port, env=env.label, token=token)
-        show = functools.partial(track, f"loading {env.label}")
+            source = reward_source = RemoteEnvironment(host, port, env=env.label, token=token)
+        with_progress = functools.partial(track, f"loading {env.label}")
         loaded = load_problems(
-            source.problems, split, seed=config.run.seed, options=options, wrap=show
+            source.problems, split, seed=config.run.seed, options=options, wrap=with_progress
         )
         loaded = loaded[: None if limit < 0 else limit]
         keys = config.curriculum.hash_keys
         problems += [labeled_problem(problem, env.label, keys) for problem in loaded]
-        sizes[env.label], reward_sources[env.label] = len(loaded), rewards
+        sizes[env.label], reward_sources[env.label] = len(loaded), reward_source
     return Environments(sizes, tuple(problems), reward_sources)
 
 

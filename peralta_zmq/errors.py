@@ -1,20 +1,21 @@
-"""Error classes, named after what failed.
+"""Error classes of the package, each named after the part of the system that failed.
 
 PeraltaError
- +-- ConfigError      a setting, a file that it names, or a combination of settings
- +-- WireError        an address, a port, or an invalid message
- +-- StoreError       the weights folder, or a version in it
- |    +-- GoneError   the weights folder is missing; it may not be mounted
- |    +-- ChainError  a weight delta that needs a version which cannot be read
- +-- JournalError     the journal or a checkpoint
- +-- TaskError        a data file, a row, an answer, a reward function
- |    +-- RewardError a reward function that fails on a completion
- +-- UserCodeError    a user's loss, advantage or filter that fails
- +-- EngineError      weights that give logits which are not finite
- +-- TrainingError    optimizer steps that are impossible
- +-- RankError        a process of a distributed trainer
+ +-- ConfigError        settings, and the files that they name
+ +-- WireError          ZeroMQ sockets, their keys, and the messages on them
+ +-- StoreError         the weight store, where the trainer publishes weight versions
+ |    +-- GoneError     the folder of the weight store is missing
+ |    +-- ChainError    a delta version (changes of an earlier version) lacks that version
+ +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
+ +-- TaskError          a task: its data files, and its reward function
+ |    +-- RewardError   the reward of one completion
+ +-- UserCodeError      a loss, advantage or filter function that the user wrote
+ +-- EngineError        the sampling engine
+ +-- TrainingError      the optimization of the model
+ +-- RankError          a rank: one process of a distributed trainer
 
-The message is one line with the value and the remedy. A program prints it and exits with code 2.
+The message of an error is one line with the invalid value and the remedy. If no caller handles the
+error, the program prints that line and exits with code 2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import traceback
 
 
 class PeraltaError(Exception):
-    """Base class; `str(error)` is one line for the user."""
+    """Base class of all errors of this package; `str(error)` is one line for the user."""
 
 
 class ConfigError(PeraltaError):
@@ -31,21 +32,21 @@ class ConfigError(PeraltaError):
 
 
 class WireError(PeraltaError):
-    """A socket cannot be bound, or a message violates the protocol."""
+    """A socket cannot be bound, a key is unusable, or a message violates the protocol."""
 
 
 class StoreError(PeraltaError):
-    """A weights folder cannot be used, or a version in it fails verification."""
+    """The weight store cannot be used, or a version in it cannot be read or verified."""
 
 
 class GoneError(StoreError):
-    """The weights folder of this run is missing, for example because a NAS is not mounted."""
+    """The folder of the weight store is missing, for example because a NAS is not mounted."""
 
 
 class ChainError(StoreError):
-    """A weight version is a delta, and a version that it builds on is missing or damaged.
+    """A weight version is a delta, and an earlier version that it needs is missing or damaged.
 
-    Publishing a keyframe, which is a whole version, ends the chain of deltas and the error.
+    The next keyframe (a version with all weights) and the deltas after it can be read again.
     """
 
 
@@ -54,7 +55,7 @@ class JournalError(PeraltaError):
 
 
 class TaskError(PeraltaError):
-    """A data file, a row of it, or a reward function is wrong."""
+    """A data file or a row of it is invalid, or a reward function or verifier does not work."""
 
 
 class RewardError(TaskError):
@@ -66,19 +67,19 @@ class UserCodeError(PeraltaError):
 
 
 class EngineError(PeraltaError):
-    """The weights give logits that are not finite; the requests in flight are aborted."""
+    """The model computed logits that are not finite; the engine aborts all its requests."""
 
 
 class TrainingError(PeraltaError):
-    """Several optimizer steps in a row were skipped because the gradient was not finite."""
+    """Many training steps in a row changed no weights because the gradient was not finite."""
 
 
 class RankError(PeraltaError):
-    """A rank, one process of a distributed trainer, cannot be reached or has exited."""
+    """A process of a distributed trainer (rank) cannot be reached or has exited."""
 
 
 def described(error: BaseException) -> str:
-    """Type, message, file and line of an exception, on one line."""
+    """Type and message of an exception, with the file and line that raised it, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{location}"

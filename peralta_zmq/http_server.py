@@ -1,7 +1,9 @@
 """HTTP server base of the trainer's weight server and of the verifier.
 
-Every connection has a daemon thread, which closes it when it is idle. A server that other machines
-can reach must have a password, which clients send as a bearer token.
+The weight server serves published weights, and the verifier problems and rewards, to generators on
+other machines. Every connection has a daemon thread, which closes it after IDLE_TIMEOUT_SECONDS. A
+server that other machines can reach must have a password, the token, which clients send in each
+request as a bearer token.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from typing import Any
 from peralta_zmq.atomic_files import is_loopback
 from peralta_zmq.errors import ConfigError
 
-IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or without reading the response
-STOP_POLL_SECONDS = 0.1  # between two checks whether the server was closed
+IDLE_TIMEOUT_SECONDS = 60.0  # without a request, or while the client does not read the response
+STOP_POLL_SECONDS = 0.1  # between two checks whether `close` was called
 logger = logging.getLogger(__name__)
 
 
 class RequestHandler(BaseHTTPRequestHandler):
-    """Base class of the handlers; subclasses implement do_GET or do_POST."""
+    """Base class of request handlers; subclasses implement do_GET or do_POST."""
 
     protocol_version = "HTTP/1.1"
     timeout = IDLE_TIMEOUT_SECONDS
-    token: str | None = None  # set by HttpServer
+    token: str | None = None  # set by HttpServer; None = no password is needed
 
     def is_authorized(self) -> bool:
-        """Whether the client sent the password, or none is needed."""
+        """Whether the request has the password, or no password is needed."""
         sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return self.token is None or hmac.compare_digest(
             sent.encode("utf-8", "replace"), self.token.encode()
@@ -46,15 +48,15 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the log line of every request."""
+        """Override: do not print a line for every request."""
 
 
 class HttpServer:
-    """Serves requests in background threads. Use with `closing`.
+    """Serves requests in background threads. Use with `contextlib.closing`.
 
     `port_setting` is the name of the setting that `port` comes from, for error messages; its
-    section also has the setting `token_file`. `attributes` are set on the handler class. Raises
-    ConfigError if the port is in use, or reachable from other machines without a token.
+    section also has the setting `token_file`. `attributes` become class attributes of the handler.
+    Raises ConfigError if the port is in use, or if other machines can reach it and `token` is None.
     """
 
     def __init__(
@@ -72,15 +74,15 @@ class HttpServer:
                 f"{port_setting} {port} on {host} is open to other machines without a password; "
                 f"set {port_setting.partition('.')[0]}.token_file on every machine"
             )
-        bound_handler = type("Handler", (handler,), {**attributes, "token": token})
+        configured_handler = type("Handler", (handler,), {**attributes, "token": token})
         try:
-            self._server = ThreadingHTTPServer((host, port), bound_handler)
+            self._server = ThreadingHTTPServer((host, port), configured_handler)
         except OSError as error:
             raise ConfigError(
                 f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
             ) from None
         self._server.handle_error = _log_error
-        self.port = int(self._server.server_address[1])
+        self.port = int(self._server.server_address[1])  # the assigned one if `port` is 0
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(STOP_POLL_SECONDS,), daemon=True
         )
@@ -94,5 +96,5 @@ class HttpServer:
 
 
 def _log_error(request: object, client_address: object) -> None:
-    """Log at debug level only: clients may disconnect at any time."""
+    """Log an exception of a handler, at debug level only: clients may disconnect at any time."""
     logger.debug("request failed client=%s", client_address, exc_info=True)

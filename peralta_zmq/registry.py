@@ -1,12 +1,14 @@
 """Plug-ins: their protocols, the table of short names, import by name, checks of options.
 
 A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
-advantage, filter or reward function. A setting names it in one of two ways: a name without a dot
-is looked up in TABLES; a dotted name is imported, for plug-ins of a user's own: a module for a
-task (`my_lab.sudoku`), an attribute of a module for every other kind (`my_lab.losses.mine` or
-`my_lab.losses:mine`). A plug-in is imported only when a run uses it.
+advantage, filter or reward function. The setting of a plug-in is either a short name, which is
+looked up in TABLES, or the dotted name of a plug-in that the user wrote: of a module for a task
+(`my_lab.sudoku`), of an attribute of a module for every other kind (`my_lab.losses.mine` or
+`my_lab.losses:mine`). A plug-in is imported only when a run uses it. To add a plug-in to this
+package, write it and add its line to TABLES.
 
-To add a plug-in to this package, write it and add its line to TABLES.
+A training step consumes one batch of groups (a group: the rollouts of one problem); the policy step
+of weights is the number of training steps that they have had.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from peralta_zmq.rollout import Completion, Problem, Request, Rollout, Sampling
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
-# Kind -> short name -> import path of each plug-in in this package.
+# Kind -> short name -> import path, of all plug-ins in this package.
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
         "calculator": "peralta_zmq.environments.calculator",
@@ -56,10 +58,11 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {},  # a task has its own reward function; only a user's own function replaces it
+    "reward": {},  # each task has its reward function, which only a user's function can replace
 }
-# Positional arguments of each kind of function; all further parameters are its options.
+# Number of positional arguments, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
+# Attributes that the module of a task, or the class of an engine, must have.
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
     "task": ("problems", "reward"),
     "engine": ("open", "open_live"),
@@ -70,24 +73,32 @@ REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
 
 
 class Task(Protocol):
-    """A module with problems and a reward function."""
+    """A module with problems and a reward function.
+
+    If the module sets REWARD_IS_BOUNDED = True, its reward function always returns soon and is
+    called without a timeout; every other reward function is called in a process of its own.
+    """
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
         """The problems of split 'train' or 'eval'; `options` are the settings of [data].
 
-        The order need not depend on `seed`: the curriculum shuffles the problems.
+        `seed` is for problems that are generated at random. Their order does not matter, because
+        training shuffles them.
         """
         ...
 
     def reward(self, problem: Problem, completion_text: str) -> float | dict[str, float]:
-        """The reward of a completion; a dict holds named terms, which are summed."""
+        """The reward of a completion: a number, or a dict of named terms, which are summed."""
         ...
 
 
 class Engine(Protocol):
-    """Samples completions with the weights of one optimizer step at a time."""
+    """Samples completions; holds one copy of the weights, which can be replaced at any time.
 
-    step: int  # number of optimizer steps after which the current weights were published
+    A decode step is the forward pass that samples the next token of every sequence in flight.
+    """
+
+    step: int  # policy step of the current weights
 
     def generate(
         self,
@@ -95,34 +106,37 @@ class Engine(Protocol):
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """Yield one completion per request, in the order in which they finish.
+        """Yield one completion per request, in any order, as soon as it is complete.
 
         The field `index` of a completion is that of its request. The engine takes a request from
         the iterator when a slot is free; the value None means that no request is ready yet, and
-        the engine continues with those in flight. Between two decode steps, the engine calls
-        `between_steps`, which may call `apply` or `cancel`. The sampling parameters of each token
-        are `sampling.at(self.step)`.
+        the engine continues with the requests in flight. `between_steps`, which the engine calls
+        between decode steps, may call `apply` or `cancel`. The sampling parameters of a token are
+        `sampling.at(step)` for the policy step of the weights that sample it.
         """
         ...
 
     def apply(self, weights: Mapping[str, Any], *, step: int, folder: Path | None = None) -> None:
-        """Replace the weights in place by those of optimizer step `step`.
+        """Replace the weights in place by those of policy step `step`.
 
         Called between two decode steps, also with completions in flight: their next tokens are
         sampled with the new weights. `weights` has all tensors by name; all values are finite, and
-        the tensors are valid during the call only. `folder` has the files of the weight version;
-        None if the version exists in memory only. Raises ValueError, with nothing changed, if the
+        the tensors are valid during the call only. `folder` has the files of the published weights;
+        None if the weights exist in memory only. Raises ValueError, with nothing changed, if the
         tensors do not fit the model.
         """
         ...
 
     def cancel(self) -> None:
-        """End `generate` without completions for the requests in flight."""
+        """End the running `generate` without completions for the requests in flight."""
         ...
 
 
 class EngineFactory(Protocol):
-    """Opens engines for `slots` concurrent sequences of up to `max_model_len` tokens."""
+    """Opens engines for up to `slots` concurrent sequences of up to `max_model_len` tokens.
+
+    `max_model_len` counts prompt and completion.
+    """
 
     def open(
         self,
@@ -134,7 +148,7 @@ class EngineFactory(Protocol):
         slots: int = ...,
         max_model_len: int = ...,
     ) -> Engine:
-        """An engine with the weights of optimizer step `step`.
+        """An engine that loads the weights of policy step `step` from `folder`.
 
         `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them;
         `device` and `dtype` are torch's.
@@ -146,18 +160,18 @@ class EngineFactory(Protocol):
     ) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
-        The trainer evaluates its model with such an engine; optimizer steps change the weights
-        between two calls of `generate`.
+        The trainer evaluates the model that it trains with this engine: the weights change between
+        two calls of `generate`, without a call of `apply`.
         """
         ...
 
 
 class Loss(Protocol):
-    """A function of `learning.losses.Tokens` that returns a scalar tensor and metrics by name.
+    """A function that returns the loss, a scalar tensor, and metrics by name.
 
-    `tokens` are those of one micro-batch. The trainer sums losses and metrics over all
-    micro-batches of an update, so the function divides both by `tokens.step_tokens` or
-    `tokens.step_sequences`, the totals of the whole update.
+    `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums
+    losses and metrics over all micro-batches of one parameter update, so the function divides both
+    by `tokens.step_tokens` or `tokens.step_sequences`, the totals of the whole update.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
@@ -167,7 +181,7 @@ class Advantage(Protocol):
     """A function that returns one advantage per rollout of a group.
 
     `rewards` and `lengths` (generated tokens) have one entry per rollout. A function with the
-    option `group_adv_norm` set to False gets all rollouts of the step in one call instead.
+    option `group_adv_norm` set to False is called once for all rollouts of a training step instead.
     """
 
     def __call__(
@@ -198,7 +212,8 @@ def resolve(kind: Kind, name: str) -> Any:
     """
     target = TABLES[kind].get(name) or _import_path(kind, name)
     if kind == "task" and ":" not in target:
-        # A module. Without the colon, pkgutil.resolve_name would hide an ImportError inside it.
+        # With the colon, pkgutil.resolve_name only imports the module. Without the colon it hides
+        # an ImportError inside the module behind an AttributeError.
         target += ":"
     try:
         plugin: Any = pkgutil.resolve_name(target)
@@ -219,12 +234,12 @@ def resolve(kind: Kind, name: str) -> Any:
 
 
 def is_shipped(kind: Kind, name: str) -> bool:
-    """True if the plug-in belongs to this package, False for one of the user's own."""
+    """True if the plug-in belongs to this package, False if the user wrote it."""
     return name in TABLES[kind]
 
 
 def _import_path(kind: Kind, name: str) -> str:
-    """The argument of `pkgutil.resolve_name` for a dotted name."""
+    """The argument of `pkgutil.resolve_name` for a dotted name; ConfigError for any other."""
     if ":" in name or (kind == "task" and "." in name):
         return name
     if "." in name:
@@ -250,11 +265,11 @@ def bind_options(
     settings: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The options to call a function with, checked against its signature.
+    """The keyword arguments for a loss or advantage function, checked against its signature.
 
-    `settings` are the options of the section [loss] or [advantage] that are set, `kwargs` the
-    setting `kwargs` there, which is for functions of the user's own. Raises ConfigError for an
-    option that the function does not have.
+    `settings` holds the options that are set in the section [loss] or [advantage]; `kwargs` is the
+    table `kwargs` of that section, with options of functions that the user wrote. Raises
+    ConfigError for an option that the function does not have.
     """
     for option in settings:
         if not _accepts(kind, name, option):
@@ -286,7 +301,7 @@ def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """The default values of a function's options."""
+    """The default values of a function's options, by name; without options that have none."""
     parameters = inspect.signature(function).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
@@ -306,7 +321,7 @@ def check_options(
 
 
 def _accepts(kind: Kind, name: str, option: str) -> bool:
-    """True if the function with this name has the option, or takes any as `**options`."""
+    """True if the function with this name has the option, or takes any option (`**options`)."""
     function: Callable[..., Any] = resolve(kind, name)
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

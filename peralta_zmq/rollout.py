@@ -1,9 +1,11 @@
 """Data types that all packages share: problems, completions, rollouts and groups of rollouts.
 
 A generator samples several completions for one problem and scores them; each completion with its
-prompt and reward is a rollout, and all rollouts of one problem are a group. A policy step is the
-number of optimizer steps that the sampling weights had been trained for. Index t of every array
-with the shape [T] belongs to token t.
+prompt and reward is a rollout, and the rollouts that were sampled together for one problem are a
+group. The trainer consumes one batch of groups in each training step, and then publishes the new
+weights. The policy step of weights is the number of training steps that they have had; 0 = the base
+model. The end token is the one with which the model ends a completion. Index t of every array with
+the shape [T] belongs to token t.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-MAX_REWARD = 1e6  # absolute value; sums and squares of rewards stay far from overflow
+MAX_REWARD = 1e6  # largest absolute value, so that sums and squares of rewards do not overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with a checkable answer; `answer` is only for the reward function."""
+    """One question with a checkable answer."""
 
     id: str
-    task: str
-    messages: tuple[Message, ...]
-    answer: str
+    task: str  # label of the environment (a task with its data) that the problem belongs to
+    messages: tuple[Message, ...]  # the prompt as a chat
+    answer: str  # only for the reward function, never part of the prompt
     input_token_ids: tuple[int, ...] = ()  # the prompt as token ids; replaces `messages` if given
-    sample_index: int = -1  # position in the run's shuffled order of problems; -1 = not set
+    sample_index: int = -1  # as RolloutGroup.sample_index; -1 = the problem is not assigned yet
 
     @property
     def question(self) -> str:
-        """The last message, or the token ids if there is none, as text for a person."""
+        """The last message, or the token ids if there are no messages, as text for display."""
         if self.messages:
             return self.messages[-1].content
         return " ".join(map(str, self.input_token_ids))
@@ -54,30 +56,30 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TemperatureSchedule:
-    """A sampling temperature that moves from `start` to `end` during a run."""
+    """A sampling temperature that changes from `start` to `end` during a run."""
 
     kind: Literal["linear", "cosine"]
     start: float  # at policy step 0
-    end: float  # at policy step max_steps - 1, which the last optimizer step learns from
-    max_steps: int
+    end: float  # at policy step max_steps - 1: the newest weights before the last training step
+    max_steps: int  # training steps of the run
 
     def __call__(self, policy_step: int) -> float:
-        """The temperature at which the weights of `policy_step` sample."""
+        """The temperature for sampling with the weights of `policy_step`."""
         progress = min(max(policy_step / max(1, self.max_steps - 1), 0.0), 1.0)
-        share = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return self.start + (self.end - self.start) * share
+        fraction = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; with a schedule, the temperature depends on the step of the weights."""
+    """Sampling parameters; with a schedule, the temperature depends on the policy step."""
 
     temperature: float = 1.0  # 0 = greedy
     schedule: TemperatureSchedule | None = None  # replaces `temperature` if given
     top_k: int = 0  # 0 = off
-    top_p: float = 1.0
+    top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # 1 = off
     min_tokens: int = 0  # no end token before this number of generated tokens
     max_completion_length: int = 48  # tokens
     stop: tuple[str, ...] = ()  # a completion ends when its text contains one of these
@@ -94,37 +96,38 @@ class Sampling:
 class Request:
     """A request for one completion of a prompt."""
 
-    index: int  # copied to the completion, because an engine returns completions in any order
+    index: int  # identifies the completion, because an engine returns completions in any order
     prompt_ids: Int32Array  # [P]
-    max_completion_length: int | None = None  # tokens; None = as in Sampling
+    max_completion_length: int | None = None  # tokens; None = the value in Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one request; arrays hold the generated tokens only."""
+    """The result of one request; arrays of shape [T] hold the generated tokens only."""
 
-    index: int  # of the request
+    index: int  # Request.index
     prompt_ids: Int32Array  # [P]
     token_ids: Int32Array  # [T], including the end token if there is one
     logprobs: Float32Array  # [T], as defined on Rollout.logprobs
-    policy_steps: Int32Array  # [T], step of the weights that sampled each token
+    policy_steps: Int32Array  # [T], policy step of the weights that sampled each token
     finish_reason: FinishReason
     text: str  # without special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One prompt and completion with its reward."""
+    """A prompt with one completion and its reward."""
 
     token_ids: Int32Array  # [T], prompt and completion
     loss_mask: BoolArray  # [T], True on generated tokens
     logprobs: Float32Array  # [T], 0 on the prompt
     """Log-probability of the sampled token under the weights that sampled it, at the sampling
     temperature, over the full vocabulary, before top-k, top-p or min-p truncation."""
-    policy_steps: Int32Array  # [T], step of the weights that sampled each token; -1 on the prompt
+    policy_steps: Int32Array  # [T], of the weights that sampled each token; -1 on the prompt
     reward: float
     finish_reason: FinishReason
-    rewards: dict[str, float] = field(default_factory=dict[str, float])  # terms of reward, by name
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """The terms that sum to `reward`, by name; empty if the reward function returns one number."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.logprobs)
@@ -132,34 +135,40 @@ class Rollout:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens, including the end token."""
+        """Number of generated tokens, including the end token."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """All rollouts of one problem: one message from a generator to the trainer."""
+    """The rollouts of one problem, which a generator sends to the trainer as one message.
+
+    `policy_step` alone does not identify the weights: after a roll-back to an earlier checkpoint
+    the run takes the later steps again, with a different result. `weights_id` identifies them.
+    """
 
     run_id: str
     generator_id: str
     incarnation: bytes  # 8 random bytes, new with each start of the generator
-    sequence: int  # number of the message, from 0 up within an incarnation
+    sequence: int  # number of the group within an incarnation: 0, 1, 2, ...
     problem_id: str
-    task: str
-    policy_step: int  # of the oldest weights used in the group
-    weights_id: str  # of these weights: first 16 hexadecimal digits of their manifest's sha256
+    task: str  # Problem.task
+    policy_step: int  # of the oldest weights that sampled a token of the group
+    weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    min_sequence: int = 0  # all messages with a lower sequence were acknowledged or given up
-    sample_index: int = -1  # position in the run's shuffled order of problems; -1 = unknown
-    evaluation_step: int = -1  # step that the group evaluates; -1 = the group is for training
+    min_sequence: int = 0  # the generator does not send groups with a lower sequence again
+    sample_index: int = -1
+    """Number of this sampling of a problem in the run: 0, 1, 2, ..., over all generators and epochs
+    of the shuffled problems; -1 = unknown."""
+    evaluation_step: int = -1  # policy step that the group evaluates; -1 = a group for training
     summary: InitVar[tuple[tuple[float, ...], int] | None] = None  # (rewards, newest_step)
     rewards: tuple[float, ...] = field(init=False, repr=False)  # one for each rollout
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: tuple[tuple[float, ...], int] | None) -> None:
-        """Set `rewards` and `newest_step` from the summary, or from the rollouts if it is None.
+        """Set `rewards` and `newest_step` from `summary`, or from the rollouts if it is None.
 
-        With the summary, `rollouts` is not read, so that it may decode its items on first access.
+        With a summary, `rollouts` is not read: a received group decodes them on first access.
         """
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
@@ -170,32 +179,33 @@ class RolloutGroup:
 
     @property
     def sender(self) -> str:
-        """Generator and incarnation in one string; `sequence` is unique for each sender."""
+        """Generator and incarnation in one string; a sender uses each `sequence` only once."""
         return sender_of(self.generator_id, self.incarnation)
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward of the rollouts; exactly 0 or 1 if all rewards are."""
+        """Mean reward of the rollouts; exactly 0 or 1 if every reward is; 0 without rollouts."""
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal, which makes all advantages zero."""
+        """True unless all rewards are equal, which makes all advantages zero."""
         return len(set(self.rewards)) > 1
 
 
 class TreeSpan(NamedTuple):
     """Consecutive tokens of a PrefixTree that continue after an earlier token."""
 
-    parent: int  # position in the tree of the token that the span continues; -1 = none, it starts
+    parent: int  # position in the tree of the token before the span; -1 = it starts a sequence
     length: int  # tokens
 
 
 class PrefixTree(NamedTuple):
-    """Token sequences that share prefixes, each prefix once: [prompt | completion 1 | ... | K].
+    """Layout of token sequences with shared prefixes: [prompt | completion 1 | ... | completion K].
 
-    A token attends only to itself and to the tokens on its path back to the start. `learning`
-    builds trees and `models` computes their logprobs; neither imports the other.
+    Each prefix is stored once. A token attends only to itself and to the tokens before it in its
+    own sequence. Defined here because `learning` builds trees and `models` computes the logprobs of
+    their tokens, and these packages do not import each other.
     """
 
     spans: tuple[TreeSpan, ...]
@@ -208,22 +218,22 @@ class PrefixTree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion for a held-out problem with its reward, as shown in the run's summary."""
+    """A scored completion of an evaluation, as shown in the run's summary."""
 
-    problem: str
-    answer: str
+    problem: str  # Problem.question
+    answer: str  # text of the completion, not Problem.answer
     reward: float
 
 
 def sender_of(generator_id: str, incarnation: bytes) -> str:
-    """The name of one incarnation of a generator: 'NAME/0123456789abcdef'."""
+    """The name of one start (incarnation) of a generator: 'NAME/0123456789abcdef'."""
     return f"{generator_id}/{incarnation.hex()}"
 
 
 def rollout_of(completion: Completion, reward: float | dict[str, float]) -> Rollout:
-    """Join prompt and completion to one rollout; a dict of named reward terms is summed."""
+    """Join prompt and completion to one rollout; a `reward` of several named terms is summed."""
     terms = reward if isinstance(reward, dict) else {}
-    rewards = {name: float(value) for name, value in terms.items()}  # a task may return bools
+    rewards = {name: float(value) for name, value in terms.items()}  # a function may return bools
     num_prompt = len(completion.prompt_ids)
     no_logprobs = np.zeros(num_prompt, dtype=np.float32)
     no_steps = np.full(num_prompt, -1, dtype=np.int32)
