@@ -35,6 +35,7 @@ from peralta_zmq.engines.native.kernels import decode_layer, gemm
 from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Int32Array, Request, Sampling
 from peralta_zmq.weights.tensor_set import MappedTensors, check_finite
+from tools.base_model import new_model
 
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
@@ -115,7 +116,7 @@ class Setting:
         @torch.inference_mode()
         def work() -> None:
             sequences = generated(self.plain, 1, num_new)
-            models.token_logprobs(self.plain, sequences, torch.ones_like(sequences))
+            token_logprobs(self.plain, sequences)
 
         return seconds(work)
 
@@ -227,9 +228,15 @@ def timed(*functions: tuple[Any, str]) -> Generator[Stopwatch, None, None]:
             setattr(owner, name, function)
 
 
+def token_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Logprob of each token given those before it, [B, T - 1], from a whole forward pass."""
+    logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
+    return models.selected_logprobs(logits, token_ids[:, 1:])
+
+
 def endless_model(shape: dict[str, Any]) -> Any:
     """A random model without an end token."""
-    model = cast(Any, models.new_model(shape, seed=0).eval())
+    model = cast(Any, new_model(shape, seed=0).eval())
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
 

@@ -163,7 +163,7 @@ def original_generate(shape: dict[str, Any]) -> Seconds:
             started = time.perf_counter()
             sequences = generation.generated(model, 1, max(LENGTHS))
             sampled = time.perf_counter()
-            models.token_logprobs(model, sequences, torch.ones_like(sequences))
+            generation.token_logprobs(model, sequences)
             sampling += sampled - started
             scoring += time.perf_counter() - sampled
     groups = [training.group(number, 1000) for number in range(NUM_GROUPS)]

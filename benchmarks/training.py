@@ -31,6 +31,7 @@ from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import Batch, PackedSample, make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
+from tools.base_model import new_model
 
 NUM_PROMPT, LENGTHS, NUM_GROUPS = 110, (12, 18, 26, 40), 4
 SHAPE: dict[str, Any] = {
@@ -79,7 +80,7 @@ class Setting:
         self, shape: dict[str, Any], *, num_groups: int = NUM_GROUPS, device: torch.device = CPU
     ) -> None:
         self._device = device
-        self.model = cast(Any, models.new_model(shape, seed=0).eval()).to(device)
+        self.model = cast(Any, new_model(shape, seed=0).eval()).to(device)
         parameters = dict(self.model.named_parameters())
         self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizer.param_groups[0]["lr"] = RATE

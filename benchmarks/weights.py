@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import slow_link
+from benchmarks.generation import token_logprobs
 from benchmarks.harness import Claim, progress, progress_of, seconds, spread
 from peralta_zmq import atomic_files, models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
@@ -32,6 +33,7 @@ from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA, Version
 from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
+from tools.base_model import new_model
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
@@ -56,7 +58,7 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
     models.use_threads()
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         yield from slow_link.claims(Path(folder), _stepper, repeats=5)
-    model = models.new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
+    model = new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
     cast(Any, model).to(device)
     num_parameters = sum(tensor.numel() for tensor in models.weights_of(model).values())
     progress(f"model: {num_parameters / 1e6:.0f}M parameters")
@@ -80,8 +82,8 @@ def _stepper(model: models.Model) -> Callable[[float], None]:
         tokens = torch.randint(0, int(model.config.vocab_size), (2, 33), generator=random)
         tokens = tokens.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
-            logprobs = models.token_logprobs(model, tokens, torch.ones_like(tokens))
-        (-logprobs[:, 1:].mean()).backward()
+            logprobs = token_logprobs(model, tokens)
+        (-logprobs.mean()).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -48,9 +48,23 @@ def tiny_model(*, seed: int = 0, **settings: Any) -> Any:
 
 @functools.cache
 def _built(settings: str, seed: int) -> Any:
-    from peralta_zmq import models
+    from tools.base_model import new_model
 
-    return models.new_model(json.loads(settings), seed=seed).eval()
+    return new_model(json.loads(settings), seed=seed).eval()
+
+
+def token_logprobs(model: Any, token_ids: Any, *, temperature: Any = 1.0) -> Any:
+    """Logprob of token t given the tokens before it, [B, T], 0 for t = 0.
+
+    `temperature` is a number, or a tensor with one per token [B, T].
+    """
+    from torch.nn.functional import pad
+
+    if not isinstance(temperature, float):
+        temperature = temperature[:, 1:, None]
+    logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1] / temperature
+    logprobs = logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None])
+    return pad(logprobs.squeeze(-1), (1, 0))
 
 
 def rollout_with(

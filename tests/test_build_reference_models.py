@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sample_data import group_of
+from sample_data import group_of, token_logprobs
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
@@ -52,10 +52,7 @@ def logprob_distance(model: Any, other: Any) -> float:
     for rollout in group().rollouts:
         ids = torch.from_numpy(rollout.token_ids).long()[None]
         with torch.no_grad():
-            policy, teacher = (
-                models.token_logprobs(scored, ids, torch.ones_like(ids))[0]
-                for scored in (model, other)
-            )
+            policy, teacher = (token_logprobs(scored, ids)[0] for scored in (model, other))
         differences.append((teacher - policy)[torch.from_numpy(rollout.loss_mask)])
     return float(torch.cat(differences).abs().mean())
 

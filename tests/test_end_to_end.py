@@ -27,6 +27,7 @@ from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import read_records
 from peralta_zmq.trainer.loop import Trainer
+from tools.base_model import new_model
 from tools.link_proxy import free_ports
 
 REPO = Path(__file__).parent.parent
@@ -304,7 +305,7 @@ def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path
     shutil.copytree(models.EMBEDDED, model)
     settings = json.loads((model / "config.json").read_text())
     settings |= {"hidden_size": 32, "intermediate_size": 64}
-    models.new_model(settings, seed=0).save_pretrained(model)
+    new_model(settings, seed=0).save_pretrained(model)
     original = ("@", str(REPO / "configs" / "calculator.toml"), "--model.name", str(model),
                 "--sampling.num-generations", "4", "--train.batch-size", "48")  # fmt: skip
     steps = ("--train.max-steps", "1", "--wire.hwm", "12")

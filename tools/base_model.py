@@ -12,13 +12,14 @@ import ast
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from peralta_zmq import models
 from peralta_zmq.observe.terminal import progress_on_stderr
@@ -55,6 +56,14 @@ class Recipe(NamedTuple):
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     seed: int = 0
+
+
+def new_model(settings: Mapping[str, Any], *, seed: int) -> models.Model:
+    """Create a randomly initialized fp32 model from the settings of a config.json."""
+    torch.manual_seed(seed)
+    settings = dict(settings)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return cast("models.Model", AutoModelForCausalLM.from_config(config))
 
 
 def infix(expression: str) -> str:
@@ -185,7 +194,7 @@ def build(folder: Path, recipe: Recipe) -> None:
     tokenizer = write_tokenizer(folder, recipe.seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     settings = {**MODEL, "vocab_size": len(tokenizer), **ids}
-    model = models.new_model(settings, seed=recipe.seed)
+    model = new_model(settings, seed=recipe.seed)
     print(f"parameters={model.num_parameters()} vocabulary={len(tokenizer)}", flush=True)
     train(model, tokenizer, recipe)
     model.bfloat16().save_pretrained(folder)

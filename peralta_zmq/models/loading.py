@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -116,14 +115,6 @@ def _loading_errors(message: str) -> Generator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{message}: {str(error).splitlines()[0]}") from None
-
-
-def new_model(settings: Mapping[str, Any], *, seed: int) -> Model:
-    """Create a randomly initialized fp32 model from the settings of a config.json."""
-    torch.manual_seed(seed)
-    settings = dict(settings)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    return cast(Model, AutoModelForCausalLM.from_config(config))
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

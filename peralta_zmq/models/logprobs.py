@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from logits, at a temperature.
 
-The logits at token t predict token t + 1. Logits and tokens are shifted against each other in
-`token_logprobs` and in `scoring.Scorer`, nowhere else.
+A logprob is the natural logarithm of a probability. The logits at token t predict token t + 1: the
+callers pass the logits of the token before.
 """
 
 from __future__ import annotations
@@ -11,30 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from peralta_zmq.models.loading import Model
-
 # Numbers of logits converted to fp32 at a time. On a CPU 8 MiB, which malloc reuses without
 # requesting new memory pages.
 CHUNK_LOGITS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_LOGITS = 1 << 26
-
-
-def token_logprobs(
-    model: Model,
-    token_ids: Tensor,  # [B, T]
-    attention_mask: Tensor,  # [B, T]
-    *,
-    temperature: Tensor | float = 1.0,  # a scalar, or one per token [B, T]
-) -> Tensor:
-    """Log-probability of token t given the tokens before it, [B, T], 0 for t = 0.
-
-    Over the full vocabulary at `temperature`, as Rollout.logprobs defines it.
-    """
-    logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
-    if isinstance(temperature, Tensor):
-        temperature = temperature[:, 1:]
-    logprobs = selected_logprobs(logits[:, :-1], token_ids[:, 1:], temperature=temperature)
-    return torch.nn.functional.pad(logprobs, (1, 0))
 
 
 def selected_logprobs(

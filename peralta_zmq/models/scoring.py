@@ -6,7 +6,7 @@ lets a token attend only to itself and its ancestors in the tree. For a model wi
 impossible or wrong, every sequence becomes a row of its own, padded to the longest.
 
 The logits that predict a token are those of its predecessor in the sequence: tokens and logits are
-shifted against each other in this module and in `logprobs.token_logprobs`, nowhere else.
+shifted against each other in this module only.
 """
 
 from __future__ import annotations

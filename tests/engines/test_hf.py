@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import TINY, tiny_model
+from sample_data import TINY, tiny_model, token_logprobs
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
@@ -66,7 +66,7 @@ def scored(model: Any, completion: Completion, temperature: float) -> list[float
     ids = np.concatenate([completion.prompt_ids, completion.token_ids])
     row = torch.from_numpy(ids).long()[None]
     with torch.no_grad():
-        logprobs = models.token_logprobs(model, row, torch.ones_like(row), temperature=temperature)
+        logprobs = token_logprobs(model, row, temperature=temperature)
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from sample_data import group_of
+from sample_data import group_of, token_logprobs
 from test_end_to_end import REPO
 
 from peralta_zmq import build, models, registry
@@ -112,7 +112,7 @@ def ratios_of(config: Config, model: Any, group: RolloutGroup) -> torch.Tensor:
     for rollout in group.rollouts:
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            logprobs = models.token_logprobs(model, ids, torch.ones_like(ids))[0]
+            logprobs = token_logprobs(model, ids)[0]
         mask = torch.from_numpy(rollout.loss_mask)
         ratios.append((logprobs - torch.from_numpy(rollout.logprobs))[mask].exp())
     return torch.cat(ratios)

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from sample_data import VOCAB_SIZE, tiny_model
+from sample_data import VOCAB_SIZE, tiny_model, token_logprobs
 from torch import Tensor
 
 from peralta_zmq import models
+from peralta_zmq.models.logprobs import entropies
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -40,9 +41,7 @@ def plainly(model: Any, tokens: Tensor, temperature: float = 1.0) -> list[float]
     """Logprobs of the scored tokens, computed sequence by sequence."""
     found = list[float]()
     for places, first in SEQUENCES:
-        logprobs = models.token_logprobs(
-            model, tokens[places][None], torch.ones(1, len(places)), temperature=temperature
-        )
+        logprobs = token_logprobs(model, tokens[places][None], temperature=temperature)
         found += logprobs[0, first:].tolist()
     return found
 
@@ -129,10 +128,7 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     model, (tokens, scored) = tiny_model(tie_word_embeddings=True, pad_token_id=padding), row()
     tokens[::4] = 5
     parameters = list(model.parameters())
-    rows = [
-        models.token_logprobs(model, tokens[places][None], torch.ones(1, len(places)))[0, first:]
-        for places, first in SEQUENCES
-    ]
+    rows = [token_logprobs(model, tokens[places][None])[0, first:] for places, first in SEQUENCES]
     expected = torch.autograd.grad(torch.cat(rows).sum(), parameters)
     scorer = Scorer(model)
     scorer.padding_reason = "" if way == "packed" else "forced by the test"
@@ -183,9 +179,9 @@ def test_entropies_by_hand() -> None:
     # four equal ones: ln 4; .5, .25, .25: 1.5 ln 2; at temperature 2 ln p is halved
     logits = torch.tensor([[0.0, 0, 0, 0], [2.0**0.5, 0, 0, -1e9]]).double()
     logits[1, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
-    found = models.entropies(logits)
+    found = entropies(logits)
     assert found.tolist() == pytest.approx([1.3862944, 1.0397208])
-    doubled = models.entropies(2 * logits, temperature=torch.tensor([2.0, 2.0]))
+    doubled = entropies(2 * logits, temperature=torch.tensor([2.0, 2.0]))
     assert doubled.tolist() == pytest.approx(found.tolist())
 
 

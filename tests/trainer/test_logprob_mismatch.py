@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from sample_data import group_of
+from sample_data import group_of, token_logprobs
 
-from peralta_zmq import models, wire
+from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import RolloutGroup
@@ -36,7 +36,7 @@ def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> Rollo
     for each in group.rollouts:
         ids = torch.from_numpy(each.token_ids).long().unsqueeze(0)
         with torch.no_grad():
-            logprobs = models.token_logprobs(trainer.policy.model, ids, torch.ones_like(ids))[0]
+            logprobs = token_logprobs(trainer.policy.model, ids)[0]
         masked = torch.from_numpy(each.loss_mask) * (logprobs - skew)
         rollouts.append(replace(each, logprobs=masked.numpy()))
     return replace(group, rollouts=tuple(rollouts))

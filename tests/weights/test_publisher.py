@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_data import token_logprobs
 from weight_sets import COMPANIONS, loaded, publish, reports_of, same, weights_at
 
 from peralta_zmq import models
@@ -269,7 +270,7 @@ def test_100_deltas_of_a_model_in_training_are_bit_exact(
             assert newest == hashes(models.weights_of(model))
             subscriber.accept()
             tokens = torch.randint(0, vocabulary, (2, 24), generator=random)
-            logprobs = models.token_logprobs(model, tokens, torch.ones_like(tokens))
+            logprobs = token_logprobs(model, tokens)
             (-logprobs[:, 1:].mean()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_data import TINY, resident_bytes, tiny_model
+from sample_data import TINY, resident_bytes, tiny_model, token_logprobs
 
 from peralta_zmq import models
 from peralta_zmq.engines.hf import HfEngine
@@ -108,9 +108,7 @@ def scored(model: Any, completion: Completion, temperature: torch.Tensor | float
     """The trainer's logprobs of the generated tokens."""
     row = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids])).long()
     with torch.no_grad():
-        logprobs = models.token_logprobs(
-            model, row[None], torch.ones_like(row)[None], temperature=temperature
-        )
+        logprobs = token_logprobs(model, row[None], temperature=temperature)
     return logprobs[0, len(completion.prompt_ids) :].tolist()
 
 
