@@ -30,12 +30,11 @@ from benchmarks.harness import REPO, Claim, progress_of, seconds
 from benchmarks.training import LENGTHS, NUM_PROMPT, Setting
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native import NativeEngine
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import check_finite
 from peralta_zmq.weights.version import Version
-from peralta_zmq.weights.version_writer import VersionWriter
 
 NUM_GROUPS = 12
 PARTS = ("generate", "score", "transfer", "train", "publish", "reload")

@@ -17,10 +17,9 @@ from benchmarks.harness import Claim, progress, seconds, spread
 from benchmarks.throttle import Link
 from peralta_zmq import models
 from peralta_zmq.weights.http_backend import serve_weights
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version_writer import VersionWriter
 
 MBIT_PER_S, DELAY = 20.0, 0.06  # of the link; seconds per round trip
 LEARNING_RATE = 2e-6

@@ -28,11 +28,10 @@ from peralta_zmq import atomic_files, models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import DELTA, Version
-from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
 from tools.base_model import new_model
 
 SHAPE = {

@@ -35,7 +35,7 @@ files are enough: a folder, and a file named in parentheses, does what its line 
 Other questions:
 
     how weights return       weights/store.py defines a complete version, publishes and verifies it;
-                             loader.py loads it, generator/weight_sync.py applies it in place
+                             subscriber.py loads it, generator/weight_sync.py applies it
     what happens on restart  trainer/recovery.py: newest checkpoint, then the journal
     where settings go        config/ reads them, build.py makes objects from them
     how to extend it         registry.py: protocols and names of tasks, engines, losses, filters

@@ -45,7 +45,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem, Sampling, TemperatureSchedule
-from peralta_zmq.weights.loader import PendingWeights
+from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)

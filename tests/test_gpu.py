@@ -21,12 +21,11 @@ from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.learning.packing import make_batches, pack_groups
 from peralta_zmq.models.scoring import Scorer
 from peralta_zmq.rollout import Request, Sampling
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS
-from peralta_zmq.weights.version_writer import VersionWriter
 
 pytestmark = [
     pytest.mark.gpu,

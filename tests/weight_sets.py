@@ -10,13 +10,12 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.weights import pruning
 from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import PublishReport, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensor_set import MappedTensors
 from peralta_zmq.weights.version import WEIGHTS, Version
-from peralta_zmq.weights.version_writer import PublishReport
 
 COMPANIONS = {"config.json": b"{}", "tokenizer.json": b"{}"}
 

@@ -17,9 +17,8 @@ from peralta_zmq import build, models, registry, wire
 from peralta_zmq.atomic_files import read_private_token
 from peralta_zmq.config import Config, files_given
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.loader import PendingWeights
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.version import Version
 
 LOG_SECONDS = 5.0  # between two log lines of one wait

@@ -28,10 +28,9 @@ from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.http_backend import serve_weights
 from peralta_zmq.weights.pruning import Retention
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS, Version
-from peralta_zmq.weights.version_writer import PublishReport, VersionWriter
 
 COMPLETE_SECONDS = 60.0  # timeout for the newest version
 STOP_SECONDS = 2.0  # the same when a stop is requested

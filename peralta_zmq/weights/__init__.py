@@ -1,7 +1,7 @@
 """Weight store: how the weights that a trainer publishes reach the generators.
 
-Trainer: `publisher` (thread) -> `version_writer` (delta or keyframe) -> `store` -> a backend;
-`pruning` removes old versions. Generator: `subscriber` (thread) -> `loader` (find, verify) ->
+Trainer: `publisher` (a thread that writes deltas and keyframes) -> `store` -> a backend; `pruning`
+removes old versions. Generator: `subscriber` (a thread that finds, loads and verifies versions) ->
 `store` and `replica` (local copy, updated by deltas).
 
 `backends` has the storage interface and folders, `http_backend` and `object_store_backend` other

@@ -21,11 +21,10 @@ from peralta_zmq import models
 from peralta_zmq.learning.optimizer import make_optimizer, set_learning_rate
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.publisher import WeightPublisher
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version
-from peralta_zmq.weights.version_writer import VersionWriter
 
 Opener = Callable[..., WeightPublisher]
 

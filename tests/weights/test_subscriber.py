@@ -16,10 +16,9 @@ from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.weights.backends import FolderWatcher
-from peralta_zmq.weights.loader import PendingWeights
 from peralta_zmq.weights.pruning import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensor_set import CHUNK, check_finite
 from peralta_zmq.weights.version import DELTA, WEIGHTS, Version
 
