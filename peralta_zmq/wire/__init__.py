@@ -1,18 +1,19 @@
-"""The protocol between generators and trainer: messages over ZeroMQ, the only use of zmq.
+"""Network protocol between generators and trainer, over ZeroMQ; no other package imports zmq.
 
-Generators PUSH groups (all rollouts of one problem) to the trainer's PULL socket. The trainer
-PUBlishes announcements on the next port, receives the generators' status on the port after that,
-and answers probes on the fourth. A receiver counts and drops invalid messages. An announcement
-acknowledges groups as received and, when they are in the journal on disk, as durable; until then
-the generator keeps them and resends those that were lost.
+Generators sample rollouts (completions with a reward) from the weights that the trainer updates. A
+group is all rollouts of one problem, sent as one message. An announcement acknowledges a group as
+received and, once it is in the journal on the trainer's disk, as durable; the generator keeps each
+group until it is durable and resends lost ones. The trainer binds four consecutive ports from
+wire.port on. A receiver drops an invalid message and logs or counts it.
 
-    messages          RolloutGroup <-> bytes, and the rules of a group
-    message_fields    bounded msgpack maps with typed fields, shared by all messages
-    sockets           socket options, addresses, RolloutSender and RolloutReceiver
-    announcements     trainer -> generators: progress, acknowledgements
-    generator_status  generator -> trainer: counters
-    probe             doctor <-> trainer: connection test
-    auth              key files, authentication, refused connections
+    port  sockets      direction             content and module
+    + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
+    + 1   PUB, SUB     trainer -> generator  progress and acknowledgements: announcements.py
+    + 2   XPUB, SUB    generator -> trainer  counters of the generator: generator_status.py
+    + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
+
+All messages are msgpack maps (message_fields.py). auth.py has the key files and the authentication
+of generators.
 """
 
 from peralta_zmq.wire.announcements import (

@@ -1,9 +1,10 @@
 """Announcements: the trainer publishes its progress every second and on change (PUB/SUB).
 
-An announcement holds the whole state, so a lost one does no harm. A group is all rollouts of one
-problem, sent as one message. A sender is one start of a generator, 'NAME/INCARNATION'; its groups
-are numbered by `sequence` from 0. Received groups are in the trainer's memory, durable ones in the
-journal on its disk.
+Every announcement holds all fields, so the next one makes up for a lost one. A group is all
+rollouts of one problem, sent as one message. A sender is one start of a generator,
+'NAME/INCARNATION'; `sequence` numbers its groups from 0. A received group is in the trainer's
+memory; a durable one is in the journal on the trainer's disk. A policy step is the number of
+training steps that produced some weights; a weight version is one publication of weights.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from peralta_zmq.wire.message_fields import decode_fields, encode_fields
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 ANNOUNCE_SECONDS = 1.0
-MAX_ANNOUNCEMENT = 4 << 20  # bytes; with 4,096 senders of the longest names it has 2.7 million
-MAX_BITS = 1 << 19  # problems of a bit field
+MAX_ANNOUNCEMENT = 4 << 20  # bytes; 4,096 senders with the longest names need 2.7 million
+MAX_BITS = 1 << 19  # length of a bit field: one bit for each problem
 logger = logging.getLogger(__name__)
 
 
@@ -32,35 +33,37 @@ class Announcement:
 
     run_id: str
     incarnation: bytes = b""  # 8 random bytes, new with each start of the trainer
-    step: int = 0  # optimizer steps completed
-    started_step: int = 0  # optimizer steps started
-    version: int = -1  # newest published weight version; -1 before the first
-    weights_id: str = ""  # of the newest version
+    step: int = 0  # training steps completed
+    started_step: int = 0  # training steps started
+    version: int = -1  # number of the newest weight version; -1 before the first
+    weights_id: str = ""  # hash that identifies the newest weight version
     received: dict[str, int] = field(default_factory=dict[str, int])
     """By active sender: all of its groups up to this sequence were received; -1 = none."""
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: all of its groups up to this sequence are durable, or were dropped."""
+    """By active sender: all of its groups up to this sequence are durable or dropped; -1 = none."""
     highest_received: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: highest sequence received; above `received` if a group between was lost."""
+    """By active sender: highest sequence received; above `received` while an earlier group is
+    missing; -1 = none."""
     consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """By sender: number of its groups in started steps or dropped, minus 1."""
+    """By active sender: number of its groups in started steps or dropped, minus 1; -1 = none."""
     waiting: bool = False  # for groups; False during a step, an evaluation and the start
     done: bool = False  # the run is complete
-    groups_in_step: int = 0  # groups in the newest step; 0 before the first
-    next_sample_index: int = 0  # above the sample_index of every received group
-    train_set_digest: bytes = b""  # 8 bytes that identify the training problems
+    groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
+    next_sample_index: int = 0
+    """Above every sample_index (position in the run's shuffled order of problems) received."""
+    train_set_digest: bytes = b""  # 8 bytes that identify the list of training problems
     excluded: bytes = b""
-    """Bit field of the positions in the train set that are not sampled at present (bit p % 8 of
-    byte p // 8); empty = all are sampled."""
-    evaluation_step: int = -1  # step of the weights that the generators evaluate; -1 = none
+    """Bit field of the training problems that must not be sampled now: bit p % 8 of byte p // 8 is
+    1 for the problem at position p; empty = all may be sampled."""
+    evaluation_step: int = -1  # policy step to evaluate on held-out problems; -1 = no evaluation
     answered: bytes = b""
-    """Bit field of the held-out examples that need no further answer in this evaluation."""
+    """Bit field as in `excluded`: the held-out problems whose answers are complete."""
 
 
 def decode_announcement(frame: bytes) -> Announcement:
-    """The announcement in a frame of `encode_fields`; unknown fields are ignored.
+    """Decode an announcement from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if it is too large, `run_id` is missing or a field has a wrong type.
+    Raises WireError if the frame is too large, `run_id` is missing or a field has a wrong type.
     """
     if len(frame) > MAX_ANNOUNCEMENT:
         raise WireError(f"announcement of {len(frame)} bytes")
@@ -73,7 +76,7 @@ def _check(announcement: Announcement) -> None:
 
 
 class AnnouncementPublisher:
-    """Publishes the newest announcement at once and every second until there is a newer one.
+    """Publishes each announcement at once and repeats the newest one every second.
 
     A thread owns the socket, so announcements continue while the trainer computes. Use with
     `closing`.
@@ -81,10 +84,11 @@ class AnnouncementPublisher:
 
     def __init__(self, address: str, *, authenticator: CurveAuthenticator | None = None) -> None:
         self._changed = threading.Condition()
-        self._newest: bytes | None = None  # this and the next two are guarded by _changed
+        # Guarded by _changed: the newest frame, whether it is unpublished, and `close` was called.
+        self._newest: bytes | None = None
         self._is_new = self._closed = False
         self._socket, self.address = open_server(zmq.PUB, address, authenticator)
-        self._thread = threading.Thread(target=self._work, name="announcements", daemon=True)
+        self._thread = threading.Thread(target=self._publish, name="announcements", daemon=True)
         self._thread.start()
 
     def publish(self, announcement: Announcement) -> None:
@@ -95,13 +99,14 @@ class AnnouncementPublisher:
             self._changed.notify()
 
     def close(self) -> None:
-        """Publish the last announcement once more and close; returns before it is delivered."""
+        """Publish the newest announcement once more and close; does not wait for its delivery."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
-    def _work(self) -> None:
+    def _publish(self) -> None:
+        """The thread: send the newest frame on change and every second, until `close`."""
         closed = False
         while not closed:
             with self._changed:
@@ -109,7 +114,7 @@ class AnnouncementPublisher:
                 frame, closed, self._is_new = self._newest, self._closed, False
             if frame is not None:
                 self._socket.send(frame)  # PUB drops messages, it never blocks
-        self._socket.close(linger=500)  # milliseconds, in the background
+        self._socket.close(linger=500)  # milliseconds in which libzmq still sends in the background
 
 
 class AnnouncementSubscriber:
@@ -117,9 +122,9 @@ class AnnouncementSubscriber:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self.latest: Announcement | None = None
-        self.received_at = float("-inf")  # monotonic seconds
+        self.received_at = float("-inf")  # monotonic seconds of the latest announcement
         self._socket = open_socket(zmq.SUB, max_bytes=MAX_ANNOUNCEMENT)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # milliseconds
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self._socket.subscribe(b"")
         self._monitor = HandshakeMonitor(self._socket, address, keys)
@@ -128,11 +133,11 @@ class AnnouncementSubscriber:
     def receive(self, *, timeout: float = 0.0) -> Announcement | None:
         """The latest announcement, after waiting up to `timeout` seconds for a new one.
 
-        Raises WireError if the trainer refused the connection.
+        None before the first one. Raises WireError if the trainer refused the connection.
         """
         self._monitor.check()
         while ready(self._socket, zmq.POLLIN, timeout):
-            timeout = 0.0
+            timeout = 0.0  # wait for the first message only, then empty the queue
             try:
                 self.latest = decode_announcement(self._socket.recv())
                 self.received_at = time.monotonic()

@@ -1,10 +1,11 @@
-"""CURVE keys: key files, authentication of clients, and why a handshake failed.
+"""CURVE keys: key files, authentication of clients, and the reason of a failed handshake.
 
-CURVE is ZeroMQ's encryption with public keys; ZAP is its protocol by which libzmq asks a handler in
-the same process whether to accept a client.
-A key folder holds one CURVE key per file: `trainer.public` and `trainer.secret`, and for each
-generator `NAME.public` and `NAME.secret`. The trainer needs its own secret key and every public
-key; a generator needs `trainer.public` and its own secret key.
+CURVE is ZeroMQ's encryption with public keys. ZAP is ZeroMQ's authentication protocol: libzmq sends
+each new client's public key to a handler socket in the server's process, which accepts or refuses.
+The servers are the trainer's sockets, the clients those of generators and bin/doctor. A key folder
+holds one CURVE key per file: `trainer.public` and `trainer.secret`, and for each generator
+`NAME.public` and `NAME.secret`. The trainer needs its own secret key and every public key; a
+generator needs `trainer.public` and its own secret key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from peralta_zmq.errors import WireError
 
-TRAINER = "trainer"
+TRAINER = "trainer"  # name of the trainer's key files
 PUBLIC, SECRET = ".public", ".secret"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
@@ -35,7 +36,7 @@ DOMAIN = b"peralta"  # ZAP domain of the protected sockets
 POLL_SECONDS = 0.2  # maximum delay of closing the authenticator
 READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
 HANDSHAKE_SECONDS = 5.0  # after this time without a ZAP reply libzmq disconnects the client
-# A client reports a wrong server key after this many seconds and disconnected handshakes.
+# A client reports a wrong server key when both this time and this number of disconnects are over.
 PATIENCE_SECONDS, PATIENCE_TRIES = 3.0, 5
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -43,7 +44,7 @@ HANDSHAKE_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_monitor_numbers = itertools.count()
+_monitor_numbers = itertools.count()  # one for each HandshakeMonitor of the process
 logger = logging.getLogger(__name__)
 
 
@@ -51,22 +52,23 @@ logger = logging.getLogger(__name__)
 
 
 class KeyFileError(WireError):
-    """A key file is missing, not readable, not a regular file or without a key."""
+    """A single key file is unusable: missing, not readable, a folder, or without a valid key."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorKeys:
-    """The keys of one generator."""
+    """The keys that a generator needs: its own secret key and the trainer's public key."""
 
-    name: str
-    secret: bytes
+    name: str  # of the generator
+    secret: bytes  # secret key of the generator
     trainer: bytes  # public key of the trainer
 
 
 def make_keys(folder: Path, name: str) -> bool:
-    """Write NAME.secret (mode 0600) and NAME.public; False if both exist.
+    """Write a new pair NAME.secret (mode 0600) and NAME.public; False if the pair exists already.
 
-    Raises WireError if the folder cannot be written or only one of the two files exists.
+    Raises WireError if the folder cannot be written, only one of the two files exists, or the two
+    do not belong together.
     """
     public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
     _check_name(name)
@@ -75,7 +77,9 @@ def make_keys(folder: Path, name: str) -> bool:
             raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
         return False
     if public.exists():
-        raise WireError(f"{public} is here without {secret.name}; delete it for a new pair")
+        raise WireError(
+            f"{public} exists without {secret.name}; delete {public.name} for a new pair"
+        )
     public_key, secret_key = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,28 +91,29 @@ def make_keys(folder: Path, name: str) -> bool:
 
 
 def trainer_secret(folder: Path) -> bytes:
-    """The trainer's secret key. Raises WireError as `read_secret`."""
+    """Read the trainer's secret key. Raises WireError as `read_secret` does."""
     return read_secret(folder / f"{TRAINER}{SECRET}")
 
 
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
-    """The keys of one generator.
+    """Read the keys of the generator `name`.
 
-    Raises WireError if a file is missing or no key, others can read the secret key, or everyone can
-    write to the folder (and replace the trainer's key).
+    Raises WireError if a file is missing or holds no key, if other users can read the secret key,
+    or if everyone can write to the folder (and so replace the trainer's public key).
     """
     _check_name(name)
     secret = read_secret(folder / f"{name}{SECRET}")
     keys = GeneratorKeys(name, secret, _read_key(folder / f"{TRAINER}{PUBLIC}"))
-    _list_folder(folder)
+    _list_folder(folder)  # only for its check of the folder's permissions
     return keys
 
 
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
-    """The generators whose public keys are in the folder: key -> name.
+    """Read the public keys of all generators in the folder; returns public key -> name.
 
-    Raises WireError if the folder or a file cannot be read, one key has two names, or everyone can
-    write to the folder. A file that is no key raises if `strict`, else it is logged and skipped.
+    Raises WireError if the folder cannot be read, everyone can write to it, two names have the same
+    key, or a read fails for a reason that may pass. An unusable file raises KeyFileError if
+    `strict`; otherwise it is logged and skipped.
     """
     names: dict[bytes, str] = {}
     for entry in _list_folder(folder):
@@ -123,13 +128,13 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
             logger.warning("key file skipped: %s", error)
             continue
         if key in names:
-            raise WireError(f"{folder / entry} holds the key of {names[key]}; one key has one name")
+            raise WireError(f"{folder / entry} holds the key of {names[key]}; delete one of them")
         names[key] = name
     return names
 
 
 def read_secret(file: Path) -> bytes:
-    """A secret key that only its owner can read. Raises WireError."""
+    """Read a secret key. Raises WireError if the file holds no key or other users can access it."""
     key = _read_key(file)
     if file.stat().st_mode & 0o077:
         raise WireError(f"{file} can be read by others; chmod 600 {file}")
@@ -137,7 +142,10 @@ def read_secret(file: Path) -> bytes:
 
 
 def _list_folder(folder: Path) -> list[str]:
-    """The names in a key folder. Raises WireError, also if everyone can add a key to it."""
+    """The file names in a key folder, sorted.
+
+    Raises WireError if the folder cannot be read, or if everyone can write to it and add a key.
+    """
     try:
         mode, names = folder.stat().st_mode, sorted(os.listdir(folder))
     except OSError as error:
@@ -148,6 +156,7 @@ def _list_folder(folder: Path) -> list[str]:
 
 
 def _read_key(file: Path) -> bytes:
+    """Read a key. Raises KeyFileError, but WireError if the error may pass (a dead mount)."""
     try:
         key = file.read_bytes()[:100].strip()
     except OSError as error:
@@ -175,22 +184,25 @@ def _check_name(name: str) -> None:
 
 
 class CurveAuthenticator:
-    """Accepts the generators whose public keys are in a folder, under the names of their files.
+    """The trainer's ZAP handler: accepts clients whose public key is in the key folder.
 
-    Open it before the sockets that it protects and close it after them. An added or removed key
-    takes effect on connections made a second later. Fails closed: protected sockets enforce a ZAP
-    domain, so libzmq rejects every client while no authenticator runs. Use with `closing`.
+    Messages of an accepted client carry the name of its key file, as the property User-Id of their
+    frames. Open the authenticator before the sockets that it protects and close it after them. An
+    added or removed key takes effect on connections made at least a second later. Protected sockets
+    enforce a ZAP domain, so libzmq refuses every client while no authenticator runs. Use with
+    `closing`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.refused = 0  # clients
-        self._logged_unknown = False
+        self.refused = 0  # number of refused connections
+        self._logged_unknown = False  # an unknown key was logged as a warning
         self._secret = trainer_secret(folder)
         self._folder = folder
-        self._names: dict[bytes, str] | None = known_generators(folder)  # None = unreadable
+        # Public key -> name; None while the folder cannot be read.
+        self._names: dict[bytes, str] | None = known_generators(folder)
         self._read_at = time.monotonic()
         self._closed = threading.Event()
-        # Used by the thread only. ROUTER, because a REP must answer before it receives again.
+        # Used by the thread only. A ROUTER may leave a request without a reply, a REP may not.
         self._zap = zmq.Context.instance().socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
         try:
@@ -202,11 +214,9 @@ class CurveAuthenticator:
         self._thread.start()
 
     def protect(self, server: zmq.Socket[bytes]) -> None:
-        """Make a server socket accept only known clients; call it before `bind`.
-
-        libzmq passes the client's name through the receive queue as a message that it never counts
-        as read: a queue of one would stay full for ever.
-        """
+        """Make a server socket accept only known clients; call `protect` before `bind`."""
+        # libzmq puts the client's name into the receive queue as a message and never counts this
+        # message as read, so a queue of length one would stay full for ever.
         queue = server.getsockopt(zmq.RCVHWM)
         assert isinstance(queue, int)
         server.setsockopt(zmq.RCVHWM, queue + 1)
@@ -217,41 +227,43 @@ class CurveAuthenticator:
         server.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def close(self) -> None:
-        """Stop; from now on every new client is refused."""
+        """Stop the thread; from now on libzmq refuses every new client."""
         self._closed.set()
-        self._thread.join(timeout=2.0)  # a read in a dead mount can block it
+        self._thread.join(timeout=2.0)  # a read of a key folder on a dead mount can block it
 
     def _serve(self) -> None:
+        """The thread: answer ZAP requests until `close`."""
         with self._zap as zap:
             while not self._closed.is_set():
                 if zap.poll(int(POLL_SECONDS * 1000)):
                     identity, delimiter, *request = zap.recv_multipart()
                     if reply := self._reply(request):
                         zap.send_multipart([identity, delimiter, *reply])
-            zap.unbind(ZAP_ENDPOINT)  # close alone would release the name only later
+            zap.unbind(ZAP_ENDPOINT)  # `close` alone releases the endpoint only some time later
 
     def _reply(self, request: list[bytes]) -> list[bytes] | None:
-        """ZAP 1.0: version, request, domain, address, identity, mechanism, credentials.
+        """The reply to a ZAP 1.0 request: status 200 for a known public key, 400 for all others.
 
-        None while the keys cannot be read: libzmq then disconnects the client after
-        HANDSHAKE_SECONDS and the client tries again. (After a 300 libzmq would disconnect at once,
-        as after a wrong key.)
+        None while the key folder cannot be read: without a reply libzmq disconnects the client
+        after HANDSHAKE_SECONDS, and the client connects again. (The status 300, temporary failure,
+        would disconnect the client at once, which looks like a wrong key.)
         """
-        version, number, domain, address, _, mechanism, *credentials = request
+        version, request_id, domain, address, _, mechanism, *credentials = request
         names, name = self._known_names(), None
         if names and (domain, mechanism) == (DOMAIN, b"CURVE") and len(credentials) == 1:
             name = names.get(z85.encode(credentials[0]))
         if name is not None:
-            return [version, number, b"200", b"OK", name.encode(), b""]
+            return [version, request_id, b"200", b"OK", name.encode(), b""]
         self.refused += 1
         if names is None:
             return None
         level = logging.DEBUG if self._logged_unknown else logging.WARNING
         self._logged_unknown = True
         logger.log(level, "client refused: reason=unknown_key address=%s", address.decode("ascii"))
-        return [version, number, b"400", b"unknown key", b"", b""]
+        return [version, request_id, b"400", b"unknown key", b"", b""]
 
     def _known_names(self) -> dict[bytes, str] | None:
+        """Public key -> name, at most READ_SECONDS old; None while the folder cannot be read."""
         if time.monotonic() - self._read_at > READ_SECONDS:
             self._read_at = time.monotonic()
             try:
@@ -266,7 +278,7 @@ class CurveAuthenticator:
 
 
 def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
-    """Set the keys of a client socket before it connects; None = no encryption."""
+    """Set the keys of a client socket before it connects; without keys it is not encrypted."""
     if keys is not None:
         client.setsockopt(zmq.CURVE_SERVERKEY, keys.trainer)
         client.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -274,30 +286,32 @@ def use_keys(client: zmq.Socket[bytes], keys: GeneratorKeys | None) -> None:
 
 
 class HandshakeMonitor:
-    """Sets the keys of a client socket and reports why the trainer refuses it.
+    """Sets the keys of a client socket, and reports why the trainer refuses its connection.
 
-    Create it before the socket connects and close it before the socket.
+    The socket itself reports no failed handshake: a send only times out. Create the monitor before
+    the socket connects, and close the monitor before the socket.
     """
 
     def __init__(self, client: zmq.Socket[bytes], address: str, keys: GeneratorKeys | None) -> None:
         self._address, self._keys = address, keys
-        self._refusal: str | None = None
+        self._refusal: str | None = None  # the reason, once it is certain
         self._failures = 0  # handshakes that ended without a reason, since the last success
-        self._first_failure = 0.0  # monotonic seconds
+        self._first_failure = 0.0  # monotonic seconds of the first of `_failures`
         use_keys(client, keys)
-        endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"  # libzmq releases names late
+        # A new endpoint each time: libzmq releases a closed one only some time later.
+        endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"
         client.monitor(endpoint, HANDSHAKE_EVENTS)
         self._client, self._events = client, zmq.Context.instance().socket(zmq.PAIR)
-        # Unlimited: on a full queue libzmq would block the I/O thread that serves all sockets.
+        # 0 = unlimited: on a full queue libzmq would block the I/O thread that serves all sockets.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(endpoint)
 
     def check(self) -> None:
-        """Raise WireError if the trainer refused the client.
+        """Raise WireError with reason and remedy if the trainer refuses the client.
 
         Blocks for up to half a second after handshakes that failed without a reason.
         """
-        failures = 0
+        failures = 0  # without a reason, in this call
         while self._refusal is None and self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -316,6 +330,7 @@ class HandshakeMonitor:
         self._events.close(linger=0)
 
     def _reason(self, event: int) -> str | None:
+        """The reason and remedy of a failed handshake; None if the event does not tell it."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             used, expected = ("no keys", "keys") if self._keys is None else ("keys", "no keys")
             return (
@@ -330,19 +345,22 @@ class HandshakeMonitor:
         return None
 
     def _reason_of_disconnects(self, failures: int) -> str | None:
-        """The reason if the trainer has a different key: it accepts every TCP connection and closes
-        it during the handshake. A trainer that is down, stopped or suspended is waited for.
+        """The reason for `failures` more handshakes that ended without one; None if uncertain.
+
+        A trainer with a different key accepts every TCP connection and closes it during the
+        handshake. A trainer that is down, stopped or suspended is no reason to fail.
         """
-        now = time.monotonic()  # failures during the probe count the next time
+        now = time.monotonic()  # before the connection test, which takes up to half a second
         is_up = accepts_connection(self._address, timeout=0.5, greeting=b"\xff")
         if self._keys is None or not is_up:
             self._failures = 0
             return None
         if not self._failures:
-            failures, self._first_failure = 1, now  # the time of earlier ones is unknown
+            failures, self._first_failure = 1, now  # when the others happened is unknown
         self._failures += failures
         elapsed = now - self._first_failure
-        is_slow = elapsed / self._failures > HANDSHAKE_SECONDS / 2  # it cannot read its key folder
+        # A trainer that cannot read its key folder closes a connection after HANDSHAKE_SECONDS.
+        is_slow = elapsed / self._failures > HANDSHAKE_SECONDS / 2
         if is_slow or self._failures < PATIENCE_TRIES or elapsed < PATIENCE_SECONDS:
             return None
         return (
@@ -352,10 +370,11 @@ class HandshakeMonitor:
 
 
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
-    """Check that tcp://HOST:PORT accepts a connection and sends `greeting` first.
+    """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
-    A ZeroMQ socket of a running process sends 0xff. A forwarder to a dead process closes the
-    connection; for a stopped process the kernel accepts, but nothing is sent.
+    The greeting b"\\xff" detects a ZeroMQ socket of a running process, which sends this byte first.
+    Without a greeting the result is True also for a port forwarder to a dead process, and for a
+    stopped process (SIGSTOP), whose connections the kernel accepts.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

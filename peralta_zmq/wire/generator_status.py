@@ -1,9 +1,10 @@
 """Generator status: each generator reports its counters to the trainer every two seconds.
 
-A status holds all counters, so a lost one does no harm. A group is all rollouts of one problem. An
-incarnation is the 8 random bytes that a generator draws at its start; the sender 'NAME/INCARNATION'
-names one start of one generator. A keyframe is a weight version with complete tensors, a delta one
-with the changes only.
+Every status holds all counters, so the next one makes up for a lost one. A group is all rollouts of
+one problem. An incarnation is the 8 random bytes that a generator draws at its start and for each
+new run; a sender, 'NAME/INCARNATION', is one incarnation of one generator. The policy step of
+weights is the number of training steps that produced them. A weight version is published as a
+keyframe (complete tensors) or as a delta (changes since an earlier version).
 """
 
 from __future__ import annotations
@@ -23,43 +24,47 @@ from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, use_keys
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
 STATUS_SECONDS = 2.0  # between two statuses
-MAX_SENDERS = 4096  # remembered; the sender that was silent for longest is forgotten first
+MAX_SENDERS = 4096  # senders in memory; the one that was silent for longest is removed first
 MAX_AT_ONCE = 1000  # messages read in one call
-MAX_STATUS = 1 << 16  # bytes; a queue of them waits while the trainer computes
+MAX_STATUS = 1 << 16  # bytes; bounds the memory of the receive queue while the trainer computes
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStatus:
-    """Progress of one incarnation of a generator; counts are since its start."""
+    """Progress of one incarnation of a generator; counts are since its start.
+
+    Rate and fractions are over the time since the previous status.
+    """
 
     run_id: str
-    generator_id: str
+    generator_id: str  # its name
     incarnation: bytes  # as in its groups
-    made: int = 0  # groups
-    lost: int = 0  # groups dropped because the outbox was full
+    made: int = 0  # groups, including lost ones
+    lost: int = 0  # groups dropped because the buffer of unacknowledged groups was full
     resent: int = 0  # groups sent again
-    unscored: int = 0  # groups dropped because a reward failed
+    unscored: int = 0  # groups dropped because a reward could not be computed
     step: int = 0  # policy step of the weights in use
-    tokens_per_s: float = 0.0
-    blocked_frac: float = 0.0  # fraction of the time in which it could not sample
+    tokens_per_s: float = 0.0  # generated tokens
+    blocked_frac: float = 0.0  # fraction of the time in which it could not sample or send
     queue_frac: float = 0.0  # fraction of the time with a full send queue, part of blocked_frac
-    reload_s: float = 0.0  # seconds of the latest change of weights
-    wants_keyframe: bool = False  # it cannot load the newest version by deltas
+    reload_s: float = 0.0  # duration of the latest change of weights
+    wants_keyframe: bool = False  # a delta that the newest version needs is missing
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constant facts: versions of package, python, torch, transformers; device, dtype, threads."""
 
     @property
     def sender(self) -> str:
-        """As RolloutGroup.sender."""
+        """'NAME/INCARNATION', as in RolloutGroup.sender."""
         return sender_of(self.generator_id, self.incarnation)
 
 
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
-    """The status in a frame of `encode_fields`; unknown fields are ignored.
+    """Decode a status from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if an identity is missing, a field has a wrong type or a number is invalid.
+    Raises WireError if an identity (run_id, generator_id, incarnation) is missing or invalid, a
+    field has a wrong type, a number is negative or not finite, or the worker_info is too large.
     """
     return message_fields.decode_fields(frame, GeneratorStatus, _check)
 
@@ -67,31 +72,34 @@ def decode_generator_status(frame: bytes) -> GeneratorStatus:
 def _check(status: GeneratorStatus) -> None:
     message_fields.check_identity(status.generator_id, status.incarnation)
     for name, value in message_fields.fields_of(status).items():
-        if type(value) in (int, float) and not 0 <= value < math.inf:  # a NaN is refused, too
+        if type(value) in (int, float) and not 0 <= value < math.inf:  # true for NaN, too
             raise ValueError(f"{name} {value} is negative or not finite")
     message_fields.check_facts(status.worker_info)
 
 
 class GeneratorStatusSender:
-    """Sends the status of one generator; never blocks and never fails. Use with `closing`."""
+    """Sends the status of one generator. Use with `closing`.
+
+    Never blocks, and raises no error if the trainer is absent: the status is then lost.
+    """
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
-        self._due = float("inf")  # monotonic seconds; not before the trainer subscribes
+        self._due = float("inf")  # monotonic seconds; infinite until the trainer subscribes
         self._socket = open_socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # show subscriptions of a restarted trainer
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # pass on that a restarted trainer subscribes
         use_keys(self._socket, keys)
         self._socket.connect(address)
 
     @property
     def due(self) -> bool:
-        """Whether a trainer has just subscribed or it is time for the next status."""
+        """Whether a trainer has just subscribed, or STATUS_SECONDS have passed since `send`."""
         while cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._socket.recv()  # a subscription
+            self._socket.recv()  # a subscription message
             self._due = float("-inf")
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:
-        """Send now; lost if no trainer is connected."""
+        """Send the status now; it is lost if no trainer is connected."""
         self._due = time.monotonic() + STATUS_SECONDS
         self._socket.send(message_fields.encode_fields(status))
 
@@ -101,14 +109,18 @@ class GeneratorStatusSender:
 
 
 class GeneratorStatusReceiver:
-    """Binds the trainer's SUB socket and keeps the latest status of each sender of one run."""
+    """Binds the trainer's SUB socket and keeps the latest status of each sender of one run.
+
+    An invalid message, one of another run, or one whose generator_id is not the name of the key
+    that sent it is counted in `refused`, logged and dropped. Use with `closing`.
+    """
 
     def __init__(
         self, address: str, *, run_id: str, authenticator: CurveAuthenticator | None = None
     ) -> None:
         self.latest: dict[str, GeneratorStatus] = {}  # by sender, the most recent at the end
-        self.refused = 0  # messages
-        self.is_empty = True  # whether the last `receive` emptied the queue
+        self.refused = 0  # number of messages
+        self.is_empty = True  # False if the last `receive` left messages in the queue
         self._run_id, self._has_keys = run_id, authenticator is not None
         self._socket, self.address = open_server(
             zmq.SUB, address, authenticator, max_bytes=MAX_STATUS
@@ -116,7 +128,10 @@ class GeneratorStatusReceiver:
         self._socket.subscribe(b"")
 
     def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
-        """The status of each sender with a new one; waits up to `timeout` seconds for the first."""
+        """Read up to MAX_AT_ONCE messages; returns the new status of each sender that sent one.
+
+        Waits up to `timeout` seconds for the first message.
+        """
         if timeout > 0.0:
             ready(self._socket, zmq.POLLIN, timeout)
         received: dict[str, GeneratorStatus] = {}
@@ -141,14 +156,15 @@ class GeneratorStatusReceiver:
         self._socket.close(linger=0)
 
     def _accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
+        """Validate a message and store its status in `latest`. Raises WireError."""
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)
-        owner = str(frames[0]["User-Id"]) if self._has_keys else None
+        owner = str(frames[0]["User-Id"]) if self._has_keys else None  # name of the sender's key
         message_fields.check_owner(status.generator_id, owner)
         if status.run_id != self._run_id:
             raise WireError(f"generator status of another run, {status.run_id[:40]!a}")
-        self.latest.pop(status.sender, None)
+        self.latest.pop(status.sender, None)  # to insert it again at the end
         self.latest[status.sender] = status
         if len(self.latest) > MAX_SENDERS:
             del self.latest[next(iter(self.latest))]

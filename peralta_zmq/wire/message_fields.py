@@ -1,8 +1,10 @@
-"""What all messages share: bounded msgpack maps, dataclasses as maps of typed fields, names.
+"""Encoding and validation that all messages share: bounded msgpack maps with typed fields.
 
-Every length is checked before memory is allocated for it. A message that breaks a rule raises
-WireError, or ValueError where the caller adds the name of the message. A worker_info is a small map
-of texts that describes a process: versions of its libraries, its device and number type.
+A message is one frame (bytes): a msgpack map of field name -> value. The sender of a frame may be
+hostile, so every length is limited before memory is allocated for it. A violation raises WireError,
+or ValueError in the functions whose caller turns it into a WireError with the message's type. A
+worker_info is a small map of texts that describes a process: versions of its libraries, its device
+and dtype. An incarnation is the 8 random bytes that a generator draws at each start.
 """
 
 from __future__ import annotations
@@ -19,25 +21,26 @@ from peralta_zmq.atomic_files import MAX_NAME
 from peralta_zmq.errors import WireError
 
 # Limits of any message.
-MAX_MESSAGE = 16 << 20  # bytes; libzmq closes the connection on more and drops what is queued
+MAX_MESSAGE = 16 << 20  # bytes; on a larger one libzmq closes the connection and drops its queue
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_FACTS, MAX_FACT = 32, 128  # entries of a worker_info; characters of a key or a value
-LARGE = 1 << 18  # bytes; the maps of a larger message are counted before it is unpacked
+LARGE = 1 << 18  # bytes; in a larger message the maps are counted before it is unpacked
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
-    """The msgpack map in a frame, without lists and with at most `max_maps` maps in all.
+    """Unpack a frame that is one msgpack map. Raises WireError if it is none or exceeds a limit.
 
-    Raises WireError. The number of maps is limited because the lengths of nested maps multiply.
+    `max_map_len` limits the entries of each map. `max_maps` limits the number of maps, the outer
+    one included, because the lengths of nested maps multiply. Lists are not allowed.
     """
-    num_maps = count(1)
+    map_numbers = count(1)
 
-    def count_map(inner: dict[str, Any]) -> dict[str, Any]:
-        if next(num_maps) > max_maps:
+    def count_map(unpacked: dict[str, Any]) -> dict[str, Any]:
+        if next(map_numbers) > max_maps:
             raise ValueError(f"more than {max_maps} maps")
-        return inner
+        return unpacked
 
     try:
         if len(frame) > LARGE:
@@ -59,27 +62,31 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 
 
 def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
-    """Raise ValueError or UnpackException for too many maps or a map that is too long.
+    """Raise ValueError if a frame has too many maps or too long ones, without unpacking it.
 
-    `unpackb` counts a map only when it ends: a thousand nested unfinished maps would hold far more
-    memory than the message.
+    `unpackb` calls its `object_hook` only at the end of each map, so a thousand nested maps would
+    occupy far more memory than the frame before they are counted. Raises UnpackException for bytes
+    that are not msgpack.
     """
     unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
     unpacker.feed(frame)
-    maps, items = 0, 1
-    while items:
-        items -= 1
+    num_maps, items_left = 0, 1  # the frame is one item; a map adds its keys and values
+    while items_left:
+        items_left -= 1
         if not MAP_PREFIXES.intersection(frame[unpacker.tell() : unpacker.tell() + 1]):
             unpacker.skip()
             continue
-        maps, length = maps + 1, unpacker.read_map_header()
-        if maps > max_maps or length > max_map_len:
+        num_maps, length = num_maps + 1, unpacker.read_map_header()
+        if num_maps > max_maps or length > max_map_len:
             raise ValueError(f"more than {max_maps} maps, or a map of more than {max_map_len} keys")
-        items += 2 * length
+        items_left += 2 * length
 
 
 def check_type(value: Any, expected: type, name: str) -> Any:
-    """`value` if its type is exactly `expected`. Raises ValueError."""
+    """Return `value`, the value of the field `name`. Raises ValueError unless it is `expected`.
+
+    A subclass is not accepted: True is no int.
+    """
     if type(value) is not expected:
         raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
     return value
@@ -91,7 +98,7 @@ def fields_of(message: Any) -> dict[str, Any]:
 
 
 def encode_fields(message: Any) -> bytes:
-    """A dataclass of plain values as one msgpack map."""
+    """Encode a dataclass of numbers, texts, bytes and dicts as one msgpack map."""
     return cast(bytes, msgpack.packb(fields_of(message)))
 
 
@@ -102,14 +109,15 @@ def decode_fields(
     *,
     max_map_len: int = 64,
 ) -> MessageT:
-    """The dataclass `kind` in a frame of `encode_fields`, after `check`.
+    """Decode a dataclass `kind` from a frame made by `encode_fields`, and call `check` with it.
 
-    Unknown fields are ignored and missing ones take their default, so that versions can be mixed.
-    Raises WireError for a missing required field, a wrong type or a ValueError of `check`.
+    Unknown fields are ignored and missing ones take their default, so that two versions of the
+    program can exchange messages. Raises WireError for a missing required field, a wrong type, an
+    exceeded limit or a ValueError of `check`.
     """
     types = _field_types(kind)
-    num_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
-    values = unpack(frame, max_map_len=max_map_len, max_maps=num_maps)
+    max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values())
+    values = unpack(frame, max_map_len=max_map_len, max_maps=max_maps)
     try:
         known = {name: value for name, value in values.items() if name in types}
         message = kind(**{n: _check_field(v, types[n], n) for n, v in known.items()})
@@ -125,6 +133,7 @@ def _field_types(kind: type) -> dict[str, Any]:
 
 
 def _check_field(value: Any, expected: Any, name: str) -> Any:
+    """Return `value` if it has the type `expected`, of a dict also its keys and values."""
     if get_origin(expected) is not dict:
         return check_type(value, expected, name)
     key_type, value_type = get_args(expected)
@@ -135,7 +144,7 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:
-    """Raise ValueError for a name too long for file names, or an incarnation not of 8 bytes."""
+    """Raise ValueError if the name is too long for a file name or the incarnation not 8 bytes."""
     if len(generator_id.encode()) > MAX_NAME:
         raise ValueError(f"generator name of more than {MAX_NAME} bytes; shorten it")
     if len(incarnation) != 8:
@@ -143,16 +152,16 @@ def check_identity(generator_id: str, incarnation: bytes) -> None:
 
 
 def check_owner(name: str, owner: str | None) -> None:
-    """Raise WireError if a message names another generator than the key `owner` that sent it.
+    """Raise WireError if the generator name in a message is not `owner`, the name of its key.
 
-    None = the socket has no keys.
+    A socket without keys has no owner (None), and every name is accepted.
     """
     if owner is not None and name != owner:
         raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
 
 
 def check_facts(facts: dict[str, str]) -> None:
-    """Raise ValueError unless a worker_info has few and short entries."""
+    """Raise ValueError if a worker_info has too many or too long entries."""
     if len(facts) > MAX_FACTS:
         raise ValueError(f"worker_info of more than {MAX_FACTS} entries")
     if max(map(len, (*facts.keys(), *facts.values())), default=0) > MAX_FACT:

@@ -1,15 +1,15 @@
-"""A group on the wire: its format, `encode_group`, `decode_group` and the rules that it must meet.
+"""Encoding of a group as bytes, decoding, and the validation of its content.
 
 A group is all rollouts (scored completions) of one problem, sent by a generator to the trainer as
-one message. Its `incarnation` is 8 random bytes that the generator drew at its start, its
-`sequence` counts the groups of one incarnation from 0. `min_sequence`: no group below it will be
-sent again. A policy step is the number of optimizer steps of the weights that sampled a token. A
-turn is a span of context tokens, followed by a span of generated tokens.
+one message. `incarnation` is 8 random bytes that the generator drew at its start, `sequence` counts
+the groups of one incarnation from 0; none below `min_sequence` will be sent again. The policy step
+of a token is the number of training steps that produced the weights that sampled it. A turn is a
+span of context tokens, followed by a span of generated tokens; a rollout has one or more turns.
 
-The message is one frame: a msgpack map of `format` (its version), the fields of RolloutGroup in
-ENVELOPE, the Columns (little-endian buffers), and `crc32`, a checksum of all bytes before it. A
-prompt that all rollouts share is sent once. Values that are constant on context tokens (logprob 0,
-policy step -1) are not sent.
+The message is one frame: a msgpack map of the fields of RolloutGroup in ENVELOPE, the Columns
+(little-endian buffers), `format` (a version number), and `crc32`, a checksum of all bytes before
+it. A prompt that all rollouts share is sent once. Context tokens have logprob 0 and policy step -1,
+which are not sent.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from peralta_zmq.wire.message_fields import check_type
 FORMAT = 3
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))
-MAX_TOKENS = 1 << 20  # a shared prompt could make a small message large
-MAX_COUNT = 1 << 12  # rollouts, turns, changes of the policy step
+MAX_TOKENS = 1 << 20  # of all rollouts; a small frame could repeat a long shared prompt often
+MAX_COUNT = 1 << 12  # rollouts, turns, runs of tokens with equal policy step
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
 MAX_STEP = 2**31 - 1
 MAX_SAMPLE_INDEX = 2**53
@@ -52,28 +52,28 @@ ENVELOPE = {
 
 
 class Columns(NamedTuple):
-    """The rollouts of a group; K, S, G, R and N are the lengths named in the comments."""
+    """K rollouts with S turns and G generated tokens; u2 = unsigned, 2 bytes, i4, f8 likewise."""
 
-    turns: bytes  # u2 [K], number of turns of each of the K rollouts
-    spans: bytes  # u4 [S, 2], context tokens and generated tokens of each of the S turns
+    turns: bytes  # u2 [K], number of turns of each rollout
+    spans: bytes  # u4 [S, 2], number of context tokens and of generated tokens of each turn
     prompt: bytes  # i4, first tokens of every rollout; empty when they differ
     tokens: bytes  # i4, all other tokens
-    logprobs: bytes  # f4 [G], of the G generated tokens
-    policy_steps: bytes  # u4 [R, 2], runs of equal steps: step - policy_step, number of tokens
+    logprobs: bytes  # f4 [G]
+    policy_steps: bytes  # u4 [R, 2], R runs: policy step - that of the group, number of tokens
     rewards: bytes  # f8 [K]
     reward_names: str  # N names, each ended by NUL
     reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
     finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
 
 
-OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # with their defaults
+OPTIONAL = {"sample_index": -1, "evaluation_step": -1}  # defaults of fields that may be missing
 FIELDS = {**ENVELOPE, **get_type_hints(Columns), "format": int, "crc32": bytes}
 FIELD_TYPES = list[type](FIELDS.values())
 _envelope_of, _values_of = attrgetter(*ENVELOPE), itemgetter(*FIELDS)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """One group as one frame. Raises WireError for a group that the receiver would refuse."""
+    """Encode a group as a frame. Raises WireError for a group that `decode_group` would refuse."""
     try:
         return _encode(group)
     except (ValueError, OverflowError, StructError) as error:
@@ -108,13 +108,13 @@ def _encode(group: RolloutGroup) -> bytes:
     )
     _check_counts(columns)
     message = dict(zip(FIELDS, (*envelope, *columns, FORMAT, bytes(4)), strict=True))
-    frame = cast(bytes, msgpack.packb(message))[:-4]
+    frame = cast(bytes, msgpack.packb(message))[:-4]  # without the value of crc32, still zeros
     _check_size(message, num_bytes=len(frame) + 4, num_tokens=sum(spans))
     return frame + pack("<I", crc32(frame))
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The numbers of `turns` and `spans`; logprobs and policy steps of all generated tokens."""
+    """The values of `turns` and `spans`; logprobs and policy steps of all generated tokens."""
     turns: list[int] = []
     spans: list[int] = []
     all_logprobs: list[bytes] = []
@@ -136,14 +136,14 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
     return turns, spans, b"".join(all_logprobs), b"".join(all_policy_steps)
 
 
-def _encode_runs(policy_steps: bytes, oldest: int) -> bytes:
-    """Run-length encode the policy steps of all generated tokens; usually they are equal."""
+def _encode_runs(policy_steps: bytes, group_step: int) -> bytes:
+    """The column `policy_steps` from the i4 policy steps of all generated tokens."""
     length = len(policy_steps) // 4
-    if policy_steps == policy_steps[:4] * length:
-        return pack("<2I", int.from_bytes(policy_steps[:4], "little") - oldest, length)
+    if policy_steps == policy_steps[:4] * length:  # the usual case: one run
+        return pack("<2I", int.from_bytes(policy_steps[:4], "little") - group_step, length)
     steps = np.frombuffer(policy_steps, INT).astype(np.int64)
-    starts = np.flatnonzero(np.diff(steps, prepend=-2))
-    runs = np.stack([steps[starts] - oldest, np.diff(starts, append=length)], axis=1)
+    starts = np.flatnonzero(np.diff(steps, prepend=-2))  # no step is -2, so a run starts at 0
+    runs = np.stack([steps[starts] - group_step, np.diff(starts, append=length)], axis=1)
     return pack(f"<{runs.size}I", *runs.ravel().tolist())
 
 
@@ -173,7 +173,7 @@ def _check_size(message: dict[str, Any], *, num_bytes: int, num_tokens: int) -> 
 
 
 class InvalidGroupError(WireError):
-    """The rollouts are invalid; `group` has none of them, so that it can be accounted for."""
+    """Only the rollouts are invalid; the trainer counts `group`, without rollouts, as dropped."""
 
     def __init__(self, reason: str, group: RolloutGroup) -> None:
         super().__init__(reason)
@@ -181,9 +181,9 @@ class InvalidGroupError(WireError):
 
 
 def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
-    """The group in a frame; its Rollout objects are built when one is first accessed.
+    """Decode and validate a group; its Rollout objects are built when one is first accessed.
 
-    Raises WireError with the broken rule, InvalidGroupError if only the rollouts are invalid.
+    Raises WireError with the reason; InvalidGroupError if only the rollouts are invalid.
     """
     message, envelope = message_fields.unpack(frame), ()
     try:
@@ -208,9 +208,9 @@ def decode_group(frame: bytes, *, vocab_size: int) -> RolloutGroup:
 
 
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...], Columns]:
-    """The fields of ENVELOPE and the columns, each of exactly its type."""
-    if (number := check_type(message["format"], int, "format")) != FORMAT:
-        raise ValueError(f"format {number} is not {FORMAT}; use one version of the program")
+    """The values of ENVELOPE's fields and the columns, after checks of types and checksum."""
+    if (version := check_type(message["format"], int, "format")) != FORMAT:
+        raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
     try:
         values = _values_of(message)
     except KeyError:
@@ -218,21 +218,21 @@ def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[tuple[Any, ...]
     if [*map(type, values)] != FIELD_TYPES:
         for (name, expected), value in zip(FIELDS.items(), values, strict=True):
             check_type(value, expected, name)
-    if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:
+    if crc32(frame) != CRC_RESIDUE or values[-1] != frame[-4:]:  # crc32 must be last in the frame
         raise ValueError("checksum does not match")
     envelope, columns = values[: len(ENVELOPE)], values[len(ENVELOPE) : -2]
     _check_envelope(envelope)
     return envelope, Columns(*columns)
 
 
-@lru_cache(maxsize=1024)  # halves the cost of a count that was seen before
+@lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with it
 def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
-    """The function that unpacks exactly `count` numbers of a type of `struct`."""
+    """A function that unpacks exactly `count` numbers of the type `letter` of module struct."""
     return Struct(f"<{count}{letter}").unpack
 
 
 def _decode_rollouts(columns: Columns, policy_step: int, vocab_size: int) -> LazyRollouts:
-    """The rollouts, after all checks."""
+    """Check the columns and return their rollouts; `policy_step` is that of the group."""
     _check_counts(columns)
     turns = _unpacker(len(columns.turns) >> 1, "H")(columns.turns)
     spans = _unpacker(len(columns.spans) >> 2, "I")(columns.spans)
@@ -273,13 +273,13 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
 class LazyRollouts(Sequence[Rollout]):
     """The rollouts of a received group, built from its validated columns on first access.
 
-    Admission needs only rewards and policy steps; rollouts of a dropped group are never built.
+    Admission (the decision to train or drop a group) needs no rollouts, only the `summary`.
     """
 
     columns: Columns
     turns: tuple[int, ...]
     spans: tuple[int, ...]
-    runs: tuple[int, ...]  # the column `policy_steps`
+    runs: tuple[int, ...]  # values of the column `policy_steps`
     policy_step: int  # of the group
     named_rewards: list[dict[str, float]]  # of each rollout
     summary: tuple[tuple[float, ...], int]  # rewards, newest policy step; see RolloutGroup.summary
@@ -295,16 +295,16 @@ class LazyRollouts(Sequence[Rollout]):
 
 
 def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
-    """The rollouts, as slices of arrays with the tokens of all rollouts."""
+    """Build the rollouts; their arrays are slices of arrays over the tokens of all rollouts."""
     spans = zip(lazy.spans[::2], lazy.spans[1::2], strict=True)
-    turns = b"".join([bytes(context) + b"\1" * generated for context, generated in spans])
-    mask = np.frombuffer(turns, np.bool_)
+    flags = b"".join([bytes(context) + b"\1" * generated for context, generated in spans])
+    mask = np.frombuffer(flags, np.bool_)  # True on generated tokens
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = np.frombuffer(lazy.columns.logprobs, FLOAT)
     runs = zip(lazy.runs[::2], lazy.runs[1::2], strict=True)
-    sampled_by = b"".join([pack("<i", lazy.policy_step + above) * count for above, count in runs])
+    generated_steps = b"".join([pack("<i", lazy.policy_step + above) * n for above, n in runs])
     steps = np.full(len(mask), -1, np.int32)
-    steps[mask] = np.frombuffer(sampled_by, INT)
+    steps[mask] = np.frombuffer(generated_steps, INT)
     span_ends = [*accumulate(lazy.spans)]
     ends = [span_ends[2 * turn - 1] for turn in accumulate(lazy.turns)]  # of each rollout
     rollouts: list[Rollout] = []
@@ -321,7 +321,7 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
     return tuple(rollouts)
 
 
-# Rules that a group must meet. Each check raises ValueError.
+# Rules for the fields of ENVELOPE and for the columns. Each check raises ValueError.
 
 
 def _check_envelope(envelope: tuple[Any, ...]) -> None:
@@ -337,7 +337,7 @@ def _check_envelope(envelope: tuple[Any, ...]) -> None:
 
 
 def _check_counts(columns: Columns) -> None:
-    """Limit the memory that decoding needs."""
+    """The numbers of rollouts, turns, runs and rewards must not exceed the limits of memory."""
     if max(4 * len(columns.turns), len(columns.spans), len(columns.policy_steps)) > 8 * MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} rollouts, turns or changes of the policy step")
     if len(columns.reward_values) > 8 * MAX_VALUES:
@@ -359,7 +359,7 @@ def _check_lengths(turns: Sequence[int], spans: Sequence[int], columns: Columns)
     num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
     if (num_token_bytes, len(columns.logprobs)) != (4 * num_tokens, 4 * sum(completions)):
         raise ValueError("tokens, logprobs and spans of unequal length")
-    if not all(completions) or 4 * min(contexts) < num_prompt_bytes:  # rare
+    if not all(completions) or 4 * min(contexts) < num_prompt_bytes:  # rare, so checked separately
         _check_each_rollout(turns, spans, num_prompt_bytes)
 
 
@@ -394,7 +394,7 @@ def _check_logprobs(content: bytes) -> None:
 
 def _check_rewards(values: Sequence[float]) -> None:
     """Rewards must be finite and at most MAX_REWARD."""
-    if not math.hypot(*values) < MAX_REWARD:  # one call for the usual case
+    if not math.hypot(*values) < MAX_REWARD:  # one call in the usual case
         for value in values:
             if not -MAX_REWARD <= value <= MAX_REWARD:  # true for NaN, too
                 raise ValueError(f"reward {value} is not finite, or out of bounds")

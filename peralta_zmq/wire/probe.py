@@ -1,8 +1,9 @@
-"""Probe: the doctor on a generator's machine tests the connection to the trainer's machine.
+"""Probes: requests with which bin/doctor tests a generator's connection to the trainer's machine.
 
-The doctor is the diagnostic command bin/doctor. The trainer, or the doctor on its machine, answers
-with its identity and clock, creates a file in the weights folder on request (the other side then
-looks for it), and receives data for a measurement of the throughput (REQ/REP).
+The client is bin/doctor on the generator's machine. The server is the trainer, or bin/doctor on the
+trainer's machine. A probe asks for the identity and clock of the server ("info"), for a new file in
+the weights folder ("create_file": the client then checks that it can read the file there), or only
+carries data whose transfer is timed ("discard").
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMo
 from peralta_zmq.wire.message_fields import check_facts, decode_fields, encode_fields, unpack
 from peralta_zmq.wire.sockets import open_server, open_socket, ready
 
-POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refusal
+POLL_SECONDS = 0.2  # maximum delay of closing the server and of reporting a refused connection
 MAX_REQUEST = 256 << 10  # bytes
-CHUNK = 64 << 10  # bytes of one request of a throughput measurement
-NUM_IN_FLIGHT = 8  # requests of a throughput measurement without a reply
+CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
+NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; fills links with a delay
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)
 
@@ -36,21 +37,22 @@ class ProbeReply:
     """Identity of the server and the result of a request."""
 
     run: str  # name of the run
-    role: str = "trainer"  # or doctor
-    run_id: str = ""  # empty if a doctor answers
-    time: float = 0.0  # unix seconds of the reply
-    worker_info: dict[str, str] = field(default_factory=dict[str, str])  # as in GeneratorStatus
+    role: str = "trainer"  # program that answers: "trainer" or "doctor"
+    run_id: str = ""  # empty if bin/doctor answers
+    time: float = 0.0  # unix seconds of the reply, by the server's clock
+    worker_info: dict[str, str] = field(default_factory=dict[str, str])
+    """Constant facts about the server's process, as in GeneratorStatus."""
     created_file: str = ""  # for "create_file": name of the new file in the weights folder
-    error: str = ""  # why it was not created
+    error: str = ""  # for "create_file": why the file was not created; empty if it was
 
 
 def encode_probe_request(request: ProbeRequest, payload: bytes = b"") -> bytes:
-    """A request; the payload is ignored."""
+    """Encode a request; the server ignores the payload, which only adds bytes to transfer."""
     return cast(bytes, msgpack.packb({"request": request, "payload": payload}))
 
 
 def decode_probe_request(frame: bytes) -> ProbeRequest:
-    """The request in a frame. Raises WireError if it is unknown."""
+    """Decode a request. Raises WireError for an invalid frame or an unknown request."""
     request = unpack(frame).get("request")
     if request not in get_args(ProbeRequest):
         raise WireError(f"malformed request: {request!a:.40}")
@@ -58,7 +60,7 @@ def decode_probe_request(frame: bytes) -> ProbeRequest:
 
 
 def decode_probe_reply(frame: bytes) -> ProbeReply:
-    """The reply in a frame of `encode_fields`; unknown fields are ignored.
+    """Decode a reply from a frame made by `encode_fields`; ignores unknown fields.
 
     Raises WireError if `run` is missing or a field has a wrong type or is too long.
     """
@@ -74,8 +76,8 @@ def _check(reply: ProbeReply) -> None:
 class ProbeServer:
     """Answers probes in a thread, also while the trainer computes. Use with `closing`.
 
-    Each answer is `reply` with the time. `create_file` creates a file in the weights folder and
-    returns its name; it may raise OSError.
+    Each answer is `reply` with its last fields filled in: time, created_file, error. `create_file`
+    creates a file in the weights folder and returns the file's name; it may raise OSError.
     """
 
     def __init__(
@@ -91,22 +93,23 @@ class ProbeServer:
         self._socket, self.address = open_server(
             zmq.REP, address, authenticator, max_bytes=MAX_REQUEST
         )
-        self._thread = threading.Thread(target=self._work, name="probe", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; a thread that is blocked in a dead mount is left behind."""
+        """Stop answering; after 2 s, a thread that is blocked by a dead mount is left running."""
         self._closed.set()
         self._thread.join(timeout=2.0)
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
+        """The thread: answer requests until `close`."""
         while not self._closed.is_set():
             if ready(self._socket, zmq.POLLIN, POLL_SECONDS):
                 self._socket.send(self._answer(self._socket.recv_multipart()))
         self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> bytes:
-        """The encoded reply; empty for an invalid request, since REP must send something."""
+        """The encoded reply; empty for an invalid request, because a REP socket must reply."""
         try:
             request = decode_probe_request(frames[0])
         except WireError as error:
@@ -117,7 +120,7 @@ class ProbeServer:
         return encode_fields(reply)
 
     def _new_file(self) -> tuple[str, str]:
-        """The name of a new file, or an error."""
+        """Create a file; returns (name, "") or ("", error)."""
         if self._create_file is None:
             return "", "it has no weights folder to create a file in"
         try:
@@ -131,21 +134,21 @@ class ProbeClient:
 
     def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
         self._address = address
-        self._socket = open_socket(zmq.DEALER)
+        self._socket = open_socket(zmq.DEALER)  # a REQ could have only one request in flight
         self._monitor = HandshakeMonitor(self._socket, address, keys)
         self._socket.connect(address)
 
     def request(self, kind: ProbeRequest, *, timeout: float) -> tuple[ProbeReply, float]:
-        """The reply and the round-trip time in seconds.
+        """Send a request; returns the reply and the round-trip time in seconds.
 
-        Raises WireError without a reply within `timeout` seconds, or if the connection is refused.
+        Raises WireError if no reply comes within `timeout` seconds or the connection is refused.
         """
         started = time.monotonic()
         self._send(encode_probe_request(kind), started + timeout)
         return self._receive(started + timeout), time.monotonic() - started
 
     def measure_throughput(self, *, seconds: float, timeout: float) -> float:
-        """Bytes per second to the server, measured for `seconds`. Raises WireError as `request`."""
+        """Send data for `seconds`; returns bytes per second. Raises WireError as `request` does."""
         frame = encode_probe_request("discard", bytes(CHUNK))
         started, sent, received = time.monotonic(), 0, 0
         while time.monotonic() < started + seconds or received < sent:
@@ -163,13 +166,14 @@ class ProbeClient:
 
     def _send(self, frame: bytes, deadline: float) -> None:
         self._wait(zmq.POLLOUT, deadline)  # a refused connection never becomes writable
-        self._socket.send_multipart([b"", frame])
+        self._socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
 
     def _receive(self, deadline: float) -> ProbeReply:
         self._wait(zmq.POLLIN, deadline)
         return decode_probe_reply(self._socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
+        """Wait for POLLIN or POLLOUT. Raises WireError at the deadline (monotonic seconds)."""
         while not ready(self._socket, event, POLL_SECONDS):
             self._monitor.check()
             if time.monotonic() > deadline:

@@ -1,10 +1,10 @@
-"""ZeroMQ sockets with the protocol's options, and the pair that carries groups of rollouts.
+"""ZeroMQ sockets with the protocol's options; RolloutSender and RolloutReceiver for groups.
 
-A group is all rollouts of one problem, encoded as one frame (wire/messages.py). A generator numbers
-its groups by `sequence` within an incarnation (8 random bytes drawn at each start). RolloutReceiver
-only receives: the trainer then acknowledges a group as received and, once it is in the journal on
-disk, as durable (wire/announcements.py). Groups in a socket's queue are lost in a crash; the sender
-keeps and resends them (generator/trainer_connection.py).
+A group is all rollouts of one problem, sent from a generator to the trainer as one frame
+(wire/messages.py). Groups in the queues of the two sockets are lost if a process crashes. Therefore
+the generator keeps a group, and resends it if it is lost (generator/trainer_connection.py), until
+the trainer announces that the group is in the journal on disk (wire/announcements.py). `hwm`
+(high-water mark) is the maximum number of messages in a socket's queue.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from peralta_zmq.wire.auth import CurveAuthenticator, GeneratorKeys, HandshakeMo
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import InvalidGroupError, decode_group
 
-SEND_BUFFER = 16 << 10  # bytes; more would queue dozens of groups
+# Sizes of the kernel's TCP buffers in bytes. Groups in the send buffer are beyond the limit `hwm`
+# and age there, so it is small: a larger one would hold dozens of groups.
+SEND_BUFFER = 16 << 10
 # With less than two segments of the loopback device (64 KiB each) TCP often waits 40 ms for an
 # acknowledgement: 177 to 5,000 groups a second instead of 25,000.
 RECEIVE_BUFFER = 128 << 10
 # Milliseconds between two attempts to connect, doubled from the first to the second value; with a
 # maximum of 5000 a short run ended before its announcements were received.
 RECONNECT, RECONNECT_MAX = 100, 1000
-STATUS_HWM = 100  # queued messages that may be lost: announcements, generator status, probes
-MAX_REASONS = 100  # distinct refusals counted; a hostile sender must not fill the memory
+STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
+MAX_REASONS = 100  # distinct reasons counted; a hostile sender must not fill the memory
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +44,10 @@ logger = logging.getLogger(__name__)
 def open_socket(
     kind: int, *, hwm: int = STATUS_HWM, max_bytes: int = MAX_MESSAGE
 ) -> zmq.Socket[bytes]:
-    """A socket of this ZeroMQ type with the options of the protocol."""
+    """Open a socket of the ZeroMQ type `kind` with the options of the protocol.
+
+    `max_bytes` limits one received message; libzmq closes the connection on a larger one.
+    """
     opened = zmq.Context.instance().socket(kind)
     for option, value in (
         (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
@@ -61,12 +66,13 @@ def open_server(
     hwm: int = STATUS_HWM,
     max_bytes: int = MAX_MESSAGE,
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A bound socket and its address; with an authenticator it accepts known clients only.
+    """Open a socket, bind it to `address` and return it with the bound address.
 
-    Raises WireError if it cannot be bound, with the process that uses the port.
+    With an authenticator the socket accepts known clients only. Raises WireError if the bind fails;
+    for a port in use, the error names the process that listens there.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
-    # TCP keepalive detects dead peers; ZeroMQ heartbeats would disconnect a busy one.
+    # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy ones.
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
@@ -87,12 +93,12 @@ def open_server(
 
 
 def ready(opened: zmq.Socket[bytes], event: int, timeout: float) -> bool:
-    """Wait up to `timeout` seconds for `event` (POLLIN or POLLOUT); False if it did not come."""
+    """Wait up to `timeout` seconds for `event` (POLLIN or POLLOUT); False after the timeout."""
     return bool(opened.poll(int(timeout * 1000), event))
 
 
 def next_port(address: str, by: int = 1) -> str:
-    """The address `by` ports higher: announcements 1, generator status 2, probes 3."""
+    """Increase the port of an address: by 1 for announcements, 2 generator status, 3 probes."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + by}"
 
@@ -106,7 +112,10 @@ def port_in_use_message(port: int) -> str:
 
 
 def _listener_of(port: int) -> str:
-    """'pid 123 (python bin/trainer)', or 'another process' if the system does not show it."""
+    """The process that listens on a local port, as 'pid 123 (python bin/trainer)'.
+
+    'another process' if the operating system does not show it to this user.
+    """
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             pid, is_server = connection.pid, connection.status == psutil.CONN_LISTEN
@@ -120,20 +129,20 @@ def _listener_of(port: int) -> str:
 
 
 class _Timeout:
-    """The timeout option of a socket, cached because setting it costs as much as a receive."""
+    """A socket's SNDTIMEO or RCVTIMEO, set only on change: setting costs as much as a receive."""
 
     def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
         self._socket, self._option, self._seconds = opened, option, -1.0
 
     def set(self, seconds: float) -> None:
-        """Let each following send or receive wait for up to `seconds`."""
+        """Make the socket's sends or receives raise zmq.Again after waiting for `seconds`."""
         if seconds != self._seconds:
             self._socket.setsockopt(self._option, int(seconds * 1000))
             self._seconds = seconds
 
 
 class RolloutSender:
-    """Pushes groups to the trainer. Use with `closing`."""
+    """A generator's PUSH socket, which sends encoded groups to the trainer. Use with `closing`."""
 
     def __init__(self, address: str, *, hwm: int = 1, keys: GeneratorKeys | None = None) -> None:
         self._socket = open_socket(zmq.PUSH, hwm=hwm)
@@ -144,8 +153,8 @@ class RolloutSender:
     def send(self, frame: bytes, *, timeout: float) -> bool:
         """Queue one encoded group; False if the queue stays full for `timeout` seconds.
 
-        With a timeout of 0 the result can be False although the queue has just become free.
-        Raises WireError if the trainer refused the connection: libzmq does not try again then.
+        With a timeout of 0 the result can be False although the queue has just become free. Raises
+        WireError if the trainer refused the connection, because libzmq does not connect again then.
         """
         failpoint("wire.send")
         self._timeout.set(timeout)
@@ -165,7 +174,8 @@ class RolloutSender:
 class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
 
-    Invalid messages are counted in `refused`, logged once per reason and dropped.
+    Invalid messages are counted in `refused`, logged once per reason and dropped. With an
+    authenticator, a group is invalid unless its generator_id is the name of the key that sent it.
     """
 
     def __init__(
@@ -177,7 +187,7 @@ class RolloutReceiver:
         hwm: int = 1,
         authenticator: CurveAuthenticator | None = None,
     ) -> None:
-        self.refused: Counter[str] = Counter()  # reason -> messages
+        self.refused: Counter[str] = Counter()  # reason -> number of messages
         self._run_id, self._vocab_size = run_id, vocab_size
         self._has_keys = authenticator is not None
         self._socket, self.address = open_server(zmq.PULL, address, authenticator, hwm=hwm)
@@ -186,15 +196,16 @@ class RolloutReceiver:
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
         """The next group and its frame; None after `timeout` seconds or an invalid message.
 
-        A group with invalid rollouts is returned without rollouts, so that it can be accounted for.
+        A group of which only the rollouts are invalid is returned without rollouts, so that the
+        trainer can count it as dropped.
         """
-        self._timeout.set(timeout)  # half the cost of polling when the queue is often empty
+        self._timeout.set(timeout)  # takes half the time of a poll before each receive
         try:
-            first = self._socket.recv(copy=False)  # a Frame has RCVMORE without a system call
+            first = self._socket.recv(copy=False)  # a Frame has `more` without a system call
         except zmq.Again:
             return None
         last, count = first, 1
-        while last.more:
+        while last.more:  # a valid message has one frame; read all frames of an invalid one
             last, count = self._socket.recv(copy=False), count + 1
         failpoint("wire.receive")
         try:
@@ -208,6 +219,7 @@ class RolloutReceiver:
         self._socket.close(linger=0)
 
     def _check_message(self, first: zmq.Frame, count: int) -> tuple[RolloutGroup, bytes]:
+        """Decode a message of `count` frames. Raises WireError unless it is a group of the run."""
         if count > 1:
             raise WireError(f"{count} frames instead of one")
         frame, invalid = first.bytes, None
@@ -223,6 +235,7 @@ class RolloutReceiver:
         return group, frame
 
     def _refuse(self, error: WireError) -> None:
+        """Count an invalid message by reason, and log the first one of each reason."""
         reason = str(error)[:80]
         if reason not in self.refused and len(self.refused) >= MAX_REASONS:
             reason = "other"

@@ -384,7 +384,9 @@ def test_key_folder_writable_by_everyone_is_refused(folder: Path) -> None:
 
 def test_public_key_without_secret_names_the_remedy(folder: Path) -> None:
     (folder / "ann.secret").unlink()  # it was moved to its machine
-    with pytest.raises(WireError, match=r"ann\.public is here without ann\.secret; delete it"):
+    with pytest.raises(
+        WireError, match=r"ann\.public exists without ann\.secret; delete ann\.public"
+    ):
         make_keys(folder, "ann")
 
 
