@@ -19,11 +19,11 @@ from statistics import fmean
 from peralta_zmq.config import Config
 from peralta_zmq.config.programs import run_program
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.observe.metrics import METRICS, Row, last_step, number
+from peralta_zmq.observe.metrics import METRICS, Row, number
 from peralta_zmq.operate.local import run_local
 from peralta_zmq.operate.process_group import ProcessGroup
 from tools.promise_checker import Check, check, unexpected_ends
-from tools.run_history import RECORDING_OPTIONS, History, read_history
+from tools.run_history import RECORDING_OPTIONS, History, last_step, read_history
 
 SEED = "PERALTA_CHAOS_SEED"  # environment variable: repeats the same kills
 NUM_KILLS = 5  # or one for each worker, if that is more
@@ -54,7 +54,7 @@ class ChaosMonkey:
         if not self._planned:
             return
         kill_at, worker = self._planned[0]
-        step = last_step(self._folder / METRICS) or 0
+        step = last_step(self._folder / METRICS)
         now = time.time()
         if step >= kill_at and group[worker].kill():
             self._planned.popleft()

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import STEP_NAME
 from peralta_zmq.config import RESOLVED, load_config
-from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, read_rows
+from peralta_zmq.observe.metrics import EVENTS, METRICS, Row, number, read_rows
 from peralta_zmq.observe.report import SUMMARY
 
 # Options of a run that the promise checker can check: it reads debug logs and the whole journal.
@@ -85,6 +85,12 @@ class History:
     logs: Logs
     filters: bool = False  # curriculum.online_difficulty_filtering
     rolled_back: frozenset[Key] = frozenset()  # recorded in steps that a roll-back has undone
+
+
+def last_step(metrics: Path) -> int:
+    """Return the step of the newest row of metrics.jsonl; 0 for an empty or absent file."""
+    rows = read_rows(metrics)
+    return int(number(rows[-1], "step")) if rows else 0
 
 
 def read_history(

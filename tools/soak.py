@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from peralta_zmq.observe.metrics import METRICS, last_step
+from peralta_zmq.observe.metrics import METRICS
 from peralta_zmq.operate.local import event_recorder, local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, supervise
 from peralta_zmq.wire import auth
 from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import check, unexpected_ends
-from tools.run_history import RECORDING_OPTIONS, read_history
+from tools.run_history import RECORDING_OPTIONS, last_step, read_history
 from tools.soak_report import check_kills, figures_of, section, write_section
 
 NUM_GENERATORS = 3
@@ -162,9 +162,7 @@ def soak(folder: Path, *, minutes: float, seed: int, document: Path | None) -> i
         injector = FaultInjector(links, weights, record, seed=seed, seconds=60 * minutes)
         while not is_last:
             is_last = injector.is_over
-            target = (last_step(folder / METRICS) or 0) + (
-                FINAL_STEPS if is_last else session_steps
-            )
+            target = last_step(folder / METRICS) + (FINAL_STEPS if is_last else session_steps)
             injector.on_trainer_start()
             workers = soak_workers(folder, links, port=port, max_steps=target)
             if code := supervise(workers, record=record, on_tick=injector.on_tick):

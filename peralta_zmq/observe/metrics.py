@@ -92,12 +92,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
 
-def last_step(path: Path) -> int | None:
-    """Return `step` of the newest row that has one; None for an empty or absent file."""
-    steps = (row.get("step") for row in reversed(read_rows(path)))
-    return next((step for step in steps if isinstance(step, int)), None)
-
-
 def number(row: Mapping[str, object], key: str, default: float = math.nan) -> float:
     """Return a field as a finite float; `default` if it is absent, not a number or not finite."""
     value = row.get(key)
@@ -111,10 +105,10 @@ def generator_numbers(row: Mapping[str, object], metric: str) -> dict[str, float
     return {key[len(prefix) : -len(suffix)]: number(row, key) for key in keys}
 
 
-def finite_mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; NaN if there are none."""
+def finite_mean(values: Iterable[float], *, default: float = math.nan) -> float:
+    """Return the mean of the finite values; `default` if there are none."""
     finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else math.nan
+    return fmean(finite) if finite else default
 
 
 def format_number(value: float, spec: str, unit: str = "") -> str:

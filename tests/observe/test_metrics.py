@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.observe.metrics import JsonLines, last_step, number, read_rows
+from peralta_zmq.observe.metrics import JsonLines, number, read_rows
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -37,13 +37,6 @@ def test_read_rows_skips_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "te\xc3{"step": 3}\n17\n{"step": 4}\n{"step": 5}')
     assert read_rows(path) == [{"step": 1}, {"step": 4}]
-
-
-def test_last_step_skips_rows_without_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert last_step(path) is None  # no file
-    path.write_bytes(b'{"step": 7}\n{"step": 3}\n{"note": "no step"}\n{"step": 9')
-    assert last_step(path) == 3
 
 
 def test_two_writers_of_one_file_lose_no_line(tmp_path: Path) -> None:
